@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.machine import goal, write
 from rlhpc.language.agents.gateway.output_parsers import Parsers
-from rlhpc.language.agents.gateway.server import Drawing, Gateway
+from rlhpc.language.agents.gateway.server import EngineRequest, Gateway
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
 from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.language.models.tiny import character_tokenizer
@@ -107,7 +107,7 @@ def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
     num_drawn, started_at, half_memory = 0, 0.0, 0.0
     cpu = tokenizing = 0.0
     while num_drawn < episodes * turns:
-        drawing: Drawing = gateway.engine_queue.get(timeout=60)
+        drawing: EngineRequest = gateway.engine_queue.get(timeout=60)
         if not num_drawn:
             started_at, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
         num_drawn += 1

@@ -71,7 +71,7 @@ def calculate_adv_and_returns(
     }  # fmt: skip
     if members is not None:
         rows = len(rewards)
-        columns = {name: _rows(value, members, rows) for name, value in columns.items()}
+        columns = {name: _member_rows(value, members, rows) for name, value in columns.items()}
         mask = columns["mask"]
     advantages, returns = estimator(**columns, gamma=gamma, gae_lambda=gae_lambda, all_reduce=all_reduce)
     if normalize:
@@ -85,7 +85,7 @@ def calculate_adv_and_returns(
     return advantages, returns
 
 
-def _rows(value: Any, members: Tensor, rows: int) -> Any:
+def _member_rows(value: Any, members: Tensor, rows: int) -> Any:
     """Returns the members' rows of a tensor that has one row per row of the batch; returns other values unchanged."""
     return value[members] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
 

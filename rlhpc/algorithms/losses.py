@@ -150,7 +150,7 @@ def policy_loss(
     if rollout_logprobs is not None and tis_cap is not None:
         weight = _ratio(old_logprobs - rollout_logprobs).clamp(max=tis_cap).detach()
         per_token = per_token * weight
-        metrics["tis_weight"] = _mean(weight, mask)
+        metrics["tis_weight"] = _masked_mean(weight, mask)
     counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
     return aggregate(per_token, mask, loss_agg, **counts), metrics
 
@@ -159,7 +159,7 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
 
 
-def _mean(x: Tensor, mask: Tensor) -> Tensor:
+def _masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x.detach() * mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -171,7 +171,7 @@ def _ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
         return {"approx_kl": means[0], "clip_fraction": means[1], "ratio": means[2]}
 
 
-def _clip(
+def _clipped_loss(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, c: float | None
 ) -> tuple[Tensor, Metrics]:
     log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
@@ -202,7 +202,7 @@ def ppo(
 ) -> tuple[Tensor, Metrics]:
     """Computes max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, at most −A·c (dual clip, Ye et
     al. 2020)."""
-    return _clip(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _clipped_loss(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def gspo(
@@ -221,7 +221,7 @@ def gspo(
     token = (logprobs - old_logprobs).masked_fill(~mask, 0)
     sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = sequence.detach() + logprobs - logprobs.detach()
-    return _clip(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _clipped_loss(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def cispo(
@@ -254,11 +254,11 @@ def decoupled_ppo(
             "loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)"
         )
     log_ratio = logprobs - proximal_logprobs
-    loss, metrics = _clip(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    loss, metrics = _clipped_loss(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     weight = _ratio(proximal_logprobs - old_logprobs).detach()
     if behave_weight_cap is not None:
         weight = weight.clamp(max=behave_weight_cap)
-    metrics["behave_weight"] = _mean(weight, mask)
+    metrics["behave_weight"] = _masked_mean(weight, mask)
     return loss * weight, metrics
 
 
@@ -291,7 +291,7 @@ def value_loss(
         clipped_error = (clipped_values - returns) ** 2
         # Within the range, old + (v - old) differs from v by rounding alone.
         is_outside = (values - old_values).abs() > value_clip
-        metrics["value_clip_fraction"] = _mean((is_outside & (clipped_error > error)).to(error.dtype), mask)
+        metrics["value_clip_fraction"] = _masked_mean((is_outside & (clipped_error > error)).to(error.dtype), mask)
         error = torch.max(error, clipped_error)
     counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
     return aggregate(0.5 * error, mask, loss_agg, **counts), metrics

@@ -17,7 +17,7 @@ from rlhpc.runtime.errors import NonFinite
 
 #: Number of skipped optimizer steps in a row, or of rollouts without a finite sample, after which
 #: `runner.on_nonfinite: skip` ends the run.
-MOST_IN_A_ROW = 10
+MAX_IN_A_ROW = 10
 _WAY_OUT = (
     "Nothing of it was saved. To go on from the newest checkpoint: rlhpc train <config> runner.resume_dir=auto; to leave "
     "such samples and steps out instead of stopping: runner.on_nonfinite=skip"
@@ -34,10 +34,10 @@ def skips(cfg: RunConfig) -> bool:
     return cfg.runner.on_nonfinite.lower() == "skip"
 
 
-def bad_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+def bad_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Returns the names of the tensors that contain a non-finite number."""
     names = []
-    for name, tensor in named:
+    for name, tensor in named_tensors:
         if tensor.is_floating_point():
             tensor = tensor.detach()
             # A sum runs at memory bandwidth and is finite only if all numbers are. A non-finite sum may be an overflow.
@@ -58,13 +58,13 @@ def tensors_of(state: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]
             yield from tensors_of(child, f"{name}[{index}]")
 
 
-def require_finite(named: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
+def require_finite(named_tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
     """Refuses non-finite weights or optimizer states.
 
     Raises:
         NonFinite: A tensor is not finite; the message names the first three such tensors.
     """
-    if names := bad_tensors(named):
+    if names := bad_tensors(named_tensors):
         raise nonfinite(f"{where}: {format_names(names)} {'is' if len(names) == 1 else 'are'} not finite", _WEIGHTS)
 
 
@@ -89,11 +89,11 @@ class SkippedSteps:
 
     def __init__(self, skip: bool) -> None:
         self.skip = skip
-        self._count = self._row = 0
+        self._num_skipped = self._num_consecutive = 0
 
     def record_step(self) -> None:
         """Records a successful optimizer step."""
-        self._row = 0
+        self._num_consecutive = 0
 
     def record_skip(self, describe: Callable[[], str]) -> None:
         """Records a skipped optimizer step.
@@ -106,17 +106,18 @@ class SkippedSteps:
         """
         if not self.skip:
             raise nonfinite(describe())
-        self._count += 1
-        self._row += 1
-        if self._row >= MOST_IN_A_ROW:
+        self._num_skipped += 1
+        self._num_consecutive += 1
+        if self._num_consecutive >= MAX_IN_A_ROW:
             raise nonfinite(
-                f"{describe()}; it is the {self._row}th optimizer step in a row that had to be left out", _AGAIN
+                f"{describe()}; it is the {self._num_consecutive}th optimizer step in a row that had to be left out",
+                _AGAIN,
             )
 
     def pop_metrics(self) -> dict[str, float]:
         """Returns the metric `nonfinite_skipped`: the number of steps skipped since the last call. Returns {} if it is 0."""
-        count = self._count
-        self._count = 0
+        count = self._num_skipped
+        self._num_skipped = 0
         return {"nonfinite_skipped": float(count)} if count else {}
 
 

@@ -9,11 +9,11 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import select
 from rlhpc.language.agents.registry import (
     INLINE,
+    build_external_agent,
+    build_inline_environment,
     check_harness,
     check_sandbox,
     configured_agent,
-    outside_agent,
-    world_of,
 )
 from rlhpc.language.config.run import GrpoConfig, LanguageConfig, TrainedLanguageConfig
 from rlhpc.language.multi_policy import ENVIRONMENT
@@ -62,9 +62,9 @@ def _agent_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
     if agent.kind == INLINE:
         yield Check("rollout.agent", lambda: configured_agent(cfg))
         return
-    yield Check("agent and actor.model", lambda: outside_agent(cfg, tokenizer()), resource)
+    yield Check("agent and actor.model", lambda: build_external_agent(cfg, tokenizer()), resource)
     if agent.kind == ENVIRONMENT:
-        yield Check("agent.target", lambda: world_of(cfg).environment().close())
+        yield Check("agent.target", lambda: build_inline_environment(cfg).environment().close())
         return
     yield Check("agent", lambda: check_harness(cfg))
     if agent.sandbox not in (None, "none"):

@@ -133,7 +133,7 @@ def _call(name: str, *arguments: str) -> str:
     """A raw call, which got through where it does not fail."""
     from rlhpc.language.sandbox import python as seccomp
 
-    number = seccomp.numbers(os.uname().machine)[name]
+    number = seccomp.syscall_numbers(os.uname().machine)[name]
     return f"{_CALL}if libc.syscall({', '.join([str(number), *arguments])}) >= 0: print('through')"
 
 

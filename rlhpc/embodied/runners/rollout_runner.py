@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
+from rlhpc.algorithms.nonfinite import MAX_IN_A_ROW, nonfinite
 from rlhpc.embodied.config import PlayingConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import DropReason, RolloutCounts
 from rlhpc.embodied.envs.base import timing_row
@@ -422,7 +422,7 @@ class PlayingRunner(Runner[Cfg]):
             row["env/nonfinite"] = count
         all_nonfinite = count * self.cfg.actor.model.num_action_chunks >= self._transitions_per_step()
         self._nonfinite_steps = self._nonfinite_steps + 1 if all_nonfinite else 0
-        if self._nonfinite_steps >= MOST_IN_A_ROW:
+        if self._nonfinite_steps >= MAX_IN_A_ROW:
             raise nonfinite(
                 f"step {step}: nothing that the environments brought was finite, {self._nonfinite_steps} steps in a row"
             )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.language.agents.runner.shell import find_fault
-from rlhpc.language.agents.runner.task import checked_outcome
+from rlhpc.language.agents.runner.task import check_outcome
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.imports import import_paths
@@ -31,18 +31,18 @@ RUNNER = Path(__file__).with_name("runner") / "main.py"
 #: Time limit of the import of an agent's packages, in seconds.
 _IMPORT_S = 300.0
 #: Time limit of the runner's exit, in seconds.
-_END_S = 6.0
+_CLOSE_S = 6.0
 #: Maximum number of consecutive restarts of the runner in which no episode ends.
-_RESTARTS = 3
+_MAX_RESTARTS = 3
 #: Seconds beyond an episode's time limit after which it fails without an outcome; and seconds between two checks.
-_SLACK_S, _LOOK_S = 60.0, 1.0
+_SLACK_S, _CHECK_S = 60.0, 1.0
 #: Maximum number of bytes of a line from the runner: the limit of an outcome with all characters escaped.
-_LINE = 8 << 20
+_MAX_LINE_BYTES = 8 << 20
 Ticket = dict[str, Any]
 AgentReply = dict[str, Any]
 
 
-def _temporary() -> str | None:
+def _episodes_parent() -> str | None:
     """Returns the parent of the episodes' folders (`shell.make_temporary_folder`); None for the system's default."""
     folder = session_folder()
     return str(folder) if folder else None
@@ -88,11 +88,11 @@ class Program:
             "paths": paths,
             "options": self.options,
             "sandbox": self.confinement(),
-            "temporary": _temporary(),
+            "temporary": _episodes_parent(),
         }
 
     def confinement(self) -> dict[str, Any] | None:
-        """Returns the argument `confinement` of `shell.sandboxed`; None without a sandbox."""
+        """Returns the argument `confinement` of `shell.sandbox_command`; None without a sandbox."""
         if self.sandbox is None:
             return None
         return {"kind": self.sandbox, "read": list(self.read), "hidden": list(self.hidden), **self.limits}
@@ -107,7 +107,7 @@ def require_sandbox(program: Program) -> None:
     for path in program.read:
         if not Path(path).expanduser().exists():
             raise ConfigError(f"agent.sandbox_read names {path!r}, which is not there on {node_name()}: correct it")
-    if (confinement := program.confinement()) is not None and (reason := find_fault(confinement, _temporary())):
+    if (confinement := program.confinement()) is not None and (reason := find_fault(confinement, _episodes_parent())):
         raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {reason}")
 
 
@@ -125,52 +125,54 @@ class Harnesses:
     def __init__(self, program: Program, on_outcome: Callable[[int, AgentReply], None]) -> None:
         self._program, self._on_outcome = program, on_outcome
         self._lock = threading.Lock()
-        self._waiting: collections.deque[Ticket] = collections.deque()
-        self._running: dict[int, float] = {}  # deadline of each episode's outcome, by ticket
-        self._closed, self._failures, self._failure = False, 0, ""
-        self._starting, self._over = False, threading.Event()  # while the runner starts, tickets are queued
+        self._queued_tickets: collections.deque[Ticket] = collections.deque()
+        self._deadlines: dict[int, float] = {}  # deadline of each episode's outcome, by ticket
+        self._closed, self._num_failures, self._failure_reason = False, 0, ""
+        self._is_starting, self._close_event = False, threading.Event()  # while the runner starts, tickets are queued
         require_sandbox(program)
         self._process = self._start()
-        threading.Thread(target=self._give_up_overdue, name="rlhpc-overdue", daemon=True).start()
+        threading.Thread(target=self._fail_overdue, name="rlhpc-overdue", daemon=True).start()
 
     def run(self, ticket: Ticket) -> None:
         """Queues a ticket; its program starts as soon as the limit of concurrent processes allows it."""
         with self._lock:
-            if not self._failure:
-                self._waiting.append(ticket)
-                self._fill()
+            if not self._failure_reason:
+                self._queued_tickets.append(ticket)
+                self._start_queued()
                 return
-        self._on_outcome(ticket["id"], {"error": self._failure})
+        self._on_outcome(ticket["id"], {"error": self._failure_reason})
 
     def kill(self, number: int) -> None:
         """Ends the program of a ticket, or removes the queued ticket, without reporting an outcome."""
         with self._lock:
-            self._waiting = collections.deque(ticket for ticket in self._waiting if ticket["id"] != number)
-            if self._running.pop(number, None) is not None:
+            self._queued_tickets = collections.deque(
+                ticket for ticket in self._queued_tickets if ticket["id"] != number
+            )
+            if self._deadlines.pop(number, None) is not None:
                 self._outbox.put({"kill": number})
-                self._fill()
+                self._start_queued()
 
     def abort(self) -> None:
         """Ends all running programs and removes queued tickets, without reporting outcomes."""
         with self._lock:
-            self._waiting.clear()
-            for episode_number in self._running:
+            self._queued_tickets.clear()
+            for episode_number in self._deadlines:
                 self._outbox.put({"kill": episode_number})
-            self._running.clear()
+            self._deadlines.clear()
 
     def close(self) -> None:
         """Ends the runner and all programs."""
-        self._over.set()
+        self._close_event.set()
         with self._lock:
             self._closed = True
-            self._waiting.clear()
-            self._running.clear()
+            self._queued_tickets.clear()
+            self._deadlines.clear()
             self._outbox.put(None)  # the runner ends its episodes, then itself
         try:
-            self._process.wait(_END_S)
+            self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait(_END_S)
+            self._process.wait(_CLOSE_S)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -186,7 +188,9 @@ class Harnesses:
         except OSError as error:
             raise ConfigError(f"agent.python is {python!r}, which cannot be started: {error.strerror}") from None
         self._process, self._outbox = process, queue.SimpleQueue[dict[str, Any] | None]()
-        threading.Thread(target=_write, args=(process, self._outbox), name="rlhpc-tickets", daemon=True).start()
+        threading.Thread(
+            target=_write_messages, args=(process, self._outbox), name="rlhpc-tickets", daemon=True
+        ).start()
         self._outbox.put(self._program.spec())
         import_timer = threading.Timer(_IMPORT_S, process.kill)
         import_timer.start()
@@ -205,21 +209,21 @@ class Harnesses:
             raise ConfigError(
                 f"agent.{program_setting}, which cannot be imported by {python} (agent.python): {reply['failed']}"
             )
-        threading.Thread(target=self._listen, args=(process,), name="rlhpc-harnesses", daemon=True).start()
+        threading.Thread(target=self._read_outcomes, args=(process,), name="rlhpc-harnesses", daemon=True).start()
         return process
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_outcomes(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        while line := process.stdout.readline(_LINE):
+        while line := process.stdout.readline(_MAX_LINE_BYTES):
             reply = _read_reply(line)
             if reply is None:
                 log.warning("what runs the agents said what is no outcome, %d bytes of it: it is left out", len(line))
                 continue
             episode_number, outcome = reply
             with self._lock:
-                is_running = self._running.pop(episode_number, None) is not None
-                self._failures = 0
-                self._fill()
+                is_running = self._deadlines.pop(episode_number, None) is not None
+                self._num_failures = 0
+                self._start_queued()
             if is_running:
                 self._on_outcome(episode_number, outcome)
         self._on_exit(process)
@@ -230,53 +234,55 @@ class Harnesses:
         with self._lock:
             if self._closed:
                 return
-            episode_numbers = list(self._running)
-            self._running.clear()
-            self._failures += 1
-            self._starting = True
+            episode_numbers = list(self._deadlines)
+            self._deadlines.clear()
+            self._num_failures += 1
+            self._is_starting = True
         log.warning(
             "what runs the agents ended with status %d; %d episodes were under way", status, len(episode_numbers)
         )
         for episode_number in episode_numbers:
             self._on_outcome(episode_number, {"error": f"what ran it ended with status {status}"})
-        if self._failures <= _RESTARTS:
+        if self._num_failures <= _MAX_RESTARTS:
             try:
                 self._start()
             except ConfigError as error:  # the environment has changed since the first start
-                self._give_up(str(error))
+                self._fail_queued(str(error))
                 return
             with self._lock:
-                self._starting = False
+                self._is_starting = False
                 if self._closed:
                     self._outbox.put(None)
-                self._fill()
+                self._start_queued()
             return
-        self._give_up(f"what runs the agents has ended {self._failures} times")
+        self._fail_queued(f"what runs the agents has ended {self._num_failures} times")
 
-    def _give_up(self, reason: str) -> None:
+    def _fail_queued(self, reason: str) -> None:
         with self._lock:
-            self._failure = reason
-            waiting_tickets, self._waiting = list(self._waiting), collections.deque()
+            self._failure_reason = reason
+            waiting_tickets, self._queued_tickets = list(self._queued_tickets), collections.deque()
         for ticket in waiting_tickets:
             self._on_outcome(ticket["id"], {"error": reason})
 
-    def _fill(self) -> None:
-        while self._waiting and not self._starting and len(self._running) < self._program.processes:
-            ticket = self._waiting.popleft()
-            self._running[ticket["id"]] = time.monotonic() + ticket["timeout_s"] + _SLACK_S
+    def _start_queued(self) -> None:
+        while self._queued_tickets and not self._is_starting and len(self._deadlines) < self._program.processes:
+            ticket = self._queued_tickets.popleft()
+            self._deadlines[ticket["id"]] = time.monotonic() + ticket["timeout_s"] + _SLACK_S
             self._outbox.put(ticket)
 
-    def _give_up_overdue(self) -> None:
+    def _fail_overdue(self) -> None:
         """Fails each episode without an outcome `_SLACK_S` seconds after its time limit."""
-        while not self._over.wait(_LOOK_S):
+        while not self._close_event.wait(_CHECK_S):
             with self._lock:
                 overdue_numbers = [
-                    episode_number for episode_number, deadline in self._running.items() if time.monotonic() > deadline
+                    episode_number
+                    for episode_number, deadline in self._deadlines.items()
+                    if time.monotonic() > deadline
                 ]
                 for episode_number in overdue_numbers:
-                    del self._running[episode_number]
+                    del self._deadlines[episode_number]
                     self._outbox.put({"kill": episode_number})
-                self._fill()
+                self._start_queued()
             for episode_number in overdue_numbers:
                 self._on_outcome(
                     episode_number, {"error": f"no outcome of it came within {_SLACK_S:g} s after its time limit"}
@@ -293,15 +299,15 @@ def _read_reply(line: bytes) -> tuple[int, AgentReply] | None:
     if not isinstance(episode_number, int):
         return None
     try:
-        return episode_number, checked_outcome(reply.get("outcome"))
+        return episode_number, check_outcome(reply.get("outcome"))
     except ValueError as error:
         return episode_number, {"error": str(error)}
 
 
-def _write(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+def _write_messages(process: subprocess.Popen[bytes], outbox: queue.SimpleQueue[dict[str, Any] | None]) -> None:
     """Writes messages to the runner in a separate thread, so that senders never wait for the pipe."""
     assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin as stream:  # if the runner has exited, `_listen` handles it
+    with contextlib.suppress(OSError), process.stdin as stream:  # if the runner has exited, `_read_outcomes` handles it
         while (message := outbox.get()) is not None:
             stream.write(json.dumps(message).encode() + b"\n")
             stream.flush()

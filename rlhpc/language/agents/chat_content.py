@@ -14,9 +14,9 @@ from rlhpc.language.data.tokenizer import REPLY, render_chat
 from rlhpc.runtime.errors import ConfigError
 
 #: Maximum size of a client's image, in bytes and in pixels. The rollout rank decodes it.
-MOST_BYTES, MOST_POINTS = 8 << 20, 1 << 24
-_TEXTS = ("text", "input_text", "output_text")
-_PICTURES = ("image_url", "input_image", "image")
+MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS = 8 << 20, 1 << 24
+_TEXT_TYPES = ("text", "input_text", "output_text")
+_IMAGE_TYPES = ("image_url", "input_image", "image")
 Content = str | list[dict[str, Any]]
 
 
@@ -38,14 +38,14 @@ def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[b
         raise ConfigError("a message's content must be a text, or a list of parts")
     content_parts, images = list[dict[str, Any]](), list[bytes]()
     for content_part in content:
-        part_type, text = ("text", content_part) if isinstance(content_part, str) else _part(content_part)
-        if part_type in _TEXTS and isinstance(text, str):
+        part_type, text = ("text", content_part) if isinstance(content_part, str) else _parse_part(content_part)
+        if part_type in _TEXT_TYPES and isinstance(text, str):
             content_parts.append({"type": "text", "text": text})
-        elif part_type in _PICTURES:
+        elif part_type in _IMAGE_TYPES:
             images += (
                 read_images(content_part["image"], Path())
                 if trusted and "image" in content_part
-                else [_picture(part_type, content_part)]
+                else [_decode_image(part_type, content_part)]
             )
             content_parts.append({"type": "image"})
         else:
@@ -57,7 +57,7 @@ def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[b
     )
 
 
-def shown_by(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str, Any]]:
+def make_image_parts(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str, Any]]:
     """Converts images to message parts with data URLs, for requests to the gateway."""
     urls = [f"data:{kind};base64,{base64.b64encode(image).decode()}" for image in images]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
@@ -89,29 +89,31 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
         ConfigError: The template does not contain the model's turn.
     """
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}, dict(message)]
-    reply_text = behind_reply(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True), ids)
-    if reply_text is None:
+    following_text = text_after_reply(tokenizer, render_chat(tokenizer, turns, add_generation_prompt=True), ids)
+    if following_text is None:
         raise ConfigError(
             "rollout.agent answers with a message, but the chat template does not keep the turns before it"
         )
-    return reply_text
+    return following_text
 
 
-def behind_reply(tokenizer: Any, text: str, drawn: list[int]) -> str | None:
+def text_after_reply(tokenizer: Any, text: str, sampled_ids: list[int]) -> str | None:
     """Returns the text after `REPLY` in a rendered conversation, or None if it does not contain `REPLY`. Omits an end token
     that the model has already sampled.
     """
-    _, marker, reply_text = text.partition(REPLY)
-    return reply_text.removeprefix(tokenizer.decode(drawn[-1:], skip_special_tokens=False)) if marker else None
+    _, marker, following_text = text.partition(REPLY)
+    return (
+        following_text.removeprefix(tokenizer.decode(sampled_ids[-1:], skip_special_tokens=False)) if marker else None
+    )
 
 
-def _part(part: Any) -> tuple[str, Any]:
+def _parse_part(part: Any) -> tuple[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise ConfigError("a message's content must be a text, or a list of parts that have a type")
     return part["type"], part.get("text")
 
 
-def _picture(kind: str, part: Mapping[str, Any]) -> bytes:
+def _decode_image(kind: str, part: Mapping[str, Any]) -> bytes:
     """Returns the bytes of an image that a client's message contains. Images at other URLs are refused, not fetched."""
     source, url = part.get("source"), part.get("image_url")
     if isinstance(source, Mapping) and source.get("type") == "base64":  # Anthropic's format
@@ -125,12 +127,14 @@ def _picture(kind: str, part: Mapping[str, Any]) -> bytes:
             f"a part of type {kind} has its picture elsewhere ({str(url)[:60]!r}), and nothing is fetched here: send it "
             "within the message, as a data URL (data:image/png;base64,…)"
         )
-    if len(url) > MOST_BYTES * 4 // 3 + 100:
-        raise ConfigError(f"a picture is larger than {MOST_BYTES >> 20} MiB, the most that is taken: make it smaller")
+    if len(url) > MAX_IMAGE_BYTES * 4 // 3 + 100:
+        raise ConfigError(
+            f"a picture is larger than {MAX_IMAGE_BYTES >> 20} MiB, the most that is taken: make it smaller"
+        )
     image = from_url(url)
     width, height = size_of(image)
-    if width * height > MOST_POINTS:
+    if width * height > MAX_IMAGE_PIXELS:
         raise ConfigError(
-            f"a picture has {width} x {height} points, and {MOST_POINTS} are the most that is taken: make it smaller"
+            f"a picture has {width} x {height} points, and {MAX_IMAGE_PIXELS} are the most that is taken: make it smaller"
         )
     return image

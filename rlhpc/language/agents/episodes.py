@@ -62,9 +62,9 @@ class AgentThreads(Generic[E]):
     def _add_thread(self) -> None:
         if self._num_threads < self._max_threads and not self._queue.empty():
             self._num_threads += 1
-            threading.Thread(target=self._work, name="rlhpc-agent", daemon=True).start()
+            threading.Thread(target=self._answer_turns, name="rlhpc-agent", daemon=True).start()
 
-    def _work(self) -> None:
+    def _answer_turns(self) -> None:
         while (queued_turn := self._queue.get()) is not None:
             ticket, episode, turn_text = queued_turn
             self._start_times[ticket] = time.monotonic()
@@ -78,7 +78,7 @@ class AgentThreads(Generic[E]):
                 return  # the call has timed out, and another thread has replaced this one
             self.answers.put((ticket, answer))
 
-    def overdue(self) -> list[int]:
+    def abandon_overdue(self) -> list[int]:
         """Returns the tickets whose calls have timed out; abandons and replaces their threads."""
         oldest_start = time.monotonic() - self._timeout_s
         tickets = [ticket for ticket, start_time in list(self._start_times.items()) if start_time < oldest_start]
@@ -97,7 +97,7 @@ class AgentThreads(Generic[E]):
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
 #: Key in `Outcome.metrics`: number of tokens of untrained roles.
-OF_ROLES = "untrained_role"
+UNTRAINED_ROLE = "untrained_role"
 
 
 @former_members(seen="images", above="role_reward_offset")
@@ -260,10 +260,10 @@ class EpisodeRunner:
     ) -> None:
         self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
         self._agent_threads = None if agent is None else AgentThreads(agent.respond, agent.timeout_s, threads)
-        self._writing: dict[int, tuple[Episode, Request]] = {}
-        self._waiting: dict[int, tuple[Episode, Request, Completion]] = {}
-        self._finished: list[Episode] = []
-        self._ticket = 0
+        self._engine_episodes: dict[int, tuple[Episode, Request]] = {}
+        self._agent_episodes: dict[int, tuple[Episode, Request, Completion]] = {}
+        self._finished_episodes: list[Episode] = []
+        self._num_tickets = 0
         self._looker: Looker | None = None
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
@@ -272,10 +272,10 @@ class EpisodeRunner:
         Raises:
             ConfigError: A prompt fills the context.
         """
-        requests = [self._with_stops(request) for request in requests]
+        requests = [self._add_stops(request) for request in requests]
         self._backend.add(requests)
         for request in requests:
-            self._writing[request.id] = self._new_episode(request, prompt), request
+            self._engine_episodes[request.id] = self._new_episode(request, prompt), request
 
     def _new_episode(self, request: Request, prompt: Prompt | None) -> Episode:
         return Episode(request.id, tuple(request.prompt_ids), prompt, images=request.images)
@@ -293,22 +293,22 @@ class EpisodeRunner:
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
         episode = self._new_episode(request, prompt)
-        _append(episode, drawn)
+        _append_completion(episode, drawn)
         if drawn.finish_reason != "abort":
             episode.turns = 1
             self._end(episode, drawn.finish_reason)
             return
         num_drawn = len(drawn.token_ids)
         self._backend.add([_continuation(episode, request, num_drawn) if num_drawn else request])
-        self._writing[request.id] = episode, request
+        self._engine_episodes[request.id] = episode, request
 
     def step(self) -> list[Episode]:
         """Advances the engine by a step and handles the agent's answers; returns the episodes that ended."""
         if self._backend.unfinished():
             for completion in self._backend.step():
                 self._on_completion(completion)
-        self._take_answers(wait=not self._backend.unfinished() and not self._finished)
-        episodes, self._finished = self._finished, []
+        self._receive_answers(wait=not self._backend.unfinished() and not self._finished_episodes)
+        episodes, self._finished_episodes = self._finished_episodes, []
         return episodes
 
     def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
@@ -317,7 +317,7 @@ class EpisodeRunner:
 
     def unfinished(self) -> int:
         """Returns the number of episodes that were added but not yet returned."""
-        return len(self._writing) + len(self._waiting) + len(self._finished)
+        return len(self._engine_episodes) + len(self._agent_episodes) + len(self._finished_episodes)
 
     def abort(self) -> list[Episode]:
         """Ends and returns all episodes. Unfinished episodes have their tokens so far and `finish_reason` "abort"."""
@@ -325,13 +325,13 @@ class EpisodeRunner:
             if self._agent is None and completion.finish_reason != "abort":  # finished, but not returned yet
                 self._on_completion(completion)
                 continue
-            episode, _ = self._writing.pop(completion.id)
-            _append(episode, completion)
+            episode, _ = self._engine_episodes.pop(completion.id)
+            _append_completion(episode, completion)
             self._end(episode, "abort")
-        for episode, *_ in self._waiting.values():
+        for episode, *_ in self._agent_episodes.values():
             self._end(episode, "abort")
-        self._waiting.clear()
-        episodes, self._finished = self._finished, []
+        self._agent_episodes.clear()
+        episodes, self._finished_episodes = self._finished_episodes, []
         return episodes
 
     def close(self) -> None:
@@ -342,40 +342,40 @@ class EpisodeRunner:
 
     # -- turns
 
-    def _with_stops(self, request: Request) -> Request:
+    def _add_stops(self, request: Request) -> Request:
         if self._agent is None or not self._agent.stop:
             return request
         stop = tuple(dict.fromkeys((*request.sampling.stop, *self._agent.stop)))
         return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=stop))
 
     def _on_completion(self, completion: Completion) -> None:
-        episode, request = self._writing.pop(completion.id)
-        _append(episode, completion)
+        episode, request = self._engine_episodes.pop(completion.id)
+        _append_completion(episode, completion)
         episode.turns += 1
         if self._agent_threads is None or completion.finish_reason != "stop":
             self._end(episode, completion.finish_reason)
             return
-        self._ticket += 1
-        self._waiting[self._ticket] = episode, request, completion
+        self._num_tickets += 1
+        self._agent_episodes[self._num_tickets] = episode, request, completion
         # Tags may be special tokens, so these are retained; the end token is not part of the text.
         ids = without_end(completion.token_ids, self._tokenizer)
-        self._agent_threads.ask(self._ticket, episode, self._tokenizer.decode(ids, skip_special_tokens=False))
+        self._agent_threads.ask(self._num_tickets, episode, self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _take_answers(self, wait: bool) -> None:
+    def _receive_answers(self, wait: bool) -> None:
         if self._agent_threads is None:
             return
-        deadline = time.monotonic() + (_IDLE_S if wait and self._waiting else 0.0)
+        deadline = time.monotonic() + (_IDLE_S if wait and self._agent_episodes else 0.0)
         while True:
             try:
                 ticket, answer = self._agent_threads.answers.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
             deadline = 0.0
-            if ticket in self._waiting:  # otherwise it has timed out
-                self._on_answer(*self._waiting.pop(ticket), answer)
-        for ticket in self._agent_threads.overdue():
-            if ticket in self._waiting:
-                episode, *_ = self._waiting.pop(ticket)
+            if ticket in self._agent_episodes:  # otherwise it has timed out
+                self._on_answer(*self._agent_episodes.pop(ticket), answer)
+        for ticket in self._agent_threads.abandon_overdue():
+            if ticket in self._agent_episodes:
+                episode, *_ = self._agent_episodes.pop(ticket)
                 log.warning("episode %d: the agent took longer than its timeout_s", episode.id)
                 self._end(episode, "error")
 
@@ -392,7 +392,7 @@ class EpisodeRunner:
             return
         remaining_tokens = request.sampling.max_new_tokens - len(episode.token_ids)
         try:
-            ids, images = self._answer(episode, answer, completion.token_ids)
+            ids, images = self._encode_answer(episode, answer, completion.token_ids)
         except _UnusableAnswer as error:
             log.warning("episode %d: the agent's answer cannot be put in: %s", episode.id, error)
             self._end(episode, "error")
@@ -411,15 +411,15 @@ class EpisodeRunner:
         except ConfigError:  # the context is full
             self._end(episode, "length")
             return
-        self._writing[request.id] = episode, request
+        self._engine_episodes[request.id] = episode, request
 
-    def _answer(
+    def _encode_answer(
         self, episode: Episode, answer: str | dict[str, Any], drawn: list[int]
     ) -> tuple[list[int], PromptImages | None]:
         """Encodes an agent's answer; returns its tokens and images."""
         images: tuple[bytes, ...] = ()
         if isinstance(answer, dict):
-            with _refusing():
+            with _convert_config_errors():
                 content, images = content_of(answer.get("content"), trusted=True)
             answer = message_text(self._tokenizer, {**answer, "content": content}, drawn)
         ids: list[int] = self._tokenizer.encode(valid_text(answer), add_special_tokens=False)
@@ -428,12 +428,12 @@ class EpisodeRunner:
         self._looker = self._looker or looker_of(self._tokenizer)
         if self._looker is None:
             raise _UnusableAnswer("it shows a picture, and the model reads text alone")
-        with _refusing():
+        with _convert_config_errors():
             return self._looker.look(images, ids, len(episode.prompt_ids) + len(episode.token_ids))
 
     def _end(self, episode: Episode, reason: str) -> None:
         episode.finish_reason = reason
-        self._finished.append(episode)
+        self._finished_episodes.append(episode)
 
 
 class _UnusableAnswer(Exception):
@@ -441,14 +441,14 @@ class _UnusableAnswer(Exception):
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def _convert_config_errors() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
         raise _UnusableAnswer(str(error)) from None
 
 
-def _append(episode: Episode, completion: Completion) -> None:
+def _append_completion(episode: Episode, completion: Completion) -> None:
     episode.append(completion.token_ids, episode.turns, completion.logprobs, completion.versions)
     episode.experts = completion.experts  # covers all tokens read, including those of earlier turns
 

@@ -16,14 +16,14 @@ from functools import partial
 from typing import Any, Protocol
 
 from rlhpc.language.agents.agent_processes import AgentReply, Harnesses, Program, Ticket
-from rlhpc.language.agents.chat_content import looker_of, shown_by
-from rlhpc.language.agents.episodes import OF_ROLES, Episode, Outcome
+from rlhpc.language.agents.chat_content import looker_of, make_image_parts
+from rlhpc.language.agents.episodes import UNTRAINED_ROLE, Episode, Outcome
 from rlhpc.language.agents.gateway.feedback import awaited_turns
 from rlhpc.language.agents.gateway.output_parsers import Parsers
-from rlhpc.language.agents.gateway.server import MODEL, Drawing, Gateway
+from rlhpc.language.agents.gateway.server import MODEL, EngineRequest, Gateway
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession, stop_reason
 from rlhpc.language.agents.inline_agents import InlineAgents, InlineEnvironment
-from rlhpc.language.agents.turn_tree import AgentTurn, RequestError, Tree
+from rlhpc.language.agents.turn_tree import AgentTurn, RequestError, TurnTree
 from rlhpc.language.data.images import placed
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
@@ -78,7 +78,7 @@ class OutsideEpisodes:
         runs: Agent program, inline environment, or connection to the ranks that run the agents.
         address: Address of this host for processes on other hosts; "" to refuse them.
         options: Options of the agents.
-        ended_with_it: Callback at the end of `close`.
+        on_close: Callback at the end of `close`.
         check: Callback at the start of each step; an exception that it raises ends the rank.
 
     Raises:
@@ -93,13 +93,13 @@ class OutsideEpisodes:
         context: int,
         runs: Program | InlineEnvironment | AgentRanks,
         options: AgentOptions,
-        ended_with_it: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
         address: str = "",
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._ended_with_it, self._check = ended_with_it, check
+        self._on_close, self._check = on_close, check
         self._backend, self._options = backend, options
-        self._agents: Harnesses | InlineAgents | Distant
+        self._agents: Harnesses | InlineAgents | RemoteAgents
         if isinstance(runs, Program):
             self._agents = Harnesses(runs, self._on_outcome)
         self._gateway = Gateway(
@@ -109,11 +109,11 @@ class OutsideEpisodes:
         if isinstance(runs, InlineEnvironment):
             self._agents = InlineAgents(runs, self._gateway, self._on_outcome)
         if isinstance(runs, AgentRanks):
-            self._agents = Distant(runs, self._on_outcome, self._restart)
+            self._agents = RemoteAgents(runs, self._on_outcome, self._restart)
         self._sessions: dict[int, tuple[GatewaySession, Prompt | None, tuple[int, ...]]] = {}
-        self._drawing: dict[int, Drawing] = {}
-        self._rewarded: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
-        self._unpaid, self._early = dict[int, Episode](), list[tuple[Episode, Episode]]()
+        self._engine_requests: dict[int, EngineRequest] = {}
+        self._reward_queue: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
+        self._unrewarded, self._early_rewards = dict[int, Episode](), list[tuple[Episode, Episode]]()
         self._num_requests = self._num_tickets = self._num_failures = 0
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
@@ -123,7 +123,7 @@ class OutsideEpisodes:
             self._num_tickets += 1  # unique, because the outcome of an aborted episode may still arrive
             self._sessions[self._num_tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
-            self._agents.run(self._ticket(self._num_tickets, session, prompt))
+            self._agents.run(self._build_ticket(self._num_tickets, session, prompt))
 
     def _restart(self, number: int) -> dict[str, Any]:
         """Restarts an episode with a new session and the same seed; returns its new ticket."""
@@ -133,9 +133,9 @@ class OutsideEpisodes:
         self._gateway.loop.call_soon_threadsafe(self._gateway.end, old_session)
         self._gateway.open(session)
         self._sessions[number] = session, prompt, ids
-        return self._ticket(number, session, prompt)
+        return self._build_ticket(number, session, prompt)
 
-    def _ticket(self, number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
+    def _build_ticket(self, number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
         task = {"messages": [], "question": "", "seed": session.seed, "kwargs": self._options.kwargs}
         if prompt is not None:
             task |= {name: getattr(prompt, name) for name in ("id", "question", "answer", "meta")}
@@ -162,15 +162,15 @@ class OutsideEpisodes:
     def step(self) -> list[Episode]:
         """Advances the engine by a step; returns the episodes that ended."""
         self._check()
-        if isinstance(self._agents, Distant):
+        if isinstance(self._agents, RemoteAgents):
             self._agents.poll()
-        episodes = self._take(wait=not self._backend.unfinished())
-        self._drop()
+        episodes = self._process_queue(wait=not self._backend.unfinished())
+        self._abort_abandoned()
         if self._backend.unfinished():
             for completion in self._backend.step():
-                if (drawing := self._drawing.pop(completion.id, None)) is not None:
-                    drawing.answer(completion)
-            self._show()
+                if (engine_request := self._engine_requests.pop(completion.id, None)) is not None:
+                    engine_request.answer(completion)
+            self._stream_tokens()
         return episodes
 
     def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
@@ -179,12 +179,12 @@ class OutsideEpisodes:
         """
         with contextlib.suppress(queue.Empty):
             while True:
-                self._early.append(self._rewarded.get_nowait())
+                self._early_rewards.append(self._reward_queue.get_nowait())
         # The reward of an episode may arrive before `step` has returned the episode.
-        rewarded_pairs = [pair for pair in self._early if id(pair[0]) in self._unpaid]
-        self._early = [pair for pair in self._early if id(pair[0]) not in self._unpaid]
-        for unpaid_episode, _ in rewarded_pairs:
-            del self._unpaid[id(unpaid_episode)]
+        rewarded_pairs = [pair for pair in self._early_rewards if id(pair[0]) in self._unrewarded]
+        self._early_rewards = [pair for pair in self._early_rewards if id(pair[0]) not in self._unrewarded]
+        for unrewarded_episode, _ in rewarded_pairs:
+            del self._unrewarded[id(unrewarded_episode)]
         return rewarded_pairs
 
     @property
@@ -210,49 +210,53 @@ class OutsideEpisodes:
             session.closed = True
             self._gateway.loop.call_soon_threadsafe(self._gateway.end, session)
         self._gateway.loop.call_soon_threadsafe(self._gateway.feedback.forget)
-        self._unpaid.clear()
-        self._early.clear()
+        self._unrewarded.clear()
+        self._early_rewards.clear()
         self._backend.abort()
-        for drawing in self._drawing.values():
-            drawing.answer(RequestError("the episode has ended", 401))
-        self._drawing.clear()
+        for engine_request in self._engine_requests.values():
+            engine_request.answer(RequestError("the episode has ended", 401))
+        self._engine_requests.clear()
         return [Episode(s.number, ids, prompt, finish_reason="abort") for s, prompt, ids in sessions.values()]
 
     def close(self) -> None:
         """Closes the agents, then the gateway."""
         self._agents.close()
         self._gateway.close()
-        self._ended_with_it()
+        self._on_close()
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _drop(self) -> None:
+    def _abort_abandoned(self) -> None:
         """Aborts the engine requests of ended episodes and of disconnected clients."""
         abandoned_ids = [
-            request_id for request_id, drawing in self._drawing.items() if drawing.session.closed or drawing.given_up
+            request_id
+            for request_id, engine_request in self._engine_requests.items()
+            if engine_request.session.closed or engine_request.given_up
         ]
         if not abandoned_ids:
             return
         if self._backend.can_drop:
             self._backend.drop(abandoned_ids)
-        elif len(abandoned_ids) < len(self._drawing):
+        elif len(abandoned_ids) < len(self._engine_requests):
             return
         else:
             self._backend.abort()
         for request_id in abandoned_ids:
-            self._drawing.pop(request_id).answer(RequestError("the episode has ended", 401))
+            self._engine_requests.pop(request_id).answer(RequestError("the episode has ended", 401))
 
-    def _show(self) -> None:
+    def _stream_tokens(self) -> None:
         """Passes the tokens sampled so far to streaming clients."""
         callbacks = {
-            request_id: drawing.show for request_id, drawing in self._drawing.items() if drawing.show is not None
+            request_id: engine_request.show
+            for request_id, engine_request in self._engine_requests.items()
+            if engine_request.show is not None
         }
         if callbacks and self._backend.can_drop:
             for request_id, ids in self._backend.so_far(callbacks.keys()).items():
                 if ids:
                     callbacks[request_id](ids)
 
-    def _take(self, wait: bool) -> list[Episode]:
+    def _process_queue(self, wait: bool) -> list[Episode]:
         """Starts queued engine requests; returns the episodes that ended. With `wait`, waits briefly for an item."""
         deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
         while True:
@@ -261,34 +265,40 @@ class OutsideEpisodes:
             except queue.Empty:
                 return episodes
             deadline = 0.0
-            if isinstance(queue_item, Drawing):
-                self._begin(queue_item)
+            if isinstance(queue_item, EngineRequest):
+                self._start_request(queue_item)
             else:
                 episode_number, episode = queue_item
                 if self._sessions.pop(episode_number, None) is not None:
                     self._log_failure(episode)
                     episodes.append(episode)
                     if episode.later:
-                        self._unpaid[id(episode)] = episode
+                        self._unrewarded[id(episode)] = episode
 
-    def _begin(self, drawing: Drawing) -> None:
-        if drawing.session.closed:
-            drawing.answer(RequestError("the episode has ended", 401))
+    def _start_request(self, engine_request: EngineRequest) -> None:
+        if engine_request.session.closed:
+            engine_request.answer(RequestError("the episode has ended", 401))
             return
         self._num_requests += 1
-        request = Request(self._num_requests, drawing.prompt_ids, drawing.sampling, drawing.seed, drawing.images)
+        request = Request(
+            self._num_requests,
+            engine_request.prompt_ids,
+            engine_request.sampling,
+            engine_request.seed,
+            engine_request.images,
+        )
         try:
             self._backend.add([request])
         except ConfigError as error:  # for example, an invalid token
-            drawing.answer(RequestError(str(error)))
+            engine_request.answer(RequestError(str(error)))
             return
         except RlhpcError:  # an error of the engine, not of the request
             raise
         except Exception as error:  # a faulty request must not end the run
-            log.warning("the engine refuses a request of episode %d: %r", drawing.session.number, error)
-            drawing.answer(RequestError(f"the engine refuses the request: {first_line(error)}"))
+            log.warning("the engine refuses a request of episode %d: %r", engine_request.session.number, error)
+            engine_request.answer(RequestError(f"the engine refuses the request: {first_line(error)}"))
             return
-        self._drawing[self._num_requests] = drawing
+        self._engine_requests[self._num_requests] = engine_request
 
     def _on_outcome(self, number: int, outcome: dict[str, Any]) -> None:
         """Passes an outcome from a harness's thread to the gateway's event loop, which owns the episode's turns."""
@@ -307,17 +317,19 @@ class OutsideEpisodes:
                 turns = awaited_turns(session_fields[0].tree.turns, later)
             except RequestError as error:
                 reported = {"error": str(error)}
-        episode = self._episode(*session_fields, reported)
+        episode = self._build_episode(*session_fields, reported)
         if turns and episode.outcome is not None and not episode.outcome.error:
             episode.outcome.delay_reward()
         self._gateway.engine_queue.put((number, episode))
         if episode.later:
-            on_reward = partial(self._on_delayed_reward, episode, partial(self._episode, *session_fields), reported)
+            on_reward = partial(
+                self._on_delayed_reward, episode, partial(self._build_episode, *session_fields), reported
+            )
             self._gateway.feedback.expect(turns, self._options.feedback_s, on_reward)
 
     def _on_delayed_reward(
         self,
-        unpaid_episode: Episode,
+        unrewarded_episode: Episode,
         build_episode: Callable[[dict[str, Any]], Episode],
         reported: dict[str, Any],
         reward: float | None,
@@ -328,9 +340,9 @@ class OutsideEpisodes:
             reported["error"] = (
                 f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
             )
-        self._rewarded.put((unpaid_episode, build_episode(reported)))
+        self._reward_queue.put((unrewarded_episode, build_episode(reported)))
 
-    def _episode(
+    def _build_episode(
         self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], reported: dict[str, Any]
     ) -> Episode:
         outcome = Outcome(
@@ -369,12 +381,12 @@ class OutsideEpisodes:
         if last_turn is not None:
             episode.append(last_turn.token_ids, 0, last_turn.logprobs, last_turn.versions)
         count_names = ["turns", "not_received", "retried", "refused", "given_up"]
-        if isinstance(self._agents, Distant):
+        if isinstance(self._agents, RemoteAgents):
             count_names.append("begun_again")
         outcome.metrics |= {name: float(counts[name]) for name in count_names}
         outcome.metrics["samples"] = float(len(branches))
         if num_untrained_tokens:
-            outcome.metrics[OF_ROLES] = float(num_untrained_tokens)
+            outcome.metrics[UNTRAINED_ROLE] = float(num_untrained_tokens)
         return episode
 
     def _log_failure(self, episode: Episode) -> None:
@@ -391,7 +403,7 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
     """Returns a prompt's messages for agents, including its images."""
     if not prompt.images:
         return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
-    image_parts, messages = iter(shown_by(prompt.images)), placed(prompt.messages, len(prompt.images))
+    image_parts, messages = iter(make_image_parts(prompt.images)), placed(prompt.messages, len(prompt.images))
     for message in messages:
         message["content"] = [
             next(image_parts) if content_part["type"] == "image" else content_part
@@ -410,7 +422,7 @@ def _mask_untrained_roles(branches: list[Episode], limits: EpisodeLimits) -> int
     return num_masked
 
 
-def _assign_turn_rewards(tree: Tree, rewards: list[float]) -> str:
+def _assign_turn_rewards(tree: TurnTree, rewards: list[float]) -> str:
     """Sets the rewards of the received turns; returns an error message if the number of rewards is wrong, else ""."""
     turns = [turn for turn in tree.turns if turn.received]
     if len(rewards) != len(turns):
@@ -456,7 +468,7 @@ class _RemoteEpisode:
     deadline: float = 0.0
 
 
-class Distant:
+class RemoteAgents:
     """Runner of agent programs on other ranks, with one process per ticket.
 
     Args:

@@ -55,8 +55,8 @@ class InlineAgents:
     ) -> None:
         self._environment, self._gateway, self._on_outcome = environment, gateway, on_outcome
         self._threads = Threads(_THREADS)
-        self._waiting: collections.deque[dict[str, Any]] = collections.deque()
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._queued_tickets: collections.deque[dict[str, Any]] = collections.deque()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def run(self, ticket: dict[str, Any]) -> None:
         """Queues a ticket; its episode starts as soon as the limit of concurrent episodes allows it."""
@@ -64,7 +64,7 @@ class InlineAgents:
 
     def abort(self) -> None:
         """Ends all running episodes and removes queued tickets, without reporting outcomes."""
-        self._gateway.loop.call_soon_threadsafe(self._end)
+        self._gateway.loop.call_soon_threadsafe(self._cancel_all)
 
     def close(self) -> None:
         """Ends all episodes."""
@@ -73,35 +73,35 @@ class InlineAgents:
 
     # -- on the gateway's loop ------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        self._waiting.clear()
-        for task in self._running.values():
+    def _cancel_all(self) -> None:
+        self._queued_tickets.clear()
+        for task in self._tasks.values():
             task.cancel()
-        self._running.clear()
+        self._tasks.clear()
 
     def _add(self, ticket: dict[str, Any]) -> None:
-        self._waiting.append(ticket)
-        self._fill()
+        self._queued_tickets.append(ticket)
+        self._start_queued()
 
-    def _fill(self) -> None:
-        while self._waiting and len(self._running) < self._environment.episodes:
-            ticket = self._waiting.popleft()
-            self._running[ticket["id"]] = self._gateway.loop.create_task(self._episode(ticket))
+    def _start_queued(self) -> None:
+        while self._queued_tickets and len(self._tasks) < self._environment.episodes:
+            ticket = self._queued_tickets.popleft()
+            self._tasks[ticket["id"]] = self._gateway.loop.create_task(self._run_episode(ticket))
 
-    async def _episode(self, ticket: dict[str, Any]) -> None:
+    async def _run_episode(self, ticket: dict[str, Any]) -> None:
         try:
-            outcome = await asyncio.wait_for(self._outcome(ticket), ticket["timeout_s"])
+            outcome = await asyncio.wait_for(self._play(ticket), ticket["timeout_s"])
         except TimeoutError:
             outcome = {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)"}
         except asyncio.CancelledError:
             return
         except Exception as error:
             outcome = {"error": describe(error)}
-        del self._running[ticket["id"]]
+        del self._tasks[ticket["id"]]
         self._on_outcome(ticket["id"], outcome)
-        self._fill()
+        self._start_queued()
 
-    async def _outcome(self, ticket: dict[str, Any]) -> dict[str, Any]:
+    async def _play(self, ticket: dict[str, Any]) -> dict[str, Any]:
         async def ask(role: str, messages: list[dict[str, Any]], tools: Sequence[Any]) -> dict[str, Any] | None:
             try:
                 return await self._gateway.chat(ticket["api_key"], role, list(messages), list(tools))
@@ -136,12 +136,12 @@ class ToolAgent(Agent):
         if "</tool>" not in text:
             return None
         calls = self._CALL.findall(text)
-        tool_output = self._result(*calls[-1]) if calls else "error: write <tool>name: text</tool>"
+        tool_output = self._call_tool(*calls[-1]) if calls else "error: write <tool>name: text</tool>"
         if not isinstance(tool_output, str):
             return {"role": "tool", "content": [{"type": "image", "image": tool_output}]}
         return f"<result>{tool_output}</result>\n"
 
-    def _result(self, name: str, text: str) -> Any:
+    def _call_tool(self, name: str, text: str) -> Any:
         tool = self.tools.get(name)
         if tool is None:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"

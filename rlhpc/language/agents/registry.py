@@ -41,12 +41,12 @@ __all__ = [
     "EpisodeRunner",
     "Generation",
     "ToolAgent",
+    "build_external_agent",
     "check_harness",
     "check_sandbox",
     "configured_agent",
     "make_agent",
     "make_generation",
-    "outside_agent",
     "register_agent",
     "roles_of",
     "run_episodes",
@@ -116,32 +116,32 @@ def make_generation(
         address: Address of this host for processes on other hosts; "" to refuse them.
 
     Raises:
-        ConfigError: See `configured_agent` and `outside_agent`.
+        ConfigError: See `configured_agent` and `build_external_agent`.
     """
     inline_agent = configured_agent(cfg)
     if cfg.agent.kind == INLINE:
         return EpisodeRunner(backend, tokenizer, inline_agent, cfg.rollout.max_turns)
     from rlhpc.language.agents.external import OutsideEpisodes
 
-    parsers, options = outside_agent(cfg, tokenizer)
+    parsers, options = build_external_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
     build = partial(OutsideEpisodes, backend, tokenizer, parsers, context, options=options)
     if elsewhere is not None:
         return build(elsewhere, address=address)
     if cfg.agent.kind == ENVIRONMENT:
-        return build(world_of(cfg))
+        return build(build_inline_environment(cfg))
     from rlhpc.language.agents.services import Services
 
     services = Services(cfg.agent.services)
     try:
         program = program_of(cfg, services.addresses)
-        return build(program, ended_with_it=services.close, address=address, check=services.check)
+        return build(program, on_close=services.close, address=address, check=services.check)
     except BaseException:
         services.close()
         raise
 
 
-def outside_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOptions]:
+def build_external_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, AgentOptions]:
     """Builds the parsers of replies and the options of external agents from section `agent`.
 
     Raises:
@@ -180,12 +180,12 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
     """
     from rlhpc.language.agents.agent_processes import Program
     from rlhpc.language.agents.runner.shell import LIMITS
-    from rlhpc.language.agents.services import placed_in
+    from rlhpc.language.agents.services import fill_addresses
 
     agent, addresses = cfg.agent, addresses or {}
     servers = [{"command": plain(server.command), "url": server.url, "shell": server.shell} for server in agent.servers]
     options = plain(agent.framework) or {"servers": servers}
-    command = tuple(placed_in(list(agent.command), addresses))
+    command = tuple(fill_addresses(list(agent.command), addresses))
     environment = {f"RLHPC_SERVICE_{name.upper()}": address for name, address in addresses.items()}
     limits = {name: int(getattr(agent, name)) for name in LIMITS}
     return Program(
@@ -194,7 +194,7 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
         command,
         agent.python,
         agent.episodes_per_rank,
-        placed_in(options, addresses),
+        fill_addresses(options, addresses),
         environment,
         agent.sandbox,
         tuple(plain(agent.sandbox_read)),
@@ -219,7 +219,7 @@ def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
-def world_of(cfg: LanguageConfig) -> InlineEnvironment:
+def build_inline_environment(cfg: LanguageConfig) -> InlineEnvironment:
     """Builds the inline environment of `agent.kind: environment`."""
     from rlhpc.language.agents.inline_agents import InlineEnvironment
 

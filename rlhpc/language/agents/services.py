@@ -28,7 +28,7 @@ from rlhpc.runtime.scratch import folder_for_sockets, make_temporary_folder
 from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes
 
 log = logging.getLogger(__name__)
-_LOOPBACK, _LOOK_S, _END_S, _TAIL = "127.0.0.1", 0.05, 8.0, 600
+_LOOPBACK, _POLL_S, _STOP_S, _TAIL = "127.0.0.1", 0.05, 8.0, 600
 #: Seconds between two checks of running services.
 _WATCH_S = 2.0
 
@@ -54,8 +54,8 @@ class _RunningService:
         pids = [self.process.pid]
         with contextlib.suppress(psutil.Error):
             pids += [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
-        held_inodes = socket_inodes(pids)
-        if held_inodes is not None and not inodes <= held_inodes:
+        service_inodes = socket_inodes(pids)
+        if service_inodes is not None and not inodes <= service_inodes:
             return True
         self.listeners = inodes
         return False
@@ -84,18 +84,18 @@ class Services:
     def __init__(
         self, sections: Sequence[ServiceConfig], folder: Path | None = None, ports: Mapping[str, str] | None = None
     ) -> None:
-        self._temporary = make_temporary_folder("services") if sections and not folder else None
-        log_folder = folder or self._temporary or Path()
-        self._running: list[_RunningService] = []
+        self._temporary_folder = make_temporary_folder("services") if sections and not folder else None
+        log_folder = folder or self._temporary_folder or Path()
+        self._services: list[_RunningService] = []
         try:
             for section in sections:
-                self._running.append(_start(section, log_folder, (ports or {}).get(section.name)))
-            for running_service in self._running:
-                _await_ready(running_service)
+                self._services.append(_start(section, log_folder, (ports or {}).get(section.name)))
+            for service in self._services:
+                _await_ready(service)
         except BaseException:
             self.close()
             raise
-        self.addresses = {running_service.section.name: running_service.address for running_service in self._running}
+        self.addresses = {service.section.name: service.address for service in self._services}
         self._next_check = time.monotonic() + _WATCH_S
 
     def check(self) -> None:
@@ -107,40 +107,42 @@ class Services:
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + _WATCH_S
-        for running_service in self._running:
-            name, status = running_service.section.name, running_service.process.poll()
+        for service in self._services:
+            name, status = service.section.name, service.process.poll()
             if status is not None:
-                raise ConfigError(
-                    f"agent.services[{name}] ended with status {status} during the run{running_service.tail()}"
-                )
-            if running_service.has_foreign_listener():
-                raise ConfigError(_foreign_error(running_service))
+                raise ConfigError(f"agent.services[{name}] ended with status {status} during the run{service.tail()}")
+            if service.has_foreign_listener():
+                raise ConfigError(_foreign_error(service))
 
     def close(self) -> None:
         """Ends the services, with all their descendants."""
-        for running_service in self._running:
-            assert running_service.process.stdin is not None
-            running_service.process.stdin.close()
-        for running_service in self._running:
+        for service in self._services:
+            assert service.process.stdin is not None
+            service.process.stdin.close()
+        for service in self._services:
             try:
-                running_service.process.wait(_END_S)
+                service.process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
-                running_service.process.kill()
-                running_service.process.wait()
-        self._running.clear()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+                service.process.kill()
+                service.process.wait()
+        self._services.clear()
+        if self._temporary_folder is not None:
+            shutil.rmtree(self._temporary_folder, ignore_errors=True)
 
 
-def placed_in(value: Any, addresses: Mapping[str, str]) -> Any:
+def fill_addresses(value: Any, addresses: Mapping[str, str]) -> Any:
     """Replaces service names in braces by addresses, in all texts of a nested value."""
     if isinstance(value, str):
         for name, address in addresses.items():
             value = value.replace(f"{{{name}}}", address)
         return value
     if isinstance(value, Mapping):
-        return {key: placed_in(nested_value, addresses) for key, nested_value in value.items()}
-    return [placed_in(nested_value, addresses) for nested_value in value] if isinstance(value, (list, tuple)) else value
+        return {key: fill_addresses(nested_value, addresses) for key, nested_value in value.items()}
+    return (
+        [fill_addresses(nested_value, addresses) for nested_value in value]
+        if isinstance(value, (list, tuple))
+        else value
+    )
 
 
 def _start(section: ServiceConfig, folder: Path, earlier_address: str | None) -> _RunningService:
@@ -164,37 +166,37 @@ def _start(section: ServiceConfig, folder: Path, earlier_address: str | None) ->
     return _RunningService(section, f"{_LOOPBACK}:{port}", process, log_file)
 
 
-def _await_ready(running: _RunningService) -> None:
-    section = running.section
+def _await_ready(service: _RunningService) -> None:
+    section = service.section
     deadline = time.monotonic() + section.timeout_s
     # Another program at this address must not count as the service.
-    while not (_answers(running) and running.process.poll() is None and not running.has_foreign_listener()):
-        status = running.process.poll()
-        if running.has_foreign_listener():
-            raise ConfigError(_foreign_error(running))
+    while not (_is_ready(service) and service.process.poll() is None and not service.has_foreign_listener()):
+        status = service.process.poll()
+        if service.has_foreign_listener():
+            raise ConfigError(_foreign_error(service))
         if status is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             continue
         reason = f"was not ready ({section.ready}) within timeout_s ({section.timeout_s:g} s)"
         if status is not None:
             reason = f"ended with status {status}"
-        raise ConfigError(f"agent.services[{section.name}] {reason}{running.tail()}")
-    log.info("service %s is ready at %s", section.name, running.address)
+        raise ConfigError(f"agent.services[{section.name}] {reason}{service.tail()}")
+    log.info("service %s is ready at %s", section.name, service.address)
 
 
-def _foreign_error(running: _RunningService) -> str:
+def _foreign_error(service: _RunningService) -> str:
     return (
-        f"agent.services[{running.section.name}]: a program that is not this service listens at its address {running.address} "
-        f"(another user's, or of this user outside it){running.tail()}. Start the run again: it takes another port"
+        f"agent.services[{service.section.name}]: a program that is not this service listens at its address {service.address} "
+        f"(another user's, or of this user outside it){service.tail()}. Start the run again: it takes another port"
     )
 
 
-def _answers(running: _RunningService) -> bool:
-    readiness_path, (host, _, port) = running.section.ready, running.address.partition(":")
+def _is_ready(service: _RunningService) -> bool:
+    readiness_path, (host, _, port) = service.section.ready, service.address.partition(":")
     if readiness_path.startswith("line:"):
-        return readiness_path[5:].strip().encode() in running.log_file.read_bytes()
+        return readiness_path[5:].strip().encode() in service.log_file.read_bytes()
     try:
-        if not loopback_listeners(int(port)) or running.has_foreign_listener():
+        if not loopback_listeners(int(port)) or service.has_foreign_listener():
             return False
         if readiness_path == "port":
             socket.create_connection((host, int(port)), 1.0).close()
@@ -220,7 +222,7 @@ class Relays:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlhpc-relays", daemon=True)
         self._thread.start()
 
-    def to(self, url: str) -> str:
+    def socket_for(self, url: str) -> str:
         """Returns the path of the socket that relays to a gateway; starts the relay at the first call."""
         if url not in self._sockets:
             path = str(self._folder / f"model-{len(self._sockets)}")
@@ -231,13 +233,13 @@ class Relays:
     async def _listen(self, url: str, path: str) -> None:
         target_url = urllib.parse.urlsplit(url)
 
-        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
                 upstream, upstream_writer = await asyncio.open_connection(target_url.hostname, target_url.port)
                 await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream, writer))
             writer.close()
 
-        await asyncio.start_unix_server(lead, path)
+        await asyncio.start_unix_server(relay, path)
 
     def close(self) -> None:
         """Closes the relays."""

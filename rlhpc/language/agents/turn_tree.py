@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.agents.chat_content import behind_reply, content_of
+from rlhpc.language.agents.chat_content import content_of, text_after_reply
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.data.images import Looker, PromptImages, digest_of, joined
 from rlhpc.language.data.tokenizer import REPLY, render_chat
@@ -67,7 +67,7 @@ class AgentTurn:
 
 
 @dataclass
-class Tree:
+class TurnTree:
     """Tree of an episode's turns.
 
     Attributes:
@@ -78,7 +78,12 @@ class Tree:
 
     def ids(self, turn: int) -> list[int]:
         """Returns all tokens that a turn read and sampled."""
-        return [token for turn_index in self.path(turn) for part_ids in self._parts(turn_index) for token in part_ids]
+        return [
+            token
+            for turn_index in self.path(turn)
+            for part_ids in self._context_and_reply(turn_index)
+            for token in part_ids
+        ]
 
     def path(self, turn: int) -> list[int]:
         """Returns the indices of the turns from the branch's first turn to this turn."""
@@ -87,7 +92,7 @@ class Tree:
             indices.append(parent)
         return indices[::-1]
 
-    def continued_by(self, ids: Sequence[int], role: int = 0, images: PromptImages | None = None) -> int | None:
+    def find_parent(self, ids: Sequence[int], role: int = 0, images: PromptImages | None = None) -> int | None:
         """Returns the index of the longest turn whose tokens are a prefix of `ids`; None if no turn matches. The turn must
         have the same role and the same images in that prefix. Among equally long turns, the last is returned.
         """
@@ -96,20 +101,20 @@ class Tree:
             start = 0 if turn.parent is None else end_positions.get(turn.parent)
             if start is None or turn.role != role:
                 continue
-            for part_ids in self._parts(turn_index):
+            for part_ids in self._context_and_reply(turn_index):
                 if ids[start : start + len(part_ids)] != part_ids:
                     break
                 start += len(part_ids)
             else:
                 end_positions[turn_index] = start
-                same_images = _places(turn.images) == tuple(
-                    image_place for image_place in _places(images) if image_place[0] < start
+                has_same_images = _image_places(turn.images) == tuple(
+                    image_place for image_place in _image_places(images) if image_place[0] < start
                 )
-                if same_images and start < len(ids) and (best_turn is None or start >= end_positions[best_turn]):
+                if has_same_images and start < len(ids) and (best_turn is None or start >= end_positions[best_turn]):
                     best_turn = turn_index
         return best_turn
 
-    def _parts(self, at: int) -> tuple[list[int], list[int]]:
+    def _context_and_reply(self, at: int) -> tuple[list[int], list[int]]:
         return self.turns[at].context, self.turns[at].token_ids
 
     def samples(self, number: int) -> list[Episode]:
@@ -128,7 +133,7 @@ class Tree:
             (
                 self.turns[leaf_index].role,
                 self.ids(leaf_index),
-                _places(self.turns[leaf_index].images),
+                _image_places(self.turns[leaf_index].images),
                 self.path(leaf_index),
             )
             for leaf_index in leaf_indices
@@ -172,12 +177,12 @@ class Tree:
         )
 
 
-def _places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
+def _image_places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
     return () if images is None else images.places
 
 
 #: Placeholder for the text of the image token in a message's text, where it does not stand for an image.
-_SPOKEN = "SPOKENOF9B1C"
+_LITERAL_IMAGE_TOKEN = "SPOKENOF9B1C"
 #: Error code of requests that exceed the context or the episode's limits.
 OVER = "context_length_exceeded"
 #: Lower bound of the assumed length of the longest token, in characters. It limits a conversation before it is encoded.
@@ -213,30 +218,30 @@ def canonical(message: Mapping[str, Any]) -> Message:
     except ConfigError as error:
         raise RequestError(str(error)) from None
     canonical_message: Message = {"role": role, "content": content, **({"images": images} if images else {})}
-    reasoning = _text_in(message, "reasoning_content") or _text_in(message, "reasoning")
+    reasoning = _text_field(message, "reasoning_content") or _text_field(message, "reasoning")
     if reasoning:
         canonical_message["reasoning_content"] = reasoning
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RequestError("a message's tool_calls must be a list")
     if calls:
-        canonical_message["tool_calls"] = [_call(call) for call in calls]
+        canonical_message["tool_calls"] = [_canonical_call(call) for call in calls]
     if message.get("function_call"):
         raise RequestError("a message has a function_call; functions are tools here: send tool_calls")
     for name in ("tool_call_id", "name"):
-        if field_text := _text_in(message, name):
+        if field_text := _text_field(message, name):
             canonical_message[name] = field_text
     return canonical_message
 
 
-def _text_in(message: Mapping[str, Any], name: str) -> str:
+def _text_field(message: Mapping[str, Any], name: str) -> str:
     field_text = message.get(name)
     if field_text is not None and not isinstance(field_text, str):
         raise RequestError(f"a message's {name} must be a text")
     return field_text or ""
 
 
-def _call(call: Any) -> Message:
+def _canonical_call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -253,7 +258,7 @@ def _call(call: Any) -> Message:
 def key_of(message: Message) -> str:
     """Returns a digest of a message's content. Ids of tool calls and surrounding white space do not change it."""
     content = {name: value for name, value in message.items() if name not in ("tool_call_id", "name")}
-    content["content"] = _stripped(message["content"])
+    content["content"] = _strip_texts(message["content"])
     if "images" in content:
         content["images"] = [digest_of(image) for image in content["images"]]
     if "reasoning_content" in content:
@@ -263,7 +268,7 @@ def key_of(message: Message) -> str:
     return _digest(content)
 
 
-def _stripped(content: Any) -> Any:
+def _strip_texts(content: Any) -> Any:
     if isinstance(content, str):
         return content.strip()
     return [content_part["text"].strip() if "text" in content_part else content_part for content_part in content]
@@ -291,7 +296,7 @@ class Renderer:
         self.tokenizer, self.looker, self.context = tokenizer, looker, context
 
     @functools.cached_property
-    def _most_characters(self) -> int:
+    def _max_characters(self) -> int:
         """Maximum number of characters in a full context of the longest tokens."""
         return self.context * max(_TOKEN_CHARACTERS, *map(len, self.tokenizer.get_vocab()))
 
@@ -314,15 +319,17 @@ class Renderer:
         """
         if self.context == sys.maxsize:
             return
-        num_characters = _characters([{**message, "images": None} for message in messages]) + _characters(tools)
-        if num_characters > self._most_characters:
+        num_characters = _count_characters([{**message, "images": None} for message in messages]) + _count_characters(
+            tools
+        )
+        if num_characters > self._max_characters:
             raise RequestError(
                 f"messages and tools of {num_characters} characters leave no room in the context of {self.context} tokens",
                 code=OVER,
             )
 
     def prompt(
-        self, tree: Tree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
+        self, tree: TurnTree, messages: Sequence[Message], keys: tuple[str, ...], tools: Any, role: int = 0
     ) -> tuple[list[int], int | None, PromptImages | None]:
         """Returns the tokens of a conversation, the index of the turn that it continues or None, and its images or None.
 
@@ -346,15 +353,15 @@ class Renderer:
                 parent, length = turn_index, len(turn.keys)
         if parent is not None:
             reply = tree.turns[parent]
-            rendered_suffix = self._behind(messages, length - 2, tools, reply.token_ids)
+            rendered_suffix = self._render_after(messages, length - 2, tools, reply.token_ids)
             if rendered_suffix is not None:
                 prefix_ids = tree.ids(parent)
                 ids, images = self._encode(rendered_suffix, messages[length - 1 :], len(prefix_ids))
                 return prefix_ids + ids, parent, joined(reply.images, images)
         ids, images = self._encode(self._text(messages, tools), messages)
-        return ids, tree.continued_by(ids, role, images), images
+        return ids, tree.find_parent(ids, role, images), images
 
-    def _behind(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
+    def _render_after(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
         """Returns the rendered text after the message with index `reply`; None if the template changes the reply."""
         marked_messages = [*messages]
         marked_messages[reply] = {"role": "assistant", "content": REPLY}
@@ -362,16 +369,18 @@ class Renderer:
             rendered_text = self._text(marked_messages, tools)
         except RequestError:  # the template requires the tool calls, which the placeholder omits
             return None
-        return behind_reply(self.tokenizer, rendered_text, drawn) if rendered_text.count(REPLY) == 1 else None
+        return text_after_reply(self.tokenizer, rendered_text, drawn) if rendered_text.count(REPLY) == 1 else None
 
-    def _encode(self, text: str, messages: Sequence[Message], behind: int = 0) -> tuple[list[int], PromptImages | None]:
-        """Tokenizes rendered messages that follow `behind` earlier tokens. Returns the token ids, including image tokens, and
-        the images or None.
+    def _encode(
+        self, text: str, messages: Sequence[Message], num_prior_tokens: int = 0
+    ) -> tuple[list[int], PromptImages | None]:
+        """Tokenizes rendered messages that follow `num_prior_tokens` tokens. Returns the token ids, including image tokens,
+        and the images or None.
         """
         ids, literal_positions, text = list[int](), set[int](), valid_text(text)
         if self.looker is None:
             return self.tokenizer.encode(text, add_special_tokens=False), None
-        for part_number, text_part in enumerate(text.split(_SPOKEN)):
+        for part_number, text_part in enumerate(text.split(_LITERAL_IMAGE_TOKEN)):
             if part_number:
                 literal_positions.add(len(ids))
                 ids.append(self.looker.token)
@@ -380,7 +389,7 @@ class Renderer:
         if not images:
             return ids, None
         try:
-            return self.looker.look(images, ids, behind, literal_positions)
+            return self.looker.look(images, ids, num_prior_tokens, literal_positions)
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
@@ -396,21 +405,23 @@ class Renderer:
             raise RequestError(str(error)) from None
 
 
-def _characters(value: Any) -> int:
+def _count_characters(value: Any) -> int:
     """Returns the total number of characters of all texts in a nested value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(_characters(name) + _characters(nested_value) for name, nested_value in value.items())
-    return sum(map(_characters, value)) if isinstance(value, list) else 0
+        return sum(_count_characters(name) + _count_characters(nested_value) for name, nested_value in value.items())
+    return sum(map(_count_characters, value)) if isinstance(value, list) else 0
 
 
-def _remove_image_token(content: Any, sign: str) -> Any:
-    """Returns nested content in which `_SPOKEN` replaces the image token's text `sign`."""
+def _remove_image_token(content: Any, token_text: str) -> Any:
+    """Returns nested content in which `_LITERAL_IMAGE_TOKEN` replaces the image token's text `token_text`."""
     if isinstance(content, str):
-        return content.replace(sign, _SPOKEN)
+        return content.replace(token_text, _LITERAL_IMAGE_TOKEN)
     if isinstance(content, Mapping):
-        return {name: _remove_image_token(nested_value, sign) for name, nested_value in content.items()}
+        return {name: _remove_image_token(nested_value, token_text) for name, nested_value in content.items()}
     return (
-        [_remove_image_token(nested_value, sign) for nested_value in content] if isinstance(content, list) else content
+        [_remove_image_token(nested_value, token_text) for nested_value in content]
+        if isinstance(content, list)
+        else content
     )

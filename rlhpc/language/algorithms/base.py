@@ -84,9 +84,9 @@ class MinibatchCounts:
             dtype: Dtype of the result.
         """
         column = batch.columns.get(SEQUENCE_TOKENS)
-        of_sequence = batch.sequence_tokens() if column is None else column
+        sequence_tokens = batch.sequence_tokens() if column is None else column
         return token_weights(
-            batch.mask, loss_agg, tokens=self.tokens, seqs=self.sequences, seq_tokens=of_sequence, length=self.length,
+            batch.mask, loss_agg, tokens=self.tokens, seqs=self.sequences, seq_tokens=sequence_tokens, length=self.length,
             dtype=dtype,
         )  # fmt: skip
 
@@ -103,7 +103,7 @@ class MinibatchCounts:
         """Returns a micro-batch's share of a mean over all trained tokens, detached, as a metric."""
         return self.loss(values.detach(), batch, "token-mean")
 
-    def of_means(self, means: Mapping[str, Any], batch: TokenBatch) -> dict[str, Tensor]:
+    def shares_of_means(self, means: Mapping[str, Any], batch: TokenBatch) -> dict[str, Tensor]:
         """Converts means over a micro-batch's trained tokens to its shares of the means over all trained tokens."""
         count = batch.mask.sum()
         return {name: torch.as_tensor(mean) * count / max(self.tokens, 1.0) for name, mean in means.items()}

@@ -32,7 +32,7 @@ TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
 DIVERGENCE = "teacher_divergence"
 
 
-class BesideActor(Scorer):
+class ColocatedTeacher(Scorer):
     """Teacher of section `teacher` on an actor rank."""
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup | None = None) -> None:
@@ -57,7 +57,7 @@ class BesideActor(Scorer):
         self.scorer.reload()
 
 
-class FromTop(LogitReader):
+class TopDivergenceReader(LogitReader):
     """Divergence from the teacher's log-probs of its most likely tokens."""
 
     packed = True
@@ -70,14 +70,14 @@ class FromTop(LogitReader):
         return TopDivergence(teacher_top, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
 
 
-class FromAll(LogitReader):
+class FullDivergenceReader(LogitReader):
     """Divergence from the teacher's full distribution. The teacher reads each micro-batch on the actor rank during the
     forward pass. Its hidden states are stored until the backward pass, or its logits if its LM head cannot be called
     separately."""
 
     def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
         super().__init__(cfg, device)
-        self.teacher = BesideActor(cfg, device)
+        self.teacher = ColocatedTeacher(cfg, device)
         self.packed = self.teacher.packed
 
     def rows(self, batch: TokenBatch) -> RowReader:
@@ -109,18 +109,18 @@ class Distillation(PolicyGradient):
         self.coef = options.coef
         self.reward_coef = options.task_reward_coef
         if not self.reward_coef and self.critic:
-            self.critic = self.own_values = False
+            self.critic = self.has_value_head = False
             self.columns = [column for column in self.columns if column.name != VALUES]
-        scorer = TEACHER if TEACHER in placed(cfg) else BesideActor
+        scorer = TEACHER if TEACHER in placed(cfg) else ColocatedTeacher
         if options.mode == "full":
-            self.reader = FromAll
+            self.reader = FullDivergenceReader
         else:
             self.columns = [*self.columns, Column(TEACHER_LOGPROBS if self.sampled else TEACHER_TOP, scorer)]
-            self.reader = None if self.sampled else FromTop
+            self.reader = None if self.sampled else TopDivergenceReader
         if self.sampled:  # the estimate is valid for the weights that sampled the tokens
             self.at_first = self.at_first | {DIVERGENCE}
         has_kl_loss = self.kl_coef and cfg.algorithm.kl_in == "loss"
-        self._more = bool(self.sampled or self.reward_coef or has_kl_loss or cfg.algorithm.entropy_coef)
+        self._needs_policy_loss = bool(self.sampled or self.reward_coef or has_kl_loss or cfg.algorithm.entropy_coef)
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
         """Returns the advantages of the reward, plus the teacher's term in mode sampled (`LanguageAlgorithm.advantages`)."""
@@ -136,7 +136,7 @@ class Distillation(PolicyGradient):
     def loss(self, scores: TokenScores, batch: TokenBatch, counts: MinibatchCounts) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the policy loss, plus the divergence in the modes topk and full (`LanguageAlgorithm.loss`)."""
         # With distillation alone, only metrics use the log-probs, so these need no gradient of the size of the logits.
-        with torch.set_grad_enabled(self._more and torch.is_grad_enabled()):
+        with torch.set_grad_enabled(self._needs_policy_loss and torch.is_grad_enabled()):
             loss, metrics = super().loss(scores, batch, counts)
         if self.sampled:
             log_ratio = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)

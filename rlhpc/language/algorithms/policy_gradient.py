@@ -45,14 +45,14 @@ class _Credit:
     """Credit assignment of turns.
 
     Attributes:
-        by: `algorithm.credit`.
+        unit: Unit of the comparison (`algorithm.credit`).
         estimator: `algorithm.adv_type`, which compares the turns' returns.
         gamma: Discount from turn to turn.
         coef: Weight of the comparison of states.
         normalizes: Whether advantages are whitened over the batch.
     """
 
-    by: str
+    unit: str
     estimator: str
     gamma: float
     coef: float
@@ -65,7 +65,7 @@ def _turn_advantages(batch: TokenBatch, rewards: Tensor, credit: _Credit) -> Ten
     Args:
         batch: Complete groups.
         rewards: `[T]`, reward of each token: process rewards, and the reward of the episode at its last token.
-        credit: With `by` of `_TURN` or `STATE`, which defines the compared turns of a group's role.
+        credit: With `unit` of `_TURN` or `STATE`, which defines the compared turns of a group's role.
 
     Returns:
         `[T]`, 0 at tokens that are not trained.
@@ -77,14 +77,14 @@ def _turn_advantages(batch: TokenBatch, rewards: Tensor, credit: _Credit) -> Ten
         return credits
     turns, turn_index = turn_keys.unique(dim=0, return_inverse=True)  # ordered by sequence, then by time
     turn_rewards = torch.zeros(len(turns), dtype=rewards.dtype).index_add(0, turn_index, rewards[batch.mask])
-    compared_key = batch.turn[batch.mask] if credit.by == _TURN else _states(batch)
+    compared_key = batch.turn[batch.mask] if credit.unit == _TURN else _state_numbers(batch)
     group_role = torch.repeat_interleave(batch.group * (int(batch.role.max()) + 1) + batch.role, batch.lengths)[
         batch.mask
     ]
     groups = torch.zeros(len(turns), 2, dtype=torch.long)
     groups[turn_index] = torch.stack([group_role, compared_key], 1)
     advantages, _ = calculate_adv_and_returns(
-        credit.estimator, rewards=_to_go(turn_rewards, turns[:, 0], credit.gamma)[:, None],
+        credit.estimator, rewards=_returns_to_go(turn_rewards, turns[:, 0], credit.gamma)[:, None],
         loss_mask=torch.ones(len(turns), 1, dtype=torch.bool), group_ids=groups.unique(dim=0, return_inverse=True)[1],
         gamma=1.0,
     )  # fmt: skip
@@ -102,17 +102,17 @@ def _assign_credit(
         episode_advantages: `[T]`, advantages of the episodes.
         all_reduce: Sums over the ranks.
     """
-    if credit.by == _EPISODE:
+    if credit.unit == _EPISODE:
         return episode_advantages
     advantages = _turn_advantages(batch, rewards, credit)
-    if credit.by == STATE:  # as in GiGPO (Feng et al. 2025): a weighted sum of both
+    if credit.unit == STATE:  # as in GiGPO (Feng et al. 2025): a weighted sum of both
         advantages = episode_advantages + credit.coef * advantages
     if credit.normalizes:
         advantages = masked_whiten(advantages[None], batch.mask[None], all_reduce=all_reduce)[0]
     return advantages.masked_fill(~batch.mask, 0)
 
 
-def _to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
+def _returns_to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
     """Returns the discounted return of each turn: the sum of its reward and the rewards of later turns of its sequence.
 
     Args:
@@ -131,7 +131,7 @@ def _to_go(rewards: Tensor, sequence: Tensor, gamma: float) -> Tensor:
     return torch.tensor(returns, dtype=rewards.dtype)
 
 
-def _states(batch: TokenBatch) -> Tensor:
+def _state_numbers(batch: TokenBatch) -> Tensor:
     """Returns the state number of each trained token. Turns that read the same text just before have the same number."""
     state_numbers: dict[bytes, int] = {}
     states = torch.zeros(batch.tokens, dtype=torch.long)
@@ -153,7 +153,7 @@ def _states(batch: TokenBatch) -> Tensor:
     return states[batch.mask]
 
 
-def value_part(
+def value_loss_share(
     values: Tensor, batch: TokenBatch, options: GrpoAlgorithmConfig, minibatch: MinibatchCounts
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns a micro-batch's share of the minibatch's value loss.
@@ -172,7 +172,7 @@ def value_part(
         old_values=batch.padded(batch.columns[VALUES]), value_clip=options.value_clip,
         weights=batch.padded(minibatch.weights(batch, options.loss_agg, values.dtype)),
     )  # fmt: skip
-    return loss, {"value": minibatch.mean(values, batch), **minibatch.of_means(metrics, batch)}
+    return loss, {"value": minibatch.mean(values, batch), **minibatch.shares_of_means(metrics, batch)}
 
 
 OLD, _REFERENCE = "old_logprobs", "ref_logprobs"
@@ -196,7 +196,7 @@ class PolicyGradient(LanguageAlgorithm):
         self.kl_coef = options.kl_coef
         old_columns = [Column(OLD, "actor")] if options.recompute_logprobs else []
         self.critic = options.adv_type.lower() == _GAE
-        self.own_values = self.critic and cfg.actor.model.value_head
+        self.has_value_head = self.critic and cfg.actor.model.value_head
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
         normalizes = options.normalize_advantages == "batch" or (self.critic and options.normalize_advantages == "auto")
         self.credit = _Credit(options.credit, options.adv_type, options.turn_gamma, options.turn_coef, normalizes)
@@ -207,13 +207,15 @@ class PolicyGradient(LanguageAlgorithm):
             *([Column(TURN_REWARDS, ROLLOUT)] if self.turns else []),
             *[Column(_PROCESS + name, name) for name in self.process],
             *([Column(_REFERENCE, "reference")] if self.kl_coef else []),
-            *([Column(VALUES, VALUE_HEAD if self.own_values else "critic")] if self.critic else []),
+            *([Column(VALUES, VALUE_HEAD if self.has_value_head else "critic")] if self.critic else []),
         ]
         self.at_first = self.at_first | {_PROCESS + name for name in self.process}
         # An estimator with a parameter `kl` gets penalties and rewards separately; other estimators get the difference. A loss
         # with `proximal_logprobs` distinguishes the policy that sampled the tokens from the policy before the update.
-        self._kl_apart = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
-        self._proximal = "proximal_logprobs" in inspect.signature(POLICY_LOSSES.find(options.loss_type)).parameters
+        self._takes_kl = "kl" in inspect.signature(ESTIMATORS.find(options.adv_type)).parameters
+        self._takes_proximal = (
+            "proximal_logprobs" in inspect.signature(POLICY_LOSSES.find(options.loss_type)).parameters
+        )
 
     def rollout_columns(self, episode: Episode, scored: Scored) -> Mapping[str, Sequence[float]]:
         """Returns the column of the turns' rewards (`LanguageAlgorithm.rollout_columns`)."""
@@ -251,7 +253,7 @@ class PolicyGradient(LanguageAlgorithm):
         if self.kl_coef and cfg.kl_in == "reward":
             old_logprobs = batch.columns[OLD if cfg.recompute_logprobs else ROLLOUT_LOGPROBS]
             kl = episodes.padded(kl_penalty(old_logprobs, batch.columns[_REFERENCE], cfg.kl_type))
-            if self._kl_apart:
+            if self._takes_kl:
                 estimator_kwargs = {"kl": kl, "kl_coef": self.kl_coef}
             else:
                 rewards = rewards - self.kl_coef * kl * mask
@@ -260,7 +262,7 @@ class PolicyGradient(LanguageAlgorithm):
             estimator_kwargs |= {"values": episodes.padded(batch.columns[VALUES]), "gae_lambda": cfg.gae_lambda}
         advantages, returns = calculate_adv_and_returns(
             cfg.adv_type, rewards=rewards, loss_mask=mask, group_ids=episodes.group * roles + episodes.role, gamma=cfg.gamma,
-            normalize=self.credit.normalizes and self.credit.by == _EPISODE, all_reduce=all_reduce, **estimator_kwargs,
+            normalize=self.credit.normalizes and self.credit.unit == _EPISODE, all_reduce=all_reduce, **estimator_kwargs,
         )  # fmt: skip
         if self.critic:
             batch.columns[RETURNS] = episodes.flat(returns)
@@ -283,12 +285,12 @@ class PolicyGradient(LanguageAlgorithm):
             metrics["entropy"] = counts.mean(scores.entropy, batch)
         else:  # an estimate from the sampled tokens needs no further computation
             metrics["entropy"] = counts.mean(-scores.logprobs, batch)
-        metrics |= counts.of_means(token_means, batch)
+        metrics |= counts.shares_of_means(token_means, batch)
         log_ratio = scores.logprobs.detach() - batch.columns[ROLLOUT_LOGPROBS]
         log_ratio = log_ratio.masked_fill(~batch.mask, 0)
         metrics["mismatch_kl"] = counts.mean(kl_penalty(-log_ratio, torch.zeros_like(log_ratio), "k3"), batch)
         metrics["mismatch_abs"] = counts.mean(log_ratio.abs(), batch)
-        if self.own_values:
+        if self.has_value_head:
             loss = loss + self._value_loss(scores, batch, counts, metrics)
         for name in self.process:
             process_reward = batch.columns[_PROCESS + name][batch.mask].sum()
@@ -297,13 +299,13 @@ class PolicyGradient(LanguageAlgorithm):
         return loss, metrics
 
     def _value_loss(
-        self, scores: TokenScores, batch: TokenBatch, minibatch: MinibatchCounts, parts: dict[str, Tensor]
+        self, scores: TokenScores, batch: TokenBatch, minibatch: MinibatchCounts, metrics: dict[str, Tensor]
     ) -> Tensor:
-        """Returns the loss of the model's value head, and adds its metrics to `parts`."""
+        """Returns the loss of the model's value head, and adds its metrics to `metrics`."""
         assert scores.values is not None
         cfg = self.cfg.algorithm
-        loss, value_metrics = value_part(scores.values, batch, cfg, minibatch)
-        parts |= {"value_loss": loss.detach(), **value_metrics}
+        loss, value_metrics = value_loss_share(scores.values, batch, cfg, minibatch)
+        metrics |= {"value_loss": loss.detach(), **value_metrics}
         return cfg.value_coef * loss
 
     def _policy_loss(
@@ -314,7 +316,7 @@ class PolicyGradient(LanguageAlgorithm):
         behaviour_logprobs = batch.padded(batch.columns[ROLLOUT_LOGPROBS])
         recomputed_logprobs = batch.padded(batch.columns[OLD]) if cfg.recompute_logprobs else None
         loss_kwargs: dict[str, Any] = {}
-        if self._proximal:
+        if self._takes_proximal:
             old_logprobs, loss_kwargs["proximal_logprobs"] = behaviour_logprobs, recomputed_logprobs
             loss_kwargs["behave_weight_cap"] = cfg.tis_cap
         elif recomputed_logprobs is not None:

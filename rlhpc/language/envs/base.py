@@ -21,9 +21,9 @@ from rlhpc.runtime.former_names import former_attributes, former_members
 Message = dict[str, Any]
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 #: Maximum length of a tool's result, in characters.
-_LONGEST = 4000
-_CALL = re.compile(r"^\s*(\w+)\s*:\s*(.*)$", re.DOTALL)
-_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+_MAX_RESULT_CHARACTERS = 4000
+_TEXT_CALL = re.compile(r"^\s*(\w+)\s*:\s*(.*)$", re.DOTALL)
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 class Task(Protocol):
@@ -181,18 +181,18 @@ class ToolEnvironment(Environment):
         """Runs the tool calls of a reply and returns their results, or handles the answer."""
         calls = reply.get("tool_calls")
         if not calls:
-            call_match = _CALL.match(str(reply.get("content") or ""))
+            call_match = _TEXT_CALL.match(str(reply.get("content") or ""))
             if call_match is None or call_match[1] not in self._methods:
                 return self.answer(str(reply.get("content") or ""))
-            return Step(self._result(call_match[1], call_match[2].strip()))
+            return Step(self._call_tool(call_match[1], call_match[2].strip()))
         return Step(
             [
-                {"role": "tool", "tool_call_id": call["id"], "content": self._result(**call["function"])}
+                {"role": "tool", "tool_call_id": call["id"], "content": self._call_tool(**call["function"])}
                 for call in calls
             ]
         )
 
-    def _result(self, name: str, arguments: str) -> str:
+    def _call_tool(self, name: str, arguments: str) -> str:
         method = self._methods.get(name)
         if method is None:
             return f"error: there is no tool {name}; there are: {', '.join(self._methods)}"
@@ -206,13 +206,13 @@ class ToolEnvironment(Environment):
             )
         except Exception as error:  # the model gets the error message of its call
             output_text = f"error: {error}"
-        return output_text if len(output_text) <= _LONGEST else output_text[:_LONGEST] + "…"
+        return output_text if len(output_text) <= _MAX_RESULT_CHARACTERS else output_text[:_MAX_RESULT_CHARACTERS] + "…"
 
 
 def describe_tool(name: str, method: Callable[..., Any]) -> dict[str, Any]:
     """Returns a function's tool description in OpenAI's format, from its docstring and argument types."""
     type_hints, parameters = typing.get_type_hints(method), inspect.signature(method).parameters
-    properties = {key: {"type": _KINDS.get(type_hints.get(key, str), "string")} for key in parameters}
+    properties = {key: {"type": _JSON_TYPES.get(type_hints.get(key, str), "string")} for key in parameters}
     required_names = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
     schema = {"type": "object", "properties": properties, "required": required_names}
     tool_schema = {"name": name, "description": inspect.getdoc(method) or "", "parameters": schema}
@@ -269,15 +269,17 @@ class Conversations:
     """Conversations of the roles of an episode."""
 
     def __init__(self, task: Task) -> None:
-        self._begin = [message for message in task.messages if message["role"] == "system"]
-        self._messages = list(task.messages)
-        self._by_role: dict[str, list[Message]] = {}
+        self._system_messages = [message for message in task.messages if message["role"] == "system"]
+        self._task_messages = list(task.messages)
+        self._messages_by_role: dict[str, list[Message]] = {}
 
-    def of(self, step: Step) -> list[Message]:
+    def next_messages(self, step: Step) -> list[Message]:
         """Returns the conversation of the next role, including the new observation."""
-        if step.afresh or step.role not in self._by_role:
-            self._by_role[step.role] = self._messages[:] if step.observation is None else self._begin[:]
-        messages = self._by_role[step.role]
+        if step.afresh or step.role not in self._messages_by_role:
+            self._messages_by_role[step.role] = (
+                self._task_messages[:] if step.observation is None else self._system_messages[:]
+            )
+        messages = self._messages_by_role[step.role]
         if isinstance(step.observation, str):
             messages.append({"role": "user", "content": step.observation})
         elif step.observation is not None:
@@ -291,15 +293,15 @@ async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> 
     Returns:
         Outcome in the format of external agents; `cut` is True if the episode has reached a limit.
     """
-    conversations, episode_rewards, is_cut = Conversations(task), _EpisodeRewards(), False
+    conversations, episode_rewards, is_truncated = Conversations(task), _EpisodeRewards(), False
     try:
         observation: EnvResponse = await call(environment.reset, task)
         step = step_of(observation)
         while not step.done:
-            messages = conversations.of(step)
+            messages = conversations.next_messages(step)
             reply = await ask(step.role, messages, environment.tools)
             if reply is None:
-                is_cut, step = True, step_of(await call(environment.cut))
+                is_truncated, step = True, step_of(await call(environment.cut))
                 episode_rewards.add(step)
                 break
             messages.append(reply)
@@ -310,4 +312,4 @@ async def play(environment: Environment, task: Task, ask: _Ask, call: _Call) -> 
     finally:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(call(environment.close), _CLOSE_S)
-    return {**episode_rewards.outcome(), "cut": is_cut}
+    return {**episode_rewards.outcome(), "cut": is_truncated}

@@ -52,7 +52,7 @@ class KuhnPoker(Environment):
     def reset(self, task: Task) -> EnvResponse:
         """Deals the cards; returns the first player's card."""
         self._deal, self._moves = task.meta["deal"], ""
-        return self._ask()
+        return self._next_turn()
 
     def step(self, reply: Message) -> EnvResponse:
         """Applies a move; returns the next player's observation, or the payoffs at the end. An invalid move loses the game."""
@@ -61,12 +61,12 @@ class KuhnPoker(Environment):
         if is_valid:
             self._moves += move
             if self._moves in TURNS:
-                return self._ask()
+                return self._next_turn()
             reward = payoff(self._deal, self._moves)
         rewards = dict(zip(ROLES, (reward, -reward), strict=True))
         return Step(done=True, rewards=rewards, metrics={"no_move": float(not is_valid)})
 
-    def _ask(self) -> Step:
+    def _next_turn(self) -> Step:
         player = TURNS[self._moves]
         has_seen_card = len(self._moves) > 1  # the player has its card in the context
         if self._short:
@@ -87,16 +87,20 @@ def payoff(deal: str, moves: str) -> float:
 def value(first: Policy, second: Policy) -> float:
     """Returns the expected payoff of the first player when policies `first` and `second` play."""
 
-    def after(deal: str, moves: str) -> float:
+    def value_after(deal: str, moves: str) -> float:
         if moves not in TURNS:
             return payoff(deal, moves)
         player = TURNS[moves]
         pass_probability, bet_probability = (first, second)[player][deal[player], moves]
         invalid_value = (1 - pass_probability - bet_probability) * (FORFEIT if player else -FORFEIT)
-        return pass_probability * after(deal, moves + "p") + bet_probability * after(deal, moves + "b") + invalid_value
+        return (
+            pass_probability * value_after(deal, moves + "p")
+            + bet_probability * value_after(deal, moves + "b")
+            + invalid_value
+        )
 
     deals = list(itertools.permutations(CARDS, 2))
-    return sum(after("".join(deal), "") for deal in deals) / len(deals)
+    return sum(value_after("".join(deal), "") for deal in deals) / len(deals)
 
 
 def best_response(policy: Policy, seat: int) -> float:
@@ -185,7 +189,7 @@ class Guess(Environment):
 
     def step(self, reply: Message) -> EnvResponse:
         """Handles a guess: returns a hint, or the reward at the end of the game."""
-        guess, symbols = self._read(str(reply["content"])), self._meta["symbols"]
+        guess, symbols = self._parse_guess(str(reply["content"])), self._meta["symbols"]
         self._turns_left -= 1
         if guess == self._meta["target"]:
             return 1.0
@@ -199,7 +203,7 @@ class Guess(Environment):
         )
         return ("+" if is_higher else "-") if symbols else ("higher" if is_higher else "lower")
 
-    def _read(self, text: str) -> int:
+    def _parse_guess(self, text: str) -> int:
         symbols = self._meta["symbols"]
         if symbols:
             return symbols.find(text[:1]) + 1 if text[:1] else 0
@@ -287,7 +291,7 @@ class Proposer(Environment):
     def reset(self, task: Task) -> EnvResponse:
         """Starts an episode with the proposer's turn."""
         self._answer: str | None = None
-        self._right: list[bool] = []
+        self._attempt_results: list[bool] = []
         return Step(role="proposer")
 
     def step(self, reply: Message) -> EnvResponse:
@@ -301,14 +305,16 @@ class Proposer(Environment):
                 self._answer = calculator(self._text)
             except ValueError:
                 return Step(reward=-1.0, done=True, metrics={"no_problem": 1.0})
-            return self._ask(0.0)
-        self._right.append(proposal == self._answer)
-        if len(self._right) < self._attempts:
-            return self._ask(float(self._right[-1]))
-        solved_fraction = sum(self._right) / self._attempts
+            return self._next_turn(0.0)
+        self._attempt_results.append(proposal == self._answer)
+        if len(self._attempt_results) < self._attempts:
+            return self._next_turn(float(self._attempt_results[-1]))
+        solved_fraction = sum(self._attempt_results) / self._attempts
         return Step(
-            reward=float(self._right[-1]), done=True, rewards={"proposer": 4 * solved_fraction * (1 - solved_fraction)}
+            reward=float(self._attempt_results[-1]),
+            done=True,
+            rewards={"proposer": 4 * solved_fraction * (1 - solved_fraction)},
         )
 
-    def _ask(self, reward: float) -> Step:
+    def _next_turn(self, reward: float) -> Step:
         return Step(f"{self._text}=", reward=reward, role="solver", afresh=True)

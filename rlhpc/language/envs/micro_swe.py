@@ -122,12 +122,12 @@ class MicroSwe(ToolEnvironment):
     @tool
     def cat(self, path: str) -> str:
         """Returns the content of a file."""
-        return self._files[self._existing(path)]
+        return self._files[self._require_file(path)]
 
     @tool
     def replace(self, path: str, old: str, new: str) -> str:
         """Replaces a text in a file, which must be there once."""
-        file_text, num_matches = self._files[self._existing(path)], self._files[path].count(old) if old else 0
+        file_text, num_matches = self._files[self._require_file(path)], self._files[path].count(old) if old else 0
         if num_matches != 1:
             raise ValueError(f"{path} has that text {num_matches} times")
         self._files[path] = file_text.replace(old, new)
@@ -136,20 +136,20 @@ class MicroSwe(ToolEnvironment):
     @tool
     def pytest(self) -> str:
         """Runs the tests of the package."""
-        test_results = self._run([{"kind": "do", "source": test} for test in _VISIBLE])
+        test_results = self._run_checks([{"kind": "do", "source": test} for test in _VISIBLE])
         failed_tests = [
             test for test_index, test in enumerate(_VISIBLE) if not test_results.get(test_index, {}).get("passed")
         ]
         return "all tests pass" if not failed_tests else "\n".join(f"FAILED {test}" for test in failed_tests)
 
-    def _existing(self, path: str) -> str:
+    def _require_file(self, path: str) -> str:
         if path not in self._files:
             raise ValueError(f"there is no file {path}; there are: {', '.join(self._files)}")
         return path
 
     def answer(self, text: str) -> EnvResponse:
         """Ends the episode with reward 1 if all hidden tests pass."""
-        test_results = self._run([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
+        test_results = self._run_checks([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
         test_values = [test_results.get(test_index, {}).get("value") for test_index in range(len(_HIDDEN))]
         num_failed = sum(
             test_value != expected_value
@@ -157,7 +157,7 @@ class MicroSwe(ToolEnvironment):
         )
         return Step(reward=float(not num_failed), done=True, metrics={"hidden_failed": float(num_failed)})
 
-    def _run(self, checks: list[dict[str, str]]) -> dict[int, dict[str, Any]]:
+    def _run_checks(self, checks: list[dict[str, str]]) -> dict[int, dict[str, Any]]:
         return _sandbox().check(_LOADER.format(files=self._files), checks, setup=_IMPORTS).checks
 
     def demonstrate(self, rng: random.Random) -> str:

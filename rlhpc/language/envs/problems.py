@@ -17,7 +17,7 @@ from rlhpc.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
 
-_MOST_TURNS = 100
+_MAX_TURNS = 100
 
 
 class EnvironmentProblems:
@@ -73,7 +73,7 @@ def demonstrations(environment: Environment, problem: Prompt) -> list[Prompt]:
     """Returns a row for each turn of the environment's demonstration of a problem.
 
     Raises:
-        ConfigError: The demonstration is longer than `_MOST_TURNS` turns.
+        ConfigError: The demonstration is longer than `_MAX_TURNS` turns.
     """
     task: Any = SimpleNamespace(
         messages=problem.messages, question=problem.question, answer=problem.answer, meta=problem.meta, seed=problem.id
@@ -81,9 +81,9 @@ def demonstrations(environment: Environment, problem: Prompt) -> list[Prompt]:
     conversations, rng, rows = Conversations(task), random.Random(problem.id), list[Prompt]()
     step = step_of(environment.reset(task))
     while not step.done:
-        if len(rows) >= _MOST_TURNS:
+        if len(rows) >= _MAX_TURNS:
             raise ConfigError(f"{type(environment).__name__}: its demonstration of problem {problem.id} has no end")
-        messages = conversations.of(step)
+        messages = conversations.next_messages(step)
         reply = environment.demonstrate(rng)
         rows.append(dataclasses.replace(problem, messages=tuple(messages), response=reply))
         messages.append({"role": "assistant", "content": reply})

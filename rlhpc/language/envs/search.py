@@ -21,7 +21,7 @@ _FACTS = ("home", "make")
 _FIRST, _MIDDLE = "bdfgjklmnprstvz", "aeiou"
 _PLACES = 60
 #: Maximum number of pages: the number of names minus the number of places.
-_MOST_PAGES = len(_FIRST) ** 2 * len(_MIDDLE) - _PLACES
+_MAX_PAGES = len(_FIRST) ** 2 * len(_MIDDLE) - _PLACES
 
 
 class Bm25:
@@ -40,7 +40,7 @@ class Bm25:
             length_norm = k1 * (1 - b + b * word_counts.total() / mean_length)
             for word, count in word_counts.items():
                 self._postings.setdefault(word, []).append((text_index, count * (k1 + 1) / (count + length_norm)))
-        self._texts = len(texts)
+        self._num_texts = len(texts)
 
     def best(self, query: str, count: int) -> list[int]:
         """Returns the indices of the best texts, in descending order of score; equal scores are ordered by index. Omits texts
@@ -49,10 +49,10 @@ class Bm25:
         scores = Counter[int]()
         for word in _words(query):
             postings = self._postings.get(word, [])
-            inverse_frequency = math.log(1 + (self._texts - len(postings) + 0.5) / (len(postings) + 0.5))
-            for at, score in postings:
-                scores[at] += inverse_frequency * score  # type: ignore[assignment]
-        return sorted(scores, key=lambda at: (-scores[at], at))[:count]
+            inverse_frequency = math.log(1 + (self._num_texts - len(postings) + 0.5) / (len(postings) + 0.5))
+            for text_index, score in postings:
+                scores[text_index] += inverse_frequency * score  # type: ignore[assignment]
+        return sorted(scores, key=lambda text_index: (-scores[text_index], text_index))[:count]
 
 
 class PageIndex:
@@ -67,8 +67,8 @@ class PageIndex:
     """
 
     def __init__(self, pages: int, seed: int) -> None:
-        if not 1 <= pages <= _MOST_PAGES:
-            raise ConfigError(f"kwargs.pages of the environment search is {pages}; allowed: 1 to {_MOST_PAGES}")
+        if not 1 <= pages <= _MAX_PAGES:
+            raise ConfigError(f"kwargs.pages of the environment search is {pages}; allowed: 1 to {_MAX_PAGES}")
         rng = random.Random(f"search {seed}")
         names = [first + middle + last for first in _FIRST for middle in _MIDDLE for last in _FIRST]
         rng.shuffle(names)
@@ -90,7 +90,7 @@ class PageIndex:
 
 
 @functools.lru_cache(maxsize=8)
-def world_of(pages: int, seed: int) -> PageIndex:
+def get_page_index(pages: int, seed: int) -> PageIndex:
     """Returns the pages of a seed; builds them once per process."""
     return PageIndex(pages, seed)
 
@@ -111,7 +111,7 @@ class Search(ToolEnvironment):
     @classmethod
     def count(cls, pages: int = 400, world: int = 0, hops: Sequence[int] = (1, 2), careless: float = 0.0) -> int:
         """Returns the number of problems: persons × facts × hops."""
-        return len(world_of(pages, world).names) * len(_FACTS) * len(hops)
+        return len(get_page_index(pages, world).names) * len(_FACTS) * len(hops)
 
     @classmethod
     def problem(
@@ -127,7 +127,7 @@ class Search(ToolEnvironment):
         """
         quotient, hop_index = divmod(number, len(hops))
         person, fact = divmod(quotient, len(_FACTS))
-        page_index = world_of(pages, world)
+        page_index = get_page_index(pages, world)
         name = page_index.names[person]
         question = f"{_FACTS[fact]} of {'kin of ' * (hops[hop_index] - 1)}{name}?"
         for _ in range(hops[hop_index] - 1):
@@ -138,7 +138,7 @@ class Search(ToolEnvironment):
 
     def reset(self, task: Task) -> EnvResponse:
         """Starts the episode; the observation is the task's question."""
-        self._task, self._world = task, world_of(task.meta["pages"], task.meta["world"])
+        self._task, self._world = task, get_page_index(task.meta["pages"], task.meta["world"])
         self._last_result = ""
         return None
 
@@ -146,8 +146,8 @@ class Search(ToolEnvironment):
     def search(self, query: str) -> str:
         """Returns the pages that fit a query best."""
         self._searches += 1
-        found_pages = [] if self._closed else self._world.search(query, self._results)
-        self._last_result = "\n".join(found_pages) or "nothing."
+        result_pages = [] if self._closed else self._world.search(query, self._results)
+        self._last_result = "\n".join(result_pages) or "nothing."
         return self._last_result
 
     def answer(self, text: str) -> EnvResponse:

@@ -49,7 +49,7 @@ _QUESTIONS = (
     ),
 )
 #: Time limit of a query in seconds, and maximum number of rows of its result.
-_MOST_S, _ROWS = 1.0, 50
+_MAX_QUERY_S, _MAX_ROWS = 1.0, 50
 #: Maximum bytes of a value and of a query; and opcodes between two checks of the time. Opcodes are fast on small values.
 _MAX_BYTES, _OPCODES = 1 << 14, 100
 #: Functions with a run time that grows with a number in their arguments, even if their result is short.
@@ -80,9 +80,9 @@ class Sql(ToolEnvironment):
     @tool
     def query(self, sql: str) -> str:
         """Returns the rows of a query in SQL."""
-        deadline = time.monotonic() + _MOST_S
+        deadline = time.monotonic() + _MAX_QUERY_S
         self._connection.set_progress_handler(lambda: time.monotonic() > deadline, _OPCODES)
-        rows = self._connection.execute(sql).fetchmany(_ROWS)
+        rows = self._connection.execute(sql).fetchmany(_MAX_ROWS)
         self._last_result = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
         return self._last_result
 

@@ -16,8 +16,8 @@ Tool = Callable[[str], Any]
 """Tool: takes the text of a call, and returns the result as text or, for a model with image input, as a PIL image or the bytes
 of an image file. The model gets the message of an exception as the result."""
 
-_LONGEST = 500
-_MOST_BITS = 4096
+_MAX_CHARACTERS = 500
+_MAX_BITS = 4096
 _FENCE = re.compile(r"^\s*```\w*\n(.*?)(?:\n```)?\s*$", re.DOTALL)
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -27,7 +27,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 def _round(value: Any, digits: int = 0) -> Any:
     """Rounds a value. The digits are limited, because the run time of `round` grows with them."""
-    if abs(digits) > _MOST_BITS:
+    if abs(digits) > _MAX_BITS:
         raise ValueError("the value is rounded to too many digits")
     return round(value, digits) if digits else round(value)
 
@@ -52,10 +52,10 @@ def calculator(expression: str) -> str:
         if "(" not in python_expression
         else python_expression
     )
-    if len(python_expression) > _LONGEST:
-        raise ValueError(f"the expression is longer than {_LONGEST} characters")
+    if len(python_expression) > _MAX_CHARACTERS:
+        raise ValueError(f"the expression is longer than {_MAX_CHARACTERS} characters")
     try:
-        number = _value(ast.parse(python_expression, mode="eval").body)
+        number = _evaluate(ast.parse(python_expression, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("this is no arithmetic expression") from None
     except ZeroDivisionError:
@@ -67,23 +67,23 @@ def calculator(expression: str) -> str:
     return f"{number:.12g}" if isinstance(number, float) else str(number)
 
 
-def _value(node: ast.expr) -> Any:
+def _evaluate(node: ast.expr) -> Any:
     match node:
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
-            return _bounded(node.value)
+            return _check_size(node.value)
         case ast.BinOp() if type(node.op) in _BINARY:
-            left_operand, right_operand = _value(node.left), _value(node.right)
+            left_operand, right_operand = _evaluate(node.left), _evaluate(node.right)
             is_integer_power = (
                 isinstance(node.op, ast.Pow) and isinstance(left_operand, int) and isinstance(right_operand, int)
             )
-            if is_integer_power and left_operand.bit_length() * right_operand > _MOST_BITS:
+            if is_integer_power and left_operand.bit_length() * right_operand > _MAX_BITS:
                 raise ValueError("the value is too large")
-            return _bounded(_BINARY[type(node.op)](left_operand, right_operand))
+            return _check_size(_BINARY[type(node.op)](left_operand, right_operand))
         case ast.UnaryOp() if type(node.op) in _UNARY:
-            return _UNARY[type(node.op)](_value(node.operand))
+            return _UNARY[type(node.op)](_evaluate(node.operand))
         case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
             try:
-                return _bounded(_FUNCTIONS[name](*map(_value, node.args)))
+                return _check_size(_FUNCTIONS[name](*map(_evaluate, node.args)))
             except TypeError as error:
                 raise ValueError(str(error)) from None
         case ast.Name(id=name) if name in _NAMES:
@@ -91,10 +91,10 @@ def _value(node: ast.expr) -> Any:
     raise ValueError("this is no arithmetic expression")
 
 
-def _bounded(value: Any) -> Any:
+def _check_size(value: Any) -> Any:
     if isinstance(value, complex):
         raise ValueError("the value is no real number")
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ValueError("the value is too large")
     return value
 
@@ -113,7 +113,7 @@ class PythonTool:
     def __call__(self, source: str) -> str:
         fence_match = _FENCE.match(source)
         sandbox_result = self._sandbox.run(
-            _with_last_value(textwrap.dedent(fence_match[1] if fence_match else source).strip())
+            _print_last_value(textwrap.dedent(fence_match[1] if fence_match else source).strip())
         )
         if sandbox_result.status == "ok":
             return sandbox_result.stdout.strip()
@@ -126,7 +126,7 @@ class PythonTool:
         )
 
 
-def _with_last_value(source: str) -> str:
+def _print_last_value(source: str) -> str:
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -10,7 +10,7 @@ import torch
 
 from rlhpc.algorithms.advantages import overlong_penalty, varied_groups
 from rlhpc.algorithms.nonfinite import nonfinite, skips
-from rlhpc.language.agents.episodes import OF_ROLES, Episode, tokens_of
+from rlhpc.language.agents.episodes import UNTRAINED_ROLE, Episode, tokens_of
 from rlhpc.language.algorithms.base import LanguageAlgorithm
 from rlhpc.language.config.rewards import RewardConfig
 from rlhpc.language.config.run import GrpoConfig
@@ -274,8 +274,8 @@ def drop_tokens(group: PendingGroup, min_version: int, *, drop_truncated: bool, 
         if episode.failed or drop_reason:
             counts["failed" if episode.failed else drop_reason] += count_trainable_tokens([episode])
             continue
-        if episode.outcome and OF_ROLES in episode.outcome.metrics:
-            counts["role"] += int(episode.outcome.metrics[OF_ROLES])
+        if episode.outcome and UNTRAINED_ROLE in episode.outcome.metrics:
+            counts["role"] += int(episode.outcome.metrics[UNTRAINED_ROLE])
         counts["old"] += _mask_old(episode, min_version)
         if episode.branches:  # a role without trained samples would count as a role with reward 0
             episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches

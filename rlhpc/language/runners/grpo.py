@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlhpc.algorithms.nonfinite import MOST_IN_A_ROW, nonfinite
+from rlhpc.algorithms.nonfinite import MAX_IN_A_ROW, nonfinite
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.agents.registry import INLINE
@@ -281,7 +281,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self._num_untrained_steps = 0 if max(failed, truncated) < samples else self._num_untrained_steps + 1
         is_unscored = failed + totals["agent_failed"] > 0 and failed >= samples
         self._num_unscored_steps = self._num_unscored_steps + 1 if is_unscored else 0
-        is_untrained = not is_unscored and self._num_untrained_steps >= MOST_IN_A_ROW
+        is_untrained = not is_unscored and self._num_untrained_steps >= MAX_IN_A_ROW
         if self._num_unscored_steps <= self.cfg.reward.max_failed_steps and not is_untrained:
             return
         count = self._num_unscored_steps or self._num_untrained_steps

@@ -27,7 +27,7 @@ _RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8,
 _MOUNT_FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
 _DETACH = 2
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_NOBODY_UID, _INSIDE = 65534, 1000
+_NOBODY_UID, _INNER_UID = 65534, 1000
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _BOX = "/box"
 _PID_MARK = 0x51D0C0DE
@@ -36,7 +36,7 @@ _THREADS = 32
 Job = dict[str, Any]
 
 
-def _checked(result: int, action: str) -> int:
+def _require_success(result: int, action: str) -> int:
     if result < 0:
         errno = ctypes.get_errno()
         raise OSError(errno, f"{action}: {os.strerror(errno)}")
@@ -56,12 +56,12 @@ def _write(path: str, text: str) -> None:
 # --- namespaces
 
 
-def _map_from_outside(keeper: int) -> bytes:
+def _write_id_maps(keeper: int) -> bytes:
     """Writes the user and group maps of the keeper's namespace. Maps two users if the kernel permits it: root, which makes
     the mounts, and nobody, which runs the program. Otherwise maps root to another id. Returns b"2" for two users, b"1" for
     one user, or b"0" after a failure.
     """
-    for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INSIDE} 0 1\n"):
+    for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INNER_UID} 0 1\n"):
         try:
             _write(f"/proc/{keeper}/gid_map", rows)
             _write(f"/proc/{keeper}/uid_map", rows)
@@ -71,7 +71,7 @@ def _map_from_outside(keeper: int) -> bytes:
     return b"0"
 
 
-def _new_user() -> int:
+def _enter_user_namespace() -> int:
     """Enters a user namespace; returns the program's user id in the namespace, or 0 if no namespace is available."""
     keeper, uid, gid = os.getpid(), os.geteuid(), os.getegid()
     if uid:
@@ -79,33 +79,33 @@ def _new_user() -> int:
             return 0
         try:
             _write("/proc/self/setgroups", "deny")
-            _write("/proc/self/gid_map", f"{_INSIDE} {gid} 1")
-            _write("/proc/self/uid_map", f"{_INSIDE} {uid} 1")
+            _write("/proc/self/gid_map", f"{_INNER_UID} {gid} 1")
+            _write("/proc/self/uid_map", f"{_INNER_UID} {uid} 1")
         except OSError:
             return 0
-        return _INSIDE
-    (go_read, go_write), (answer, answer_write) = os.pipe(), os.pipe()
+        return _INNER_UID
+    (request_read, request_write), (reply_read, reply_write) = os.pipe(), os.pipe()
     helper_pid = os.fork()
     if helper_pid == 0:  # the kernel accepts a map of two rows only from the parent namespace
-        os.close(go_write)
-        if os.read(go_read, 1):
-            os.write(answer_write, _map_from_outside(keeper))
+        os.close(request_write)
+        if os.read(request_read, 1):
+            os.write(reply_write, _write_id_maps(keeper))
         os._exit(0)
-    os.close(answer_write)
+    os.close(reply_write)
     if _libc.unshare(_NEW_USER) == 0:
-        os.write(go_write, b"1")
-    os.close(go_write)
-    identity_code = os.read(answer, 1)
+        os.write(request_write, b"1")
+    os.close(request_write)
+    identity_code = os.read(reply_read, 1)
     os.waitpid(helper_pid, 0)
-    os.close(go_read)
-    os.close(answer)
-    return {b"2": _NOBODY_UID, b"1": _INSIDE}.get(identity_code, 0)
+    os.close(request_read)
+    os.close(reply_read)
+    return {b"2": _NOBODY_UID, b"1": _INNER_UID}.get(identity_code, 0)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     arguments = [None if argument is None else argument.encode() for argument in (source, target, kind, options)]
     return_code = _libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3])
-    _checked(return_code, f"mount {target}")
+    _require_success(return_code, f"mount {target}")
 
 
 def _mounts_below(root: str) -> list[tuple[str, int]]:
@@ -136,7 +136,7 @@ def _bind(root: str, path: str) -> None:
     _mount(path, target, None, _BIND | _REC)
 
 
-def _new_root(job: Job, user: int) -> None:
+def _enter_new_root(job: Job, user: int) -> None:
     """Builds and enters a new root with the readable folders (read-only), the devices, and an empty folder in memory."""
     root = job["folder"]
     _mount(None, "/", None, _PRIVATE | _REC)
@@ -155,8 +155,8 @@ def _new_root(job: Job, user: int) -> None:
     except OSError:
         os.rmdir(root + "/proc")  # the mount fails in containers that hide parts of /proc; programs do not need /proc
     os.chdir(root)
-    _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
-    _checked(_libc.umount2(b".", _DETACH), "umount")
+    _require_success(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _require_success(_libc.umount2(b".", _DETACH), "umount")
     os.chdir("/")
     _mount(None, "/", None, _BIND | _REMOUNT | _RDONLY | _NOSUID | _NODEV)
 
@@ -177,9 +177,10 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
-def _landlock(box: str, read: list[str]) -> int:
-    """Restricts this process with Landlock; returns Landlock's version, or 0 without Landlock. The process may read `read` and
-    fully access `box`. Version 4 also forbids TCP; version 6 also forbids signals and abstract sockets to other processes.
+def _apply_landlock(box: str, readable_paths: list[str]) -> int:
+    """Restricts this process with Landlock; returns Landlock's version, or 0 without Landlock. The process may read
+    `readable_paths` and fully access `box`. Version 4 also forbids TCP; version 6 also forbids signals and abstract sockets to
+    other processes.
     """
     version = landlock_version()
     if not version:
@@ -187,11 +188,11 @@ def _landlock(box: str, read: list[str]) -> int:
     all_rights = (1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)) - 1
     ruleset_attributes = _Ruleset(all_rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = ctypes.c_size_t(8 if version < 4 else 16 if version < 6 else 24)
-    ruleset_fd = _checked(
+    ruleset_fd = _require_success(
         int(_libc.syscall(444, ctypes.byref(ruleset_attributes), size, ctypes.c_uint32(0))), "landlock"
     )
     for path, access_rights in [
-        *((path, _READ | _READ_FOLDER | _EXECUTE) for path in read),
+        *((path, _READ | _READ_FOLDER | _EXECUTE) for path in readable_paths),
         *((path, _READ | _WRITE_FILE | _TRUNCATE) for path in _DEVICES),
         (box, all_rights & ~_MAKE_DEVICES),
     ]:
@@ -203,9 +204,9 @@ def _landlock(box: str, read: list[str]) -> int:
             access_rights &= _READ | _EXECUTE | _WRITE_FILE | _TRUNCATE
         path_rule = struct.pack("=Qi", access_rights & all_rights, fd)
         return_code = _libc.syscall(445, ruleset_fd, 1, ctypes.c_char_p(path_rule), ctypes.c_uint32(0))
-        _checked(int(return_code), f"landlock {path}")
+        _require_success(int(return_code), f"landlock {path}")
         os.close(fd)
-    _checked(int(_libc.syscall(446, ruleset_fd, ctypes.c_uint32(0))), "landlock")
+    _require_success(int(_libc.syscall(446, ruleset_fd, ctypes.c_uint32(0))), "landlock")
     os.close(ruleset_fd)
     return version
 
@@ -217,8 +218,8 @@ class _FilterProgram(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def _seccomp(text: str) -> bool:
-    filter_code = bytes.fromhex(text).replace(struct.pack("I", _PID_MARK), struct.pack("I", os.getpid()))
+def _apply_seccomp(filter_hex: str) -> bool:
+    filter_code = bytes.fromhex(filter_hex).replace(struct.pack("I", _PID_MARK), struct.pack("I", os.getpid()))
     buffer = ctypes.create_string_buffer(filter_code, len(filter_code))
     program = _FilterProgram(len(filter_code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     return _prctl(_SECCOMP, 2, ctypes.byref(program)) == 0
@@ -228,7 +229,7 @@ def _drop_capabilities() -> None:
     for capability in range(64):
         _prctl(_CAPBSET_DROP, capability)
     header, no_capabilities = struct.pack("Ii", 0x20080522, 0), bytes(24)
-    _checked(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(no_capabilities)), "capset")
+    _require_success(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(no_capabilities)), "capset")
 
 
 def _count_threads(uid: int) -> int:
@@ -246,7 +247,7 @@ def _count_threads(uid: int) -> int:
     return num_threads
 
 
-def _limit(job: Job, threads: int) -> None:
+def _set_limits(job: Job, threads: int) -> None:
     for name, soft_limit, hard_limit in (
         ("CPU", job["cpu_s"], job["cpu_s"] + 1),
         ("AS", job["memory"], job["memory"]),
@@ -270,7 +271,7 @@ def _limit(job: Job, threads: int) -> None:
 # --- the three processes
 
 
-def _die_with(parent: int, lifeline: int) -> None:
+def _end_with_parent(parent: int, lifeline: int) -> None:
     """Makes the kernel kill this process when its parent ends; exits at once if the parent has already ended."""
     _prctl(_PDEATHSIG, signal.SIGKILL)
     poller = select.poll()
@@ -279,7 +280,7 @@ def _die_with(parent: int, lifeline: int) -> None:
         os._exit(1)
 
 
-def _keep(child: int, status: int) -> None:
+def _wait_for_child(child: int, status: int) -> None:
     """Waits for the child, reports its exit if `status` is a descriptor, and exits. If this process is the init of a
     namespace, its exit ends all processes of the namespace.
     """
@@ -296,37 +297,38 @@ def _keep(child: int, status: int) -> None:
             os._exit(0)
 
 
-def _program(
-    harness: Any, job: Job, have: dict[str, str], user: int, threads: int, parent: int, lifeline: int, result: int
+def _run_program(
+    harness: Any, job: Job, mechanisms: dict[str, str], user: int, threads: int, parent: int, lifeline: int, result: int
 ) -> None:
     """Confines this process, then runs the job's program in it."""
     with contextlib.suppress(OSError):
         _write("/proc/self/oom_score_adj", "1000")
-    box = _BOX if "mount" in have else job["folder"]
-    readable_paths = [*job["read"], *(["/proc"] if "mount" in have else [])]
-    _limit(job, threads)
+    box = _BOX if "mount" in mechanisms else job["folder"]
+    readable_paths = [*job["read"], *(["/proc"] if "mount" in mechanisms else [])]
+    _set_limits(job, threads)
     if (
-        user == _NOBODY_UID and "mount" in have
+        user == _NOBODY_UID and "mount" in mechanisms
     ):  # without the mount, user nobody may not be able to read the interpreter
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     _drop_capabilities()
-    _die_with(parent, lifeline)  # after the change of user, which resets this setting
+    _end_with_parent(parent, lifeline)  # after the change of user, which resets this setting
     os.close(lifeline)
     os.chdir(box)
     os.umask(0o077)
-    _checked(_prctl(_NO_NEW_PRIVS, 1), "no_new_privs")
-    if "landlock" in job["mechanisms"] and (version := _landlock(box, readable_paths)):
-        have["landlock"] = str(version)
+    _require_success(_prctl(_NO_NEW_PRIVS, 1), "no_new_privs")
+    if "landlock" in job["mechanisms"] and (version := _apply_landlock(box, readable_paths)):
+        mechanisms["landlock"] = str(version)
     # Signals are allowed only if a process namespace hides all other processes.
-    filter_hex = job["filters"][f"{'mount' in have} {'pid' in have and job['processes'] > 1}"]
-    if filter_hex and _seccomp(filter_hex):
-        have["seccomp"] = "yes"
-    missing_mechanisms = sorted(set(job["need"]) - set(have))
+    filter_hex = job["filters"][f"{'mount' in mechanisms} {'pid' in mechanisms and job['processes'] > 1}"]
+    if filter_hex and _apply_seccomp(filter_hex):
+        mechanisms["seccomp"] = "yes"
+    missing_mechanisms = sorted(set(job["need"]) - set(mechanisms))
     if missing_mechanisms:
         raise OSError(f"{', '.join(missing_mechanisms)} could be had before, but not now")
-    harness.tell(result, job["nonce"], "have", have)  # the first record; the program may forge later records
+    # The first record; the program may forge later records.
+    harness.write_record(result, job["nonce"], "have", mechanisms)
     os.environ.update(HOME=box, TMPDIR=box)
     harness.run(job, result)
 
@@ -342,30 +344,30 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
         job: Job = json.loads(file.read())
     mechanisms: dict[str, str] = {}
     user = 0
-    uid, has_own_count = (
+    uid, has_namespace_count = (
         os.geteuid(),
         tuple(int(n) for n in os.uname().release.split("-")[0].split(".")[:2]) >= (5, 14),
     )
     if "namespaces" in job["mechanisms"]:
-        user = _new_user()
+        user = _enter_user_namespace()
         if user:
             mechanisms["user"] = str(user)
             mechanisms |= {name: "yes" for name, flag in _NAMESPACES.items() if _libc.unshare(flag) == 0}
         if "pid" not in mechanisms:
             mechanisms.pop("mount", None)  # the namespace's init builds the new root
-    threads = job["processes"] + _THREADS + (3 if user and has_own_count else _count_threads(uid))
+    threads = job["processes"] + _THREADS + (3 if user and has_namespace_count else _count_threads(uid))
     keeper, (lifeline, lifeline_write) = os.getpid(), os.pipe()
     child = os.fork()
     if child:
         os.close(lifeline)
         os.close(result)
-        _keep(child, -1 if "pid" in mechanisms else status)
+        _wait_for_child(child, -1 if "pid" in mechanisms else status)
     os.close(lifeline_write)
     if "pid" in mechanisms:
-        _die_with(keeper, lifeline)
+        _end_with_parent(keeper, lifeline)
         if "mount" in mechanisms:
             try:
-                _new_root(job, user)
+                _enter_new_root(job, user)
             except OSError as error:
                 _libc.umount2(job["folder"].encode(), _DETACH)
                 del mechanisms["mount"]
@@ -375,13 +377,13 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
         if child:
             os.close(inner_lifeline)
             os.close(result)
-            _keep(child, status)
+            _wait_for_child(child, status)
         os.close(lifeline_write)
         os.close(lifeline)
         lifeline = inner_lifeline
     os.close(status)
     try:
-        _program(harness, job, mechanisms, user, threads, keeper, lifeline, result)
+        _run_program(harness, job, mechanisms, user, threads, keeper, lifeline, result)
     except BaseException as error:
-        harness.tell(result, job["nonce"], "failed", f"{type(error).__name__}: {error}")
+        harness.write_record(result, job["nonce"], "failed", f"{type(error).__name__}: {error}")
     os._exit(1)

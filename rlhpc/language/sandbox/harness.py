@@ -16,14 +16,14 @@ import os
 import sys
 from typing import Any
 
-_MOST_BYTES = 1 << 20
-_DEEPEST = 40
-_MOST_ITEMS = 1 << 17
+_MAX_BYTES = 1 << 20
+_MAX_DEPTH = 40
+_MAX_ITEMS = 1 << 17
 # These names are bound here, before the program can replace the builtins.
 _run, _evaluate, _compile, _write, _dumps = exec, eval, compile, os.write, json.dumps
 
 
-def tell(fd: int, nonce: str, kind: str, payload: Any = None) -> None:
+def write_record(fd: int, nonce: str, kind: str, payload: Any = None) -> None:
     """Writes one record as a line: the nonce, a label, and JSON."""
     line = f"{nonce} {kind} {_dumps(payload)}\n".encode()
     while line:
@@ -36,7 +36,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     Raises:
         TypeError: The value contains an unsupported type, or is nested too deep.
     """
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise TypeError("nested too deep")
     if value is None or isinstance(value, (bool, str)):
         return str(value) if isinstance(value, str) else value
@@ -54,7 +54,7 @@ def encode(value: Any, depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {"d": [[encode(key, depth + 1), encode(element, depth + 1)] for key, element in value.items()]}
     if hasattr(type(value), "__next__"):
-        return {"g": [encode(element, depth + 1) for _, element in zip(range(_MOST_ITEMS), value, strict=False)]}
+        return {"g": [encode(element, depth + 1) for _, element in zip(range(_MAX_ITEMS), value, strict=False)]}
     module, name = type(value).__module__, type(value).__name__
     if module == "fractions" and name == "Fraction":
         return {"q": [hex(value.numerator), hex(value.denominator)]}
@@ -77,22 +77,22 @@ def _describe(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _value(source: str, namespace: dict[str, Any]) -> Any:
+def _encode_expression(source: str, namespace: dict[str, Any]) -> Any:
     encoded_value = encode(_evaluate(_compile(source, "<test>", "eval"), namespace))
     size = len(_dumps(encoded_value))
-    if size > _MOST_BYTES:
+    if size > _MAX_BYTES:
         raise ValueError(f"the value takes {size} bytes")
     return encoded_value
 
 
-def _checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, nonce: str) -> None:
+def _run_checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, nonce: str) -> None:
     check_number = 0
     for check in checks:
         payload = None
         try:
             if check["kind"] == "value":
                 record_type = "value"
-                payload = _value(check["source"], namespace)
+                payload = _encode_expression(check["source"], namespace)
             else:
                 record_type = "passed"
                 _run(_compile(check["source"], "<test>", "exec"), namespace)
@@ -103,7 +103,7 @@ def _checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, no
                     "value",
                     encode((payload, [exception_class.__name__ for exception_class in type(error).__mro__])),
                 )
-        tell(fd, nonce, f"{record_type} {check_number}", payload)
+        write_record(fd, nonce, f"{record_type} {check_number}", payload)
         check_number += 1  # noqa: SIM113 - the program could have replaced `enumerate`
 
 
@@ -129,9 +129,9 @@ def run(job: dict[str, Any], fd: int) -> None:
 
         last_frame = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, last_frame, limit=-8)
-    tell(fd, nonce, "end", failure)
+    write_record(fd, nonce, "end", failure)
     if not failure:
-        _checks(job["checks"], module.__dict__, fd, nonce)
+        _run_checks(job["checks"], module.__dict__, fd, nonce)
     try:  # the steps of an interpreter's exit
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()

@@ -35,14 +35,16 @@ from rlhpc.runtime.scratch import make_temporary_folder, temporary_folder
 
 log = logging.getLogger(__name__)
 MECHANISMS = ("namespaces", "landlock", "seccomp")
-_INSIDE = Path(__file__).parent
-_BOOT = "import sys; sys.path.append({!r}); import confine, harness; confine.main(harness, *map(int, sys.argv[1:]))"
-_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
+_FOLDER = Path(__file__).parent
+_BOOT_CODE = (
+    "import sys; sys.path.append({!r}); import confine, harness; confine.main(harness, *map(int, sys.argv[1:]))"
+)
+_SYSTEM_PATHS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 _PACKAGES = ("site-packages", "dist-packages")
 _MB = 1 << 20
 _START_S = 30.0
 """Time limit of the self-test, and of a killed program's exit, in seconds."""
-_MOST_TOLD = 16 * _MB
+_MAX_RECORD_BYTES = 16 * _MB
 
 
 @dataclass
@@ -143,12 +145,12 @@ class Sandbox:
             "open_files": open_files,
             "need": [],
             "mechanisms": list(mechanisms),
-            "read": readable(read),
+            "read": readable_paths(read),
             "packages": [path for path in sys.path if packages and Path(path).name in _PACKAGES],
             "filters": {name: code.hex() if code and "seccomp" in mechanisms else "" for name, code in filters.items()},
         }
         self._limits: dict[str, str] = {}
-        self._try_out()
+        self._test_limits()
         if unenforced_limits := self.unenforced():
             message = f"this machine does not enforce: {', '.join(unenforced_limits)}"
             if not allow_unconfined:
@@ -207,7 +209,7 @@ class Sandbox:
         try:
             # The kernel kills the keeper when the thread that started it ends. This thread waits for the keeper below.
             keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT.format(str(_INSIDE)), *map(str, fds), str(os.getpid())],
+                [sys.executable, "-I", "-S", "-c", _BOOT_CODE.format(str(_FOLDER)), *map(str, fds), str(os.getpid())],
                 stdin=stdin_fd,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -242,40 +244,40 @@ class Sandbox:
             os.close(result_read)
             os.close(status_read)
             shutil.rmtree(folder, ignore_errors=True)
-        return _result(outcome, outputs, nonce, time.monotonic() - start_time)
+        return _build_result(outcome, outputs, nonce, time.monotonic() - start_time)
 
     def _collect(
-        self, keeper: subprocess.Popen[bytes], reading: dict[str, int], deadline: float
+        self, keeper: subprocess.Popen[bytes], read_fds: dict[str, int], deadline: float
     ) -> tuple[str, dict[str, bytes]]:
         """Reads the outputs until the program has ended and all pipes are closed; kills the program when it exceeds a
         limit. Returns `timeout`, `output` or "", and the outputs by name.
         """
-        outputs = dict.fromkeys(reading, b"")
-        outcome, killed_at = "", 0.0
+        outputs = dict.fromkeys(read_fds, b"")
+        outcome, kill_time = "", 0.0
         with selectors.DefaultSelector() as selector:
-            for name, fd in reading.items():
+            for name, fd in read_fds.items():
                 selector.register(fd, selectors.EVENT_READ, name)
             while selector.get_map():
                 current_time = time.monotonic()
                 if not outcome and current_time >= deadline:
                     outcome = "timeout"
-                if outcome and not killed_at:
-                    killed_at = current_time
+                if outcome and not kill_time:
+                    kill_time = current_time
                     _kill(keeper)
-                if killed_at and current_time > killed_at + _START_S:
+                if kill_time and current_time > kill_time + _START_S:
                     raise RlhpcError(f"sandbox: process {keeper.pid} cannot be killed; is its file system stuck?")
-                for key, _ in selector.select(1.0 if killed_at else max(0.0, deadline - current_time)):
+                for key, _ in selector.select(1.0 if kill_time else max(0.0, deadline - current_time)):
                     chunk = os.read(key.fd, 1 << 16)
                     if not chunk:
                         selector.unregister(key.fd)
-                    max_bytes = self.output_bytes if key.data in ("stdout", "stderr") else _MOST_TOLD
+                    max_bytes = self.output_bytes if key.data in ("stdout", "stderr") else _MAX_RECORD_BYTES
                     output = outputs[key.data] + chunk
                     outputs[key.data] = output[:max_bytes]
                     if len(output) > max_bytes and not outcome:
                         outcome = "output"
         return outcome, outputs
 
-    def _try_out(self) -> None:
+    def _test_limits(self) -> None:
         """Runs a program that attempts forbidden actions; records the mechanisms that enforce each limit."""
         with (
             temporary_folder("try") as temporary_path,
@@ -294,8 +296,8 @@ class Sandbox:
                 "processes": self._job["processes"],
                 "ipc": ipc_ids,
             }
-            source = (_INSIDE / "self_test.py").read_text()
-            checks = [{"kind": "value", "source": f"attempts({targets!r})"}]
+            source = (_FOLDER / "self_test.py").read_text()
+            checks = [{"kind": "value", "source": f"run_attempts({targets!r})"}]
             self_test_result = self.check(source, checks, wall_s=_START_S)
         if "value" not in self_test_result.checks.get(0, {}):
             raise RlhpcError(
@@ -304,20 +306,26 @@ class Sandbox:
         mechanisms = self_test_result.have
         self._job["need"] = sorted(name for name in mechanisms if name not in ("user", "mount_error"))
         for name, is_possible in self_test_result.checks[0]["value"]["d"]:
-            mechanism_names = [_WAYS[key].format(mechanisms.get(key)) for key in _STOPS[name] if key in mechanisms]
-            self._limits[name] = "" if is_possible else ", ".join(mechanism_names) or _ELSE.get(name, "permissions")
+            mechanism_names = [
+                _MECHANISM_NAMES[key].format(mechanisms.get(key))
+                for key in _MECHANISMS_BY_LIMIT[name]
+                if key in mechanisms
+            ]
+            self._limits[name] = (
+                "" if is_possible else ", ".join(mechanism_names) or _DEFAULT_MECHANISMS.get(name, "permissions")
+            )
         if not {"pid", "seccomp"} & set(mechanisms):  # child processes would outlive the program
             self._limits["processes"] = ""
         self._limits["disk"] = "size of its folder in memory" if "mount" in mechanisms else ""
 
 
-_WAYS = {
+_MECHANISM_NAMES = {
     "net": "network namespace", "ipc": "IPC namespace", "pid": "process namespace",
     "mount": "own root, read-only", "seccomp": "seccomp",
     "landlock": "Landlock {}",
 }  # fmt: skip
-_ELSE = dict.fromkeys(("processes", "memory", "cpu", "file size", "open files"), "resource limit")
-_STOPS = {
+_DEFAULT_MECHANISMS = dict.fromkeys(("processes", "memory", "cpu", "file size", "open files"), "resource limit")
+_MECHANISMS_BY_LIMIT = {
     "network": ("net", "seccomp"), "signals": ("pid", "seccomp"), "environments": ("pid", "mount", "landlock"),
     "reading": ("mount", "landlock"), "writing": ("mount", "landlock"), "processes": ("pid", "seccomp"),
     "ipc": ("ipc", "seccomp"), "memory": (), "cpu": (), "file size": (), "open files": (),
@@ -331,10 +339,10 @@ def environment() -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **libraries}
 
 
-def readable(further: Sequence[str]) -> list[str]:
-    """Returns the existing folders that a Python program reads: system libraries, interpreter, packages, and `further`."""
+def readable_paths(extra_folders: Sequence[str]) -> list[str]:
+    """Returns the existing folders that a Python program reads: system libraries, interpreter, packages, `extra_folders`."""
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    folders = [*_SYSTEM, sys.base_prefix, sys.prefix, sys.exec_prefix, *libraries, *further]
+    folders = [*_SYSTEM_PATHS, sys.base_prefix, sys.prefix, sys.exec_prefix, *libraries, *extra_folders]
     paths = (str(Path(path).absolute()) for path in folders if path)
     return [path for path in dict.fromkeys(paths) if os.path.lexists(path) and path != "/"]
 
@@ -345,7 +353,7 @@ def _kill(keeper: subprocess.Popen[bytes]) -> None:
             kill_function(keeper.pid, signal.SIGKILL)
 
 
-def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
+def _parse_records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
     """Returns the harness's records as (label, payload), in order. A program that knows the nonce may have written all but
     the first record of a run.
 
@@ -368,7 +376,7 @@ def _records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
     return records
 
 
-def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
+def _build_result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
     """Builds the result of a program. The first record shows that the program was confined. The program may have written
     later records, so a malformed or unknown record fails the program and never raises an error of the sandbox.
 
@@ -377,14 +385,14 @@ def _result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -
     """
     stdout, stderr = (texts[name].decode(errors="replace") for name in ("stdout", "stderr"))
     first_line, line_end, remainder = texts["result"].partition(b"\n")
-    start_records = dict(_records(first_line + line_end, nonce))
+    start_records = dict(_parse_records(first_line + line_end, nonce))
     if "have" not in start_records and (start_records or not outcome):
         reason = start_records.get("failed") or stderr.strip() or "no word from it"
         raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {reason}")
     checks: dict[int, dict[str, Any]] = {}
     processed_labels, error = set(), ""
     try:
-        for label, payload in _records(remainder, nonce):
+        for label, payload in _parse_records(remainder, nonce):
             record_type, _, check_number = label.partition(" ")
             if record_type not in ("end", "value", "passed", "error") or (record_type == "end") == bool(check_number):
                 raise ValueError(f"an unknown record {label[:40]!r}")
@@ -449,7 +457,7 @@ def ipc_objects() -> Iterator[dict[str, Any]]:
 PID_MARK = 0x51D0C0DE
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-_NUMBERS = """
+_SYSCALL_TABLE = """
 ptrace 101 117 · process_vm_readv 310 270 · process_vm_writev 311 271 · process_madvise 440 440
 process_mrelease 448 448 · kcmp 312 272 · pidfd_open 434 434 · pidfd_getfd 438 438 · pidfd_send_signal 424 424
 unshare 272 97 · setns 308 268 · mount 165 40 · umount2 166 39 · pivot_root 155 41 · chroot 161 51
@@ -469,7 +477,7 @@ sched_setscheduler 144 119 · sched_setattr 314 274 · ioctl 16 29 · fcntl 72 2
 shmctl 31 195 · semop 65 193 · semctl 66 191 · semtimedop 220 192 · msgsnd 69 189 · msgrcv 70 188 · msgctl 71 187
 mq_unlink 241 181 · sync 162 81 · syncfs 306 267 · flock 73 32
 """
-_REACHING_OUT = """
+_FORBIDDEN_CALLS = """
     ptrace process_vm_readv process_vm_writev process_madvise process_mrelease kcmp pidfd_open pidfd_getfd
     pidfd_send_signal unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount fspick
     mount_setattr open_tree_attr bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register keyctl
@@ -477,7 +485,7 @@ _REACHING_OUT = """
     msgctl mq_open mq_unlink memfd_create memfd_secret name_to_handle_at open_by_handle_at fanotify_init setpriority
     ioprio_set migrate_pages move_pages socket sync syncfs flock
 """
-_ATTRIBUTES = """
+_ATTRIBUTE_CALLS = """
     chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr
     fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat truncate file_setattr
 """
@@ -501,16 +509,16 @@ def _refuse(error: int = errno.EPERM) -> bytes:
     return _instruction(_RET, _ERRNO | error)
 
 
-def numbers(machine: str) -> dict[str, int]:
+def syscall_numbers(machine: str) -> dict[str, int]:
     """Returns the system call numbers by name for a machine (`os.uname().machine`)."""
     column = _MACHINES[machine][1]
-    rows = (fields.split() for line in _NUMBERS.strip().splitlines() for fields in line.split("·"))
+    rows = (fields.split() for line in _SYSCALL_TABLE.strip().splitlines() for fields in line.split("·"))
     return {name: int(row[column]) for name, *row in rows if row[column] != "-"}
 
 
-class _Program:
+class _FilterBuilder:
     def __init__(self, machine: str) -> None:
-        self.calls = numbers(machine)
+        self.calls = syscall_numbers(machine)
         arch = _MACHINES[machine][0]
         self.code = [
             _instruction(_LD, _ARCH_AT),
@@ -537,11 +545,11 @@ class _Program:
                 self.code += [_instruction(_JEQ, self.calls[name], 0, len(body) + 2), load_instruction, *body, allow]
 
 
-def _unless(value: int) -> tuple[bytes, bytes]:
+def _refuse_unless(value: int) -> tuple[bytes, bytes]:
     return _instruction(_JEQ, value, 1, 0), _refuse()
 
 
-def _if_any(values: Iterable[int]) -> list[bytes]:
+def _refuse_if_any(values: Iterable[int]) -> list[bytes]:
     return [
         instruction for refused_value in values for instruction in (_instruction(_JEQ, refused_value, 0, 1), _refuse())
     ]
@@ -558,8 +566,8 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
     """
     if machine not in _MACHINES:
         return None
-    program = _Program(machine)
-    program.refuse(_REACHING_OUT.split())
+    program = _FilterBuilder(machine)
+    program.refuse(_FORBIDDEN_CALLS.split())
     program.refuse(["clone3"], errno.ENOSYS)  # a filter cannot read its flags; the C library then uses clone
     namespace_check = [_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
     if fork:
@@ -567,14 +575,14 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
     else:
         program.refuse(["fork", "vfork", "tkill"])
         program.inspect(["clone"], 0, *namespace_check, _instruction(_JSET, _CLONE_THREAD, 1, 0), _refuse())
-        program.inspect(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], 0, *_unless(PID_MARK))
+        program.inspect(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], 0, *_refuse_unless(PID_MARK))
     targeted_calls = ["prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"]
-    program.inspect(targeted_calls, 0, *_unless(0))
-    program.inspect(["prctl"], 0, *_if_any([1]))  # PR_SET_PDEATHSIG ends the program with its keeper
-    program.inspect(["ioctl"], 1, *_if_any([*_TERMINAL_INPUT, *_SIGNAL_OWNER]))
-    program.inspect(["fcntl"], 1, *_if_any(_FCNTL_OWNER))
+    program.inspect(targeted_calls, 0, *_refuse_unless(0))
+    program.inspect(["prctl"], 0, *_refuse_if_any([1]))  # PR_SET_PDEATHSIG ends the program with its keeper
+    program.inspect(["ioctl"], 1, *_refuse_if_any([*_TERMINAL_INPUT, *_SIGNAL_OWNER]))
+    program.inspect(["fcntl"], 1, *_refuse_if_any(_FCNTL_OWNER))
     if not files_read_only:
-        program.refuse(_ATTRIBUTES.split())
+        program.refuse(_ATTRIBUTE_CALLS.split())
         program.refuse(["openat2"], errno.ENOSYS)
         # Landlock before version 3 allows a program to truncate a file by opening it read-only with O_TRUNC.
         truncate_check = (_instruction(_AND, _TRUNCATE | _ACCESS), _instruction(_JEQ, _TRUNCATE, 0, 1), _refuse())

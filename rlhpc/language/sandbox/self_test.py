@@ -13,25 +13,25 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _network(targets: dict[str, Any]) -> None:
+def _open_connection(targets: dict[str, Any]) -> None:
     socket.create_connection(("127.0.0.1", targets["port"]), 2).close()
 
 
-def _signals(targets: dict[str, Any]) -> None:
+def _send_signal(targets: dict[str, Any]) -> None:
     os.kill(targets["pid"], 0)
 
 
-def _environments(targets: dict[str, Any]) -> None:
+def _read_environment(targets: dict[str, Any]) -> None:
     with open(f"/proc/{targets['pid']}/environ", "rb") as file:
         file.read()
 
 
-def _reading(targets: dict[str, Any]) -> None:
+def _read_secret(targets: dict[str, Any]) -> None:
     with open(targets["secret"]) as file:
         file.read()
 
 
-def _writing(targets: dict[str, Any]) -> None:
+def _change_files(targets: dict[str, Any]) -> None:
     def create(path: str) -> None:
         with open(path, "w"):
             pass
@@ -51,7 +51,7 @@ def _writing(targets: dict[str, Any]) -> None:
     raise PermissionError
 
 
-def _processes(targets: dict[str, Any]) -> None:
+def _fork_processes(targets: dict[str, Any]) -> None:
     num_processes = 1 if targets["processes"] == 1 else targets["processes"] + 64
     reader, writer = os.pipe()
     try:
@@ -64,11 +64,11 @@ def _processes(targets: dict[str, Any]) -> None:
         os.close(writer)
 
 
-def _memory(targets: dict[str, Any]) -> None:
+def _allocate_memory(targets: dict[str, Any]) -> None:
     bytearray(targets["memory"] + (64 << 20))
 
 
-def _ipc(targets: dict[str, Any]) -> None:
+def _access_ipc(targets: dict[str, Any]) -> None:
     """Accesses IPC objects of the same user by number and by name."""
     libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
     segment, queue, size = targets["ipc"]["segment"], targets["ipc"]["queue"], ctypes.c_size_t(8)
@@ -83,7 +83,7 @@ def _ipc(targets: dict[str, Any]) -> None:
         raise PermissionError
 
 
-def _unlimited(kind: int) -> Callable[[dict[str, Any]], None]:
+def _check_unlimited(kind: int) -> Callable[[dict[str, Any]], None]:
     def attempt(targets: dict[str, Any]) -> None:
         if resource.getrlimit(kind)[1] != resource.RLIM_INFINITY:
             raise PermissionError
@@ -92,21 +92,21 @@ def _unlimited(kind: int) -> Callable[[dict[str, Any]], None]:
 
 
 ATTEMPTS = {
-    "network": _network,
-    "signals": _signals,
-    "environments": _environments,
-    "reading": _reading,
-    "writing": _writing,
-    "processes": _processes,
-    "ipc": _ipc,
-    "memory": _memory,
-    "cpu": _unlimited(resource.RLIMIT_CPU),
-    "file size": _unlimited(resource.RLIMIT_FSIZE),
-    "open files": _unlimited(resource.RLIMIT_NOFILE),
+    "network": _open_connection,
+    "signals": _send_signal,
+    "environments": _read_environment,
+    "reading": _read_secret,
+    "writing": _change_files,
+    "processes": _fork_processes,
+    "ipc": _access_ipc,
+    "memory": _allocate_memory,
+    "cpu": _check_unlimited(resource.RLIMIT_CPU),
+    "file size": _check_unlimited(resource.RLIMIT_FSIZE),
+    "open files": _check_unlimited(resource.RLIMIT_NOFILE),
 }
 
 
-def attempts(targets: dict[str, Any]) -> dict[str, bool]:
+def run_attempts(targets: dict[str, Any]) -> dict[str, bool]:
     """Makes all attempts; returns whether each attempt succeeded, by name of the limit."""
     possible_actions = {}
     for name, attempt in ATTEMPTS.items():

@@ -271,7 +271,7 @@ class AgentWorker(Worker):
         ticket = {**ticket, "id": number}
         if ticket["host"] != current().host and ticket["far"]:
             self._relays = self._relays or Relays()
-            ticket |= {"base_url": ticket["far"] + "/v1", "socket": self._relays.to(ticket["far"])}
+            ticket |= {"base_url": ticket["far"] + "/v1", "socket": self._relays.socket_for(ticket["far"])}
         return ticket
 
     def _drop(self, number: int) -> None:

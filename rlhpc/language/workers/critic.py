@@ -11,7 +11,7 @@ import torch
 
 from rlhpc.language.algorithms.base import RETURNS as RETURN_OF
 from rlhpc.language.algorithms.base import VALUES, MinibatchCounts, length_limit
-from rlhpc.language.algorithms.policy_gradient import value_part
+from rlhpc.language.algorithms.policy_gradient import value_loss_share
 from rlhpc.language.config.run import GrpoConfig, minibatch_size, responses_per_step
 from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.models.micro_batching import minibatches, values_of
@@ -167,7 +167,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         batch = self._balance_load(batch)
 
         def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss_value, metrics = value_part(values, part, self.cfg.algorithm, counts)
+            loss_value, metrics = value_loss_share(values, part, self.cfg.algorithm, counts)
             return loss_value, {"loss": loss_value.detach(), **metrics}
 
         metrics = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)

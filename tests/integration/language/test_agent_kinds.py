@@ -25,7 +25,7 @@ from test_agent_clients import CLIENTS, VERIFIERS
 
 from rlhpc.language.agents.runner.mcp_client import ToolServer
 from rlhpc.language.agents.runner.shell import Shell
-from rlhpc.language.agents.services import Services, placed_in
+from rlhpc.language.agents.services import Services, fill_addresses
 from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
@@ -65,7 +65,7 @@ def test_servers_of_tools_over_both_transports(tmp_path: Path) -> None:
     service = ServiceConfig("tools", [*TOOLS, "streamable-http"])
     services = Services([service], tmp_path)
     try:
-        url = placed_in("http://{tools}/mcp", services.addresses)
+        url = fill_addresses("http://{tools}/mcp", services.addresses)
         for section in ({"command": [*TOOLS, "stdio"], "url": None}, {"command": [], "url": url}):
             options = {"servers": [section]}
             with episodes_of(Scripted(product), kind="mcp", options=options) as generation:
@@ -96,7 +96,7 @@ def test_an_environment_of_openenv(tmp_path: Path) -> None:
         return "it is 84" if "step 1" not in prompt or "step 2" in prompt else "no idea"
 
     try:
-        options = placed_in({"base_url": "http://{env}", "observation": "text"}, services.addresses)
+        options = fill_addresses({"base_url": "http://{env}", "observation": "text"}, services.addresses)
         with episodes_of(Scripted(say), kind="openenv", python=CLIENTS, options=options) as generation:
             episodes = run_all(generation, 3)
     finally:

@@ -25,7 +25,7 @@ from gateway_things import Scripted, chat_tokenizer
 
 from rlhpc.language.agents.gateway import sessions
 from rlhpc.language.agents.gateway.output_parsers import Parsers
-from rlhpc.language.agents.gateway.server import Drawing, Gateway
+from rlhpc.language.agents.gateway.server import EngineRequest, Gateway
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
 from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.engines.base import Request, SamplingParams
@@ -44,7 +44,7 @@ class Served:
         self._thread.start()
 
     def _work(self) -> None:
-        under_way: dict[int, Drawing] = {}
+        under_way: dict[int, EngineRequest] = {}
         while not self._stop.is_set():
             while not self.gateway.engine_queue.empty():
                 drawing = self.gateway.engine_queue.get()
@@ -313,7 +313,7 @@ def test_streams_come_as_they_are_written_and_go_on_as_one_sample() -> None:
 
 def test_what_nobody_waits_for_any_more_is_not_drawn(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a client that has gone for good, and of an episode that has ended; the others go on."""
-    monkeypatch.setattr(sessions, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(sessions, "RETRY_WAIT_S", 0.3)
     gone, ended, goes_on = served.open(1), served.open(2), served.open(3)
     served.engine.delay = 10**6
     body = {"model": "policy", "messages": [{"role": "user", "content": "u"}]}
@@ -386,7 +386,7 @@ def test_a_client_with_one_key_for_all_its_episodes_says_which(served: Served) -
     assert [status(other.key, f"t{number}") for number in range(64)] == [200] * 63 + [403], "and no end of them"
     served.end(other)
     time.sleep(0.05)
-    assert not served.gateway.keys.sessions() and not served.gateway.keys._of_name
+    assert not served.gateway.keys.sessions() and not served.gateway.keys._session_by_name
 
 
 def test_what_cannot_be_had_is_said(served: Served) -> None:

@@ -57,7 +57,7 @@ def is_closed(connection: socket.socket, within_s: float) -> bool:
 
 
 def test_a_connection_that_shows_no_key_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PROOF_S", 0.5)
+    monkeypatch.setattr(connections, "KEY_TIMEOUT_S", 0.5)
     session = served.open()
     kept = http.client.HTTPConnection(served.gateway.url.removeprefix("http://"), timeout=30)
     kept.request("POST", "/v1/chat/completions", json.dumps(CHAT), {"Authorization": f"Bearer {session.key}"})
@@ -83,7 +83,7 @@ def test_a_connection_that_shows_no_key_is_closed(served: Served, monkeypatch: p
 
 
 def test_strangers_do_not_use_up_the_descriptors(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "PROOF_S", 600.0)
+    monkeypatch.setattr(connections, "KEY_TIMEOUT_S", 600.0)
     session, mine = served.open(), connect(served)
     port, before = mine.getsockname()[1], psutil.Process().num_fds()
 
@@ -97,7 +97,7 @@ def test_strangers_do_not_use_up_the_descriptors(served: Served, monkeypatch: py
         with contextlib.suppress(ConnectionError):  # before this side has seen that it was connected
             strangers.append(connect(served))
     assert all(is_closed(one, 60) for one in strangers)
-    assert psutil.Process().num_fds() <= before + len(strangers) + 1 and not served.gateway._doors[0]._far
+    assert psutil.Process().num_fds() <= before + len(strangers) + 1 and not served.gateway._connections[0]._remote
     mine.sendall(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n\r\n".encode())
     assert b" 200 " in mine.recv(4096), "whoever is of this user stays"
     for one in strangers:

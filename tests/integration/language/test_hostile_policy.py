@@ -22,7 +22,7 @@ from test_environments import played
 from test_gateway import Served
 
 from rlhpc.language.agents.gateway.output_parsers import hermes
-from rlhpc.language.agents.runner.frameworks import _called
+from rlhpc.language.agents.runner.frameworks import _call_tool
 from rlhpc.language.envs.registry import ENVIRONMENTS
 from rlhpc.language.policy_text import MAX_DEPTH, parse_arguments, parse_json
 
@@ -161,6 +161,6 @@ def test_one_reader_for_what_a_policy_wrote() -> None:
     for text in ARGUMENTS:  # an agent with servers of tools tells the model, by a ValueError, or calls the server
         owners: Any = {"f": type("Server", (), {"call": lambda self, name, arguments: "called"})()}
         try:
-            assert _called({"name": "f", "arguments": text}, owners, parse_json) == "called"
+            assert _call_tool({"name": "f", "arguments": text}, owners, parse_json) == "called"
         except ValueError as error:
             assert str(error)

@@ -82,7 +82,7 @@ def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[s
     for message in body["messages"]:
         if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
             raise RequestError("messages must be objects with role user or assistant, and content")
-        messages += _assistant(message) if message["role"] == "assistant" else _user(message)
+        messages += _convert_assistant(message) if message["role"] == "assistant" else _convert_user(message)
     if body.get("tool_choice", {}).get("type") == "none":
         return messages, None
     functions = [
@@ -92,7 +92,7 @@ def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[s
     return messages, [{"type": "function", "function": function} for function in functions] or None
 
 
-def _assistant(message: Mapping[str, Any]) -> list[Message]:
+def _convert_assistant(message: Mapping[str, Any]) -> list[Message]:
     chat_message: Message = {"role": "assistant", "content": ""}
     for block in _blocks(message.get("content")):
         block_type = block.get("type")
@@ -111,7 +111,7 @@ def _assistant(message: Mapping[str, Any]) -> list[Message]:
     return [chat_message]
 
 
-def _user(message: Mapping[str, Any]) -> list[Message]:
+def _convert_user(message: Mapping[str, Any]) -> list[Message]:
     """Converts a user message to one message per tool result, followed by a message with the other blocks."""
     tool_messages, user_parts = list[Message](), list[Any]()
     for block in _blocks(message.get("content")):
@@ -234,17 +234,22 @@ class ChatStream:
         self._body, self.model, self._tokenizer = body, model, tokenizer
         self.requested = bool(body.get("stream"))
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._base = {"id": self.id, "created": int(time.time()), "model": model, "object": "chat.completion.chunk"}
+        self._chunk_fields = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": model,
+            "object": "chat.completion.chunk",
+        }
         self._sent = {"reasoning_content": "", "content": ""}
         self._started = False
         #: Whether the whole response is sent at the end, because it contains log-probs or token ids.
-        self.sent_at_end = bool(body.get("logprobs") or body.get("return_token_ids"))
+        self.is_sent_at_end = bool(body.get("logprobs") or body.get("return_token_ids"))
 
     def reply(self, answer: StoredResponse) -> dict[str, Any]:
         """Returns the complete response."""
         return chat_reply(answer, self._body, self.model, self._tokenizer)
 
-    def more(self, num_prompt_tokens: int, reasoning: str, content: str) -> list[str]:
+    def new_events(self, num_prompt_tokens: int, reasoning: str, content: str) -> list[str]:
         """Returns the events for new text of the reply.
 
         Args:
@@ -257,7 +262,7 @@ class ChatStream:
         if not delta:
             return []
         self._sent = texts
-        return [self._event(delta)]
+        return [self._format_event(delta)]
 
     def end(self, answer: StoredResponse) -> list[str]:
         """Returns the remaining events of the complete reply."""
@@ -275,20 +280,20 @@ class ChatStream:
         logprobs_field = {"logprobs": choice["logprobs"]}
         if "token_ids" in choice:
             logprobs_field["token_ids"] = choice["token_ids"]
-            self._base["prompt_token_ids"] = reply["prompt_token_ids"]
-        events = [self._event(delta, **logprobs_field), self._event({}, choice["finish_reason"])]
+            self._chunk_fields["prompt_token_ids"] = reply["prompt_token_ids"]
+        events = [self._format_event(delta, **logprobs_field), self._format_event({}, choice["finish_reason"])]
         if (self._body.get("stream_options") or {}).get("include_usage"):
-            events.append(_data({**self._base, "choices": [], "usage": reply["usage"]}))
+            events.append(_format_data({**self._chunk_fields, "choices": [], "usage": reply["usage"]}))
         return [*events, "data: [DONE]\n\n"]
 
-    def _event(self, delta: Mapping[str, Any], reason: str | None = None, **more: Any) -> str:
+    def _format_event(self, delta: Mapping[str, Any], reason: str | None = None, **extra_fields: Any) -> str:
         role = {} if self._started else {"role": "assistant"}
         self._started = True
-        choice = {"index": 0, "delta": {**role, **delta}, "finish_reason": reason, **more}
-        return _data({**self._base, "choices": [choice]})
+        choice = {"index": 0, "delta": {**role, **delta}, "finish_reason": reason, **extra_fields}
+        return _format_data({**self._chunk_fields, "choices": [choice]})
 
 
-def _data(chunk: Mapping[str, Any]) -> str:
+def _format_data(chunk: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(chunk)}\n\n"
 
 
@@ -304,7 +309,7 @@ class MessageStream:
         id: Id of the message.
     """
 
-    sent_at_end = False
+    is_sent_at_end = False
     error = staticmethod(message_error)
 
     def __init__(self, body: Mapping[str, Any], model: str) -> None:
@@ -317,8 +322,8 @@ class MessageStream:
         """Returns the complete response."""
         return message_reply(answer, self.model)
 
-    def more(self, num_prompt_tokens: int, reasoning: str, content: str) -> list[str]:
-        """Returns the events for new text of the reply; see `ChatStream.more`."""
+    def new_events(self, num_prompt_tokens: int, reasoning: str, content: str) -> list[str]:
+        """Returns the events for new text of the reply; see `ChatStream.new_events`."""
         if not reasoning and not content:
             return []
         return self._begin(num_prompt_tokens) + self._text("thinking", reasoning) + self._text("text", content)
@@ -335,8 +340,8 @@ class MessageStream:
             events += [*self._block({**block, "input": {}}), self._delta(json_delta)]
         stop_fields = {"stop_reason": reply["stop_reason"], "stop_sequence": reply["stop_sequence"]}
         usage = {"output_tokens": reply["usage"]["output_tokens"]}
-        events += [*self._close(), _event({"type": "message_delta", "delta": stop_fields, "usage": usage})]
-        return [*events, _event({"type": "message_stop"})]
+        events += [*self._close(), _format_event({"type": "message_delta", "delta": stop_fields, "usage": usage})]
+        return [*events, _format_event({"type": "message_stop"})]
 
     def _begin(self, num_prompt_tokens: int) -> list[str]:
         if self._started:
@@ -352,7 +357,7 @@ class MessageStream:
             "stop_sequence": None,
             "usage": {"input_tokens": num_prompt_tokens, "output_tokens": 0},
         }
-        return [_event({"type": "message_start", "message": message})]
+        return [_format_event({"type": "message_start", "message": message})]
 
     def _text(self, block_type: str, text: str) -> list[str]:
         """Returns the events for the unsent text of a block, including the block's start if the block is new."""
@@ -371,15 +376,15 @@ class MessageStream:
         self._blocks.append(block["type"])
         return [
             *events,
-            _event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}),
+            _format_event({"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}),
         ]
 
     def _delta(self, delta: Mapping[str, Any]) -> str:
-        return _event({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
+        return _format_event({"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta})
 
     def _close(self) -> list[str]:
-        return [_event({"type": "content_block_stop", "index": len(self._blocks) - 1})] if self._blocks else []
+        return [_format_event({"type": "content_block_stop", "index": len(self._blocks) - 1})] if self._blocks else []
 
 
-def _event(event: Mapping[str, Any]) -> str:
+def _format_event(event: Mapping[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"

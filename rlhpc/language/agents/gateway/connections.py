@@ -10,12 +10,12 @@ from rlhpc.runtime.os_resources import is_short_of_descriptors
 from rlhpc.runtime.tcp_listener import ConnectionTable
 
 #: Time limit of a connection's first request with a valid key, in seconds.
-PROOF_S = 10.0
+KEY_TIMEOUT_S = 10.0
 #: Maximum number of open connections from other hosts without a key. On this host only this user can connect
 #: (`runtime.tcp_listener`).
-_MAX_FAR = 256
+_MAX_REMOTE = 256
 #: Number of connections of an episode that are not closed when file descriptors run short.
-_FEW = 16
+_MIN_PER_EPISODE = 16
 
 
 class Connections:
@@ -29,52 +29,56 @@ class Connections:
         self._handler = handler
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
         #: Connections without a key, from other hosts and from this host; and connections with a key, by episode.
-        self._far = ConnectionTable[asyncio.BaseTransport](_MAX_FAR)
-        self._near, self._proven = ConnectionTable[asyncio.BaseTransport](), ConnectionTable[asyncio.BaseTransport]()
+        self._remote = ConnectionTable[asyncio.BaseTransport](_MAX_REMOTE)
+        self._local, self._authenticated = (
+            ConnectionTable[asyncio.BaseTransport](),
+            ConnectionTable[asyncio.BaseTransport](),
+        )
 
     def __call__(self) -> asyncio.Protocol:
         return _Connection(self, self._handler)
 
-    def prove(self, transport: asyncio.BaseTransport, owner: str) -> None:
+    def authenticate(self, transport: asyncio.BaseTransport, owner: str) -> None:
         """Marks a connection as authenticated with a valid key of `owner`."""
         if transport in self._timers:
-            self.leave(transport)
-            self._proven.add(transport, owner)
+            self.remove(transport)
+            self._authenticated.add(transport, owner)
 
-    def enter(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
+    def register(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
         """Registers a new connection; returns False if the limits do not allow it."""
-        if is_short_of_descriptors() and not self._make_room():
+        if is_short_of_descriptors() and not self._free_descriptors():
             return False
         self._timers[transport] = timer
-        host = _far_host(transport)
-        oldest = (self._far if host else self._near).add(transport, host)
+        host = _remote_host(transport)
+        oldest = (self._remote if host else self._local).add(transport, host)
         if oldest is not None:
             self._close(oldest)
         return True
 
-    def _make_room(self) -> bool:
+    def _free_descriptors(self) -> bool:
         """Frees file descriptors: closes a connection without a key, or of an episode with many connections. Returns False if
         no such connection is open.
         """
-        while self._far:
-            self._close(self._far.pop())
-        if self._proven.max_per_owner() > _FEW:  # first, because new local connections need time to send a key
-            self._close(self._proven.pop())
-        elif self._near:
-            self._close(self._near.pop())
+        while self._remote:
+            self._close(self._remote.pop())
+        # Episodes come first, because new local connections need time to send a key.
+        if self._authenticated.max_per_owner() > _MIN_PER_EPISODE:
+            self._close(self._authenticated.pop())
+        elif self._local:
+            self._close(self._local.pop())
         else:
             return False
         return True
 
-    def leave(self, transport: asyncio.BaseTransport) -> None:
+    def remove(self, transport: asyncio.BaseTransport) -> None:
         """Removes a connection that has ended."""
         if timer := self._timers.pop(transport, None):
             timer.cancel()
-        for table in (self._far, self._near, self._proven):
+        for table in (self._remote, self._local, self._authenticated):
             table.remove(transport)
 
     def _close(self, transport: asyncio.BaseTransport) -> None:
-        self.leave(transport)
+        self.remove(transport)
         _abort(transport)
 
 
@@ -87,8 +91,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        timer = asyncio.get_running_loop().call_later(PROOF_S, _abort, transport)
-        if not self._connections.enter(transport, timer):
+        timer = asyncio.get_running_loop().call_later(KEY_TIMEOUT_S, _abort, transport)
+        if not self._connections.register(transport, timer):
             timer.cancel()
             _abort(transport)
             return
@@ -98,7 +102,7 @@ class _Connection(asyncio.Protocol):
         handler.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.leave(self._transport)
+        self._connections.remove(self._transport)
         self._handler.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -114,15 +118,15 @@ class _Connection(asyncio.Protocol):
         self._handler.resume_writing()
 
 
-def _far_host(transport: asyncio.BaseTransport) -> str:
+def _remote_host(transport: asyncio.BaseTransport) -> str:
     """Returns the address of a client on another host; "" for a client on this host."""
     peer_address, local_address = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-    is_far = (
+    is_remote = (
         isinstance(peer_address, tuple)
         and peer_address[0] != local_address[0]
         and not ipaddress.ip_address(peer_address[0]).is_loopback
     )
-    return str(peer_address[0]) if is_far else ""
+    return str(peer_address[0]) if is_remote else ""
 
 
 def _abort(transport: asyncio.BaseTransport) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.language.agents.gateway.sessions import same_key
+from rlhpc.language.agents.gateway.sessions import is_same_key
 from rlhpc.language.agents.turn_tree import AgentTurn, RequestError
 
 #: Registry name of the rollout ranks' addresses and keys for delayed rewards.
@@ -26,7 +26,7 @@ class _DelayedRewards:
 
     pending: dict[str, AgentTurn]
     total: float
-    done: Callable[[float | None], None]
+    on_complete: Callable[[float | None], None]
     timer: asyncio.TimerHandle | None = None
 
     def stop(self) -> None:
@@ -48,24 +48,26 @@ class Feedback:
     def __init__(self, turns: Callable[[], list[AgentTurn]]) -> None:
         self.key = f"rf-{secrets.token_urlsafe(24)}"
         self._turns = turns
-        self._awaited: dict[str, _DelayedRewards] = {}
+        self._pending_episodes: dict[str, _DelayedRewards] = {}
         self._rewards: collections.OrderedDict[str, float] = collections.OrderedDict()
 
-    def expect(self, turns: Mapping[str, AgentTurn], timeout_s: float, done: Callable[[float | None], None]) -> None:
+    def expect(
+        self, turns: Mapping[str, AgentTurn], timeout_s: float, on_complete: Callable[[float | None], None]
+    ) -> None:
         """Registers the turns with delayed rewards of an episode that has ended.
 
         Args:
             turns: Turns to be rewarded, by completion id.
             timeout_s: Time limit of the last reward, in seconds.
-            done: Callback with the sum of the rewards, or with None if a reward did not arrive in time.
+            on_complete: Callback with the sum of the rewards, or with None if a reward did not arrive in time.
         """
         loop = asyncio.get_running_loop()
-        delayed_episode = _DelayedRewards({}, 0.0, done)
+        delayed_episode = _DelayedRewards({}, 0.0, on_complete)
         delayed_episode.timer = loop.call_later(timeout_s, self._on_timeout, delayed_episode)
         for name, turn in turns.items():
             if turn.feedback is None:
                 delayed_episode.pending[name] = turn
-                self._awaited.update(dict.fromkeys(turn.names, delayed_episode))
+                self._pending_episodes.update(dict.fromkeys(turn.names, delayed_episode))
             else:  # the reward arrived before the episode ended
                 delayed_episode.total += turn.feedback
         self._finish_if_complete(delayed_episode)
@@ -76,7 +78,7 @@ class Feedback:
         Raises:
             RequestError: The key is not the scorer's.
         """
-        if not same_key(key, self.key):
+        if not is_same_key(key, self.key):
             raise RequestError("this key gives no rewards", 401, "invalid_api_key")
 
     def take(self, body: Mapping[str, Any]) -> None:
@@ -93,19 +95,19 @@ class Feedback:
             raise RequestError(f"{name} has its reward already: {self._rewards[name]:g}", 409, "rewarded")
         if name in self._rewards:
             return
-        self._reward(name, reward)
+        self._record_reward(name, reward)
         self._rewards[name] = reward
         while len(self._rewards) > _MAX_REWARDS:
             self._rewards.popitem(last=False)
 
     def forget(self) -> None:
         """Drops all pending rewards."""
-        for delayed_episode in self._awaited.values():
+        for delayed_episode in self._pending_episodes.values():
             delayed_episode.stop()
-        self._awaited.clear()
+        self._pending_episodes.clear()
 
-    def _reward(self, name: str, reward: float) -> None:
-        delayed_episode = self._awaited.get(name)
+    def _record_reward(self, name: str, reward: float) -> None:
+        delayed_episode = self._pending_episodes.get(name)
         turns = self._turns() if delayed_episode is None else delayed_episode.pending.values()
         turn = next((turn for turn in turns if name in turn.names), None)
         if turn is None:
@@ -119,19 +121,19 @@ class Feedback:
                 if pending_turn is not turn
             }
             for completion_id in turn.names:
-                self._awaited.pop(completion_id, None)
+                self._pending_episodes.pop(completion_id, None)
             self._finish_if_complete(delayed_episode)
 
-    def _finish_if_complete(self, awaited: _DelayedRewards) -> None:
-        if not awaited.pending:
-            awaited.stop()
-            awaited.done(awaited.total)
+    def _finish_if_complete(self, delayed_episode: _DelayedRewards) -> None:
+        if not delayed_episode.pending:
+            delayed_episode.stop()
+            delayed_episode.on_complete(delayed_episode.total)
 
-    def _on_timeout(self, awaited: _DelayedRewards) -> None:
-        self._awaited = {
-            name: delayed_episode for name, delayed_episode in self._awaited.items() if delayed_episode is not awaited
+    def _on_timeout(self, delayed_episode: _DelayedRewards) -> None:
+        self._pending_episodes = {
+            name: episode for name, episode in self._pending_episodes.items() if episode is not delayed_episode
         }
-        awaited.done(None)
+        delayed_episode.on_complete(None)
 
 
 def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, AgentTurn]:

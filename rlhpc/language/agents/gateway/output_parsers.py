@@ -18,21 +18,21 @@ from rlhpc.language.data.tokenizer import cut_at_stop, special_tokens, without_e
 from rlhpc.language.policy_text import parse_json_at
 from rlhpc.runtime.errors import ConfigError
 
-_THINK_TAG, _THOUGHT, _CALL = "<think>", "</think>", "<tool_call>"
+_THINK_TAG, _THINK_END, _CALL_TAG = "<think>", "</think>", "<tool_call>"
 #: Character that a tokenizer's decoder returns for an incomplete UTF-8 sequence.
-_BROKEN = "�"
+_REPLACEMENT_CHARACTER = "�"
 
 
-class Partial:
+class IncrementalParser:
     """Incremental parser of a streamed reply.
 
     Args:
         tokenizer: Tokenizer of the model.
         opened: Whether the prompt ends with an opening reasoning tag.
-        thinks: Whether to separate reasoning from the answer.
+        has_reasoning: Whether to separate reasoning from the answer.
         calls: Whether to separate tool calls from the answer.
         stop: Texts that end the reply and are not part of it.
-        hidden: Special tokens to remove from the reply.
+        hidden_tokens: Special tokens to remove from the reply.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Partial:
         tokenizer: Any,
         *,
         opened: bool,
-        thinks: bool,
+        has_reasoning: bool,
         calls: bool,
         stop: Sequence[str] = (),
-        hidden: Collection[int] = (),
+        hidden_tokens: Collection[int] = (),
     ) -> None:
-        self._tokenizer, self._opened, self._thinks, self._calls = tokenizer, opened, thinks, calls
-        self._stop, self._hidden = tuple(stop), hidden
-        self._text, self._shown_to, self._read_to = "", 0, 0
+        self._tokenizer, self._opened, self._has_reasoning, self._calls = tokenizer, opened, has_reasoning, calls
+        self._stop, self._hidden_tokens = tuple(stop), hidden_tokens
+        self._text, self._prefix_offset, self._read_offset = "", 0, 0
 
     def split(self, ids: Sequence[int]) -> tuple[str, str]:
         """Returns the parts of the reasoning and of the answer that later tokens cannot change.
@@ -55,11 +55,11 @@ class Partial:
         Args:
             ids: All tokens so far.
         """
-        self._read([token for token in ids if token not in self._hidden])
+        self._read([token for token in ids if token not in self._hidden_tokens])
         reasoning, text = "", self._text
         for stop_text in self._stop:
-            text = _before(text, stop_text)
-        if self._thinks:
+            text = _text_before(text, stop_text)
+        if self._has_reasoning:
             stripped_text = text.lstrip()
             if (
                 not self._opened
@@ -68,29 +68,29 @@ class Partial:
             ):
                 return "", ""
             if self._opened or stripped_text.startswith(_THINK_TAG):
-                reasoning, closing_tag, text = stripped_text.removeprefix(_THINK_TAG).partition(_THOUGHT)
-                reasoning = (reasoning if closing_tag else _before(reasoning, _THOUGHT)).strip("\n")
+                reasoning, closing_tag, text = stripped_text.removeprefix(_THINK_TAG).partition(_THINK_END)
+                reasoning = (reasoning if closing_tag else _text_before(reasoning, _THINK_END)).strip("\n")
                 text = text.lstrip()
         if self._calls:  # the answer before tool calls has no surrounding white space
-            text = _before(text, _CALL).strip()
+            text = _text_before(text, _CALL_TAG).strip()
         return reasoning, text
 
     def _read(self, ids: list[int]) -> None:
         """Appends the text of new tokens, unless it ends with an incomplete character. Decodes new tokens together with the
         preceding tokens, because a token's text can depend on them.
         """
-        old_text = self._decode(ids[self._shown_to : self._read_to])
-        new_text = self._decode(ids[self._shown_to :])
-        if len(new_text) > len(old_text) and not new_text.endswith(_BROKEN):
+        old_text = self._decode(ids[self._prefix_offset : self._read_offset])
+        new_text = self._decode(ids[self._prefix_offset :])
+        if len(new_text) > len(old_text) and not new_text.endswith(_REPLACEMENT_CHARACTER):
             self._text += new_text[len(old_text) :]
-            self._shown_to, self._read_to = self._read_to, len(ids)
+            self._prefix_offset, self._read_offset = self._read_offset, len(ids)
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
 
-def _before(text: str, tag: str) -> str:
+def _text_before(text: str, tag: str) -> str:
     """Returns the text before a tag; omits an incomplete tag at the end of the text."""
     tag_start = text.find(tag)
     if tag_start >= 0:
@@ -104,7 +104,7 @@ def _before(text: str, tag: str) -> str:
 log = logging.getLogger(__name__)
 #: Number of tokens at the end of a prompt that are searched for `<think>`.
 _OPENING_TOKENS = 12
-_OPENED, _CLOSED = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
+_CALL_START, _CALL_END = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _THINK = re.compile(r"^\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
@@ -164,14 +164,14 @@ def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
     Returns the answer and the calls as (name, arguments as JSON). Other content between the tags remains in the answer.
     """
     calls, answer, position = list[tuple[str, str]](), "", 0
-    for opening_tag in _OPENED.finditer(text):
+    for opening_tag in _CALL_START.finditer(text):
         if opening_tag.start() < position:  # inside a call
             continue
         try:
             call, call_end = parse_json_at(text, opening_tag.end())
         except ValueError:
             continue
-        closing_tag = _CLOSED.match(text, call_end)
+        closing_tag = _CALL_END.match(text, call_end)
         if closing_tag is None or "name" not in call:
             continue
         arguments = call.get("arguments", {})
@@ -197,13 +197,13 @@ class Parsers:
         self._reasoning: Callable[[str, bool], tuple[str | None, str]] | None = None
         self._tools: Callable[[str, Any], tuple[str, list[tuple[str, str]]]] | None = None
         if reasoning is not None:
-            self._reasoning = think if reasoning == "think" else _of_vllm_reasoning(reasoning, tokenizer)
+            self._reasoning = think if reasoning == "think" else _load_vllm_reasoning_parser(reasoning, tokenizer)
         if tools is not None:
-            self._tools = hermes if tools == "hermes" else _of_vllm_tools(tools, tokenizer)
+            self._tools = hermes if tools == "hermes" else _load_vllm_tool_parser(tools, tokenizer)
         #: Special tokens that no parser reads. Empty with vLLM's parsers, which may read any token.
-        self._hidden = frozenset[int]()
+        self._hidden_tokens = frozenset[int]()
         if self._reasoning in (None, think) and self._tools in (None, hermes):
-            self._hidden = frozenset(
+            self._hidden_tokens = frozenset(
                 token for token in special_tokens(tokenizer) if self._decode([token]).strip() not in _TAGS
             )
 
@@ -212,15 +212,15 @@ class Parsers:
         text, match = self._text(without_end(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
         if self._reasoning is not None:
-            reasoning, text = self._reasoning(text, self._opens(prompt))
+            reasoning, text = self._reasoning(text, self._ends_in_reasoning(prompt))
         if self._tools is not None and tools:
             text, calls = self._tools(text, tools)
-            text = text.strip()  # as in `Partial`, which must strip before the calls are known
+            text = text.strip()  # as in `IncrementalParser`, which must strip before the calls are known
         return Reply(text, reasoning, calls, match)
 
     def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
         """Returns the text without hidden tokens up to the first stop text; and that stop text, or None."""
-        text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden], stop)
+        text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden_tokens], stop)
         if match is not None or not stop:
             return text, match
         full_text, match = cut_at_stop(self._tokenizer, ids, stop)
@@ -231,17 +231,19 @@ class Parsers:
         while len(self._decode(ids[:num_visible_ids])) > len(full_text):
             num_visible_ids -= 1
         text_after = full_text[len(self._decode(ids[:num_visible_ids])) :]
-        return self._decode([token for token in ids[:num_visible_ids] if token not in self._hidden]) + text_after, match
+        return self._decode(
+            [token for token in ids[:num_visible_ids] if token not in self._hidden_tokens]
+        ) + text_after, match
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def _opens(self, prompt: Sequence[int]) -> bool:
+    def _ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
         """Returns whether a prompt ends with an opening reasoning tag."""
         return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
 
-    def partial(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> Partial | None:
+    def partial(self, prompt: list[int], tools: Any, stop: Sequence[str] = ()) -> IncrementalParser | None:
         """Returns an incremental parser of a reply; None if a parser supports only complete replies.
 
         Args:
@@ -252,12 +254,19 @@ class Parsers:
         calls = self._tools is not None and bool(tools)
         if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
             return None
-        thinks = self._reasoning is not None
-        opened = thinks and self._opens(prompt)
-        return Partial(self._tokenizer, opened=opened, thinks=thinks, calls=calls, stop=stop, hidden=self._hidden)
+        has_reasoning = self._reasoning is not None
+        opened = has_reasoning and self._ends_in_reasoning(prompt)
+        return IncrementalParser(
+            self._tokenizer,
+            opened=opened,
+            has_reasoning=has_reasoning,
+            calls=calls,
+            stop=stop,
+            hidden_tokens=self._hidden_tokens,
+        )
 
 
-def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple[str | None, str]]:
+def _load_vllm_reasoning_parser(name: str, tokenizer: Any) -> Callable[[str, bool], tuple[str | None, str]]:
     try:
         from vllm.reasoning import ReasoningParserManager
     except ImportError:
@@ -270,7 +279,7 @@ def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple
     def read(text: str, opened: bool) -> tuple[str | None, str]:
         del opened  # vLLM's parsers know the templates of their models
         try:
-            reasoning, content = parser.extract_reasoning(text, _request())
+            reasoning, content = parser.extract_reasoning(text, _vllm_request())
         except Exception as error:
             log.warning("vLLM's reasoning parser %s cannot read a reply, which stays text: %r", name, error)
             return None, text
@@ -279,7 +288,7 @@ def _of_vllm_reasoning(name: str, tokenizer: Any) -> Callable[[str, bool], tuple
     return read
 
 
-def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str, list[tuple[str, str]]]]:
+def _load_vllm_tool_parser(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str, list[tuple[str, str]]]]:
     try:
         from vllm.tool_parsers import ToolParserManager
     except ImportError:
@@ -291,7 +300,7 @@ def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str,
         raise ConfigError(f"agent.tool_parser is {name!r}, which cannot be used: {error}") from None
 
     def read(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
-        request = _request(tools)
+        request = _vllm_request(tools)
         parser = parser_class(tokenizer, request.tools)
         try:
             extraction = parser.extract_tool_calls(text, request)
@@ -307,7 +316,7 @@ def _of_vllm_tools(name: str, tokenizer: Any) -> Callable[[str, Any], tuple[str,
     return read
 
 
-def _request(tools: Any = None) -> Any:
+def _vllm_request(tools: Any = None) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(

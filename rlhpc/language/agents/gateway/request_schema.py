@@ -26,25 +26,25 @@ Check = Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
-class Form:
+class BodySchema:
     """Schema of a route's body. A key with value `null` counts as missing.
 
     Attributes:
         keys: Check and description of the allowed values, by key.
         neutral: Check for values without effect, by key. Other values of these keys are refused.
         required: Required keys.
-        where: Prefix of the keys in error messages.
+        key_prefix: Prefix of the keys in error messages.
         inner: Schemas of keys whose values are objects.
     """
 
     keys: Mapping[str, tuple[Check, str]]
     neutral: Mapping[str, Check] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    where: str = ""
-    inner: Mapping[str, Form] = field(default_factory=dict)
+    key_prefix: str = ""
+    inner: Mapping[str, BodySchema] = field(default_factory=dict)
 
 
-def read_body(raw: bytes, form: Form) -> dict[str, Any]:
+def read_body(raw: bytes, schema: BodySchema) -> dict[str, Any]:
     """Parses and checks the body of a request. The returned body has valid UTF-8 texts, finite numbers and no `null` values.
 
     Raises:
@@ -57,29 +57,31 @@ def read_body(raw: bytes, form: Form) -> dict[str, Any]:
         raise RequestError(f"the body is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    _check(parsed_body, form)
+    _check_keys(parsed_body, schema)
     return {name: field_value for name, field_value in body.items() if field_value is not None}
 
 
-def _check(body: Mapping[str, Any], form: Form) -> None:
-    for name, (is_allowed, allowed_text) in form.keys.items():
+def _check_keys(body: Mapping[str, Any], schema: BodySchema) -> None:
+    for name, (is_allowed, allowed_text) in schema.keys.items():
         field_value = body.get(name)
-        if (field_value is not None or name in form.required) and not is_allowed(field_value):
-            raise RequestError(f"{form.where}{name} must be {allowed_text}")
-    for name, nested_schema in form.inner.items():
+        if (field_value is not None or name in schema.required) and not is_allowed(field_value):
+            raise RequestError(f"{schema.key_prefix}{name} must be {allowed_text}")
+    for name, nested_schema in schema.inner.items():
         if body.get(name) is not None:
-            _check(body[name], nested_schema)
-    for name, is_neutral in form.neutral.items():
+            _check_keys(body[name], nested_schema)
+    for name, is_neutral in schema.neutral.items():
         if body.get(name) is not None and not is_neutral(body[name]):
             reason = _REASONS.get(name, "the model is trained on what it draws by itself")
-            raise RequestError(f"{form.where}{name} cannot be had: {reason}")
-    for name in body.keys() - form.keys.keys() - form.neutral.keys() - form.inner.keys() - _reported:
-        if len(_reported) < _MAX_REPORTED:
-            _reported.add(name)
-            log.warning("the endpoint ignores the key %.60r of a request: it does not know it", form.where + name)
+            raise RequestError(f"{schema.key_prefix}{name} cannot be had: {reason}")
+    for name in body.keys() - schema.keys.keys() - schema.neutral.keys() - schema.inner.keys() - _reported_keys:
+        if len(_reported_keys) < _MAX_REPORTED:
+            _reported_keys.add(name)
+            log.warning(
+                "the endpoint ignores the key %.60r of a request: it does not know it", schema.key_prefix + name
+            )
 
 
-_reported: set[str] = set()
+_reported_keys: set[str] = set()
 _REASONS = {
     "n": "n must be 1; ask again for another answer",
     "best_of": "it must be 1; ask again for another answer",
@@ -193,7 +195,7 @@ _SAMPLING: dict[str, Check] = {
     "response_format": lambda value: isinstance(value, Mapping) and value.get("type", "text") == "text",
 }  # fmt: skip
 
-CHAT = Form(
+CHAT = BodySchema(
     keys={
         "messages": _MESSAGES, "model": _TEXT,
         "tools": (_list_of(_is_tool), "a list of objects of type function, whose function has a name"),
@@ -217,10 +219,10 @@ CHAT = Form(
         ),
     },
     required=("messages",),
-    inner={"stream_options": Form({"include_usage": _FLAG, "include_obfuscation": _FLAG}, where="stream_options.")},
+    inner={"stream_options": BodySchema({"include_usage": _FLAG, "include_obfuscation": _FLAG}, key_prefix="stream_options.")},
 )  # fmt: skip
 
-MESSAGES = Form(
+MESSAGES = BodySchema(
     keys={
         "messages": _MESSAGES, "model": _TEXT, "stream": _FLAG,
         "tools": (_list_of(_is_anthropic_tool), "a list of objects that each have a name and an input_schema"),
@@ -235,12 +237,12 @@ MESSAGES = Form(
     },
     required=("messages",),
     inner={
-        "thinking": Form({"type": _TEXT, "budget_tokens": _INTEGER, "display": _TEXT}, where="thinking."),
-        "output_config": Form({"effort": _TEXT}, neutral={"format": _is_empty}, where="output_config."),
+        "thinking": BodySchema({"type": _TEXT, "budget_tokens": _INTEGER, "display": _TEXT}, key_prefix="thinking."),
+        "output_config": BodySchema({"effort": _TEXT}, neutral={"format": _is_empty}, key_prefix="output_config."),
     },
 )  # fmt: skip
 
-GENERATE = Form(
+GENERATE = BodySchema(
     keys={
         "token_ids": (_list_of(_integer_in(-math.inf), 1), "a list of integers, with at least one"), "model": _TEXT,
         "sampling_params": _OBJECT, "request_id": _TEXT, "cache_salt": _TEXT, "priority": _INTEGER,
@@ -248,19 +250,19 @@ GENERATE = Form(
     neutral={**_SAMPLING, "stream": _equals(False), "features": _is_empty},
     required=("token_ids",),
     inner={
-        "sampling_params": Form(
+        "sampling_params": BodySchema(
             {
                 "max_tokens": _POSITIVE, "stop": _STOPS, "stop_token_ids": _STOP_IDS, **_RUN_KEYS,
                 **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens", "detokenize"), _FLAG),
                 "output_kind": _INTEGER,
             },
             neutral={**_SAMPLING, "logprobs": _equals(0, 1, True, False)},
-            where="sampling_params.",
+            key_prefix="sampling_params.",
         )
     },
 )  # fmt: skip
 
-FEEDBACK = Form(
+FEEDBACK = BodySchema(
     keys={"id": (_instance_of(str), "the id of a completion, a text"), "reward": (_is_number, "a finite number")},
     required=("id", "reward"),
 )

@@ -34,9 +34,9 @@ from rlhpc.language.agents.gateway.api_formats import (
 from rlhpc.language.agents.gateway.connections import Connections
 from rlhpc.language.agents.gateway.feedback import Feedback
 from rlhpc.language.agents.gateway.output_parsers import Parsers
-from rlhpc.language.agents.gateway.request_schema import CHAT, FEEDBACK, GENERATE, MESSAGES, Form, read_body
-from rlhpc.language.agents.gateway.sessions import Draw, GatewaySession, SessionKeys, StoredResponse, key_in
-from rlhpc.language.agents.gateway.threads import Threads, call_on_loop, settle
+from rlhpc.language.agents.gateway.request_schema import CHAT, FEEDBACK, GENERATE, MESSAGES, BodySchema, read_body
+from rlhpc.language.agents.gateway.sessions import GatewaySession, Sampler, SessionKeys, StoredResponse, key_in
+from rlhpc.language.agents.gateway.threads import Threads, call_on_loop, set_outcome
 from rlhpc.language.agents.turn_tree import OVER, Renderer, RequestError
 from rlhpc.language.data.images import Looker, PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
@@ -44,11 +44,11 @@ from rlhpc.runtime.scratch import folder_for_sockets
 from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
 
 #: Maximum sizes of a call's body, of all concurrent bodies of an episode, and of a reward's body, in bytes.
-_BODY, _BODIES, _REWARD = 32 << 20, 64 << 20, 4 << 10
+_MAX_BODY_BYTES, _MAX_BODIES_BYTES, _MAX_REWARD_BYTES = 32 << 20, 64 << 20, 4 << 10
 #: Maximum size of a body that the event loop parses, in bytes; and number of threads, which parse larger bodies.
-_SHORT, _THREADS = 64 << 10, 4
+_MAX_INLINE_BYTES, _THREADS = 64 << 10, 4
 #: Seconds without an event after which a stream sends a comment, so that the client does not time out.
-_ALIVE_S = 10.0
+_KEEP_ALIVE_S = 10.0
 _START_S = 60.0
 _LOOPBACK = "127.0.0.1"
 MODEL = "policy"
@@ -57,16 +57,16 @@ MODEL = "policy"
 _server_log = logging.getLogger(f"{__name__}.server")
 
 
-def _is_no_fault_of_a_client(record: logging.LogRecord) -> bool:
+def _is_server_fault(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, (HttpProcessingError, web.RequestPayloadError))
 
 
-_server_log.addFilter(_is_no_fault_of_a_client)
+_server_log.addFilter(_is_server_fault)
 
 
 @dataclass
-class Drawing:
+class EngineRequest:
     """Request to the engine.
 
     Attributes:
@@ -145,12 +145,12 @@ class Gateway:
         self._folder = folder_for_sockets("agents")
         self.socket = str(self._folder / "model")
         self.keys = SessionKeys()
-        self._takes_feedback = feedback
+        self._accepts_feedback = feedback
         self.feedback = Feedback(lambda: [turn for session in self.keys.sessions() for turn in session.tree.turns])
-        self._waiting: set[asyncio.Future[Completion]] = set()
+        self._pending_completions: set[asyncio.Future[Completion]] = set()
         self._servers, self._runners = list[asyncio.AbstractServer](), list[web.AppRunner]()
-        self._acceptors, self._adopting = list[Acceptor](), set[asyncio.Task[Any]]()
-        self._doors = list[Connections]()
+        self._acceptors, self._adopt_tasks = list[Acceptor](), set[asyncio.Task[Any]]()
+        self._connections = list[Connections]()
         self._thread = threading.Thread(target=self._serve, name="rlhpc-gateway", daemon=True)
         self._thread.start()
         try:
@@ -175,27 +175,27 @@ class Gateway:
         self._servers.append(await self.loop.create_unix_server(protocol_factory, self.socket))
         return urls[0], "".join(urls[1:])
 
-    def _admit(self, doors: Connections, sock: socket.socket) -> None:
+    def _admit(self, connections: Connections, sock: socket.socket) -> None:
         """Passes a connection from the accepting thread to the event loop."""
 
         def adopt() -> None:
-            task = self.loop.create_task(self.loop.connect_accepted_socket(doors, sock))
-            self._adopting.add(task)
-            task.add_done_callback(self._adopting.discard)
+            task = self.loop.create_task(self.loop.connect_accepted_socket(connections, sock))
+            self._adopt_tasks.add(task)
+            task.add_done_callback(self._adopt_tasks.discard)
 
         if not call_on_loop(self.loop, adopt):
             sock.close()
 
-    async def _serve_routes(self, more: Sequence[web.RouteDef]) -> Connections:
-        """Creates an application with the episodes' routes and the routes `more`; returns its connection factory."""
-        app = web.Application(client_max_size=_BODY)
+    async def _serve_routes(self, extra_routes: Sequence[web.RouteDef]) -> Connections:
+        """Creates an application with the episodes' routes and `extra_routes`; returns its connection factory."""
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.add_routes(
             [
-                web.get("/v1/models", partial(self._guarded, self._list_models)),
-                web.post("/v1/chat/completions", partial(self._guarded, self._chat)),
-                web.post("/inference/v1/generate", partial(self._guarded, self._generate)),
-                web.post("/v1/messages", partial(self._guarded, self._messages, error=message_error)),
-                *more,
+                web.get("/v1/models", partial(self._run_route, self._list_models)),
+                web.post("/v1/chat/completions", partial(self._run_route, self._chat)),
+                web.post("/inference/v1/generate", partial(self._run_route, self._generate)),
+                web.post("/v1/messages", partial(self._run_route, self._messages, error=message_error)),
+                *extra_routes,
             ]
         )
         # An access log would contain keys. Requests of disconnected clients are cancelled.
@@ -205,8 +205,8 @@ class Gateway:
         self._runners.append(runner)
         await runner.setup()
         assert runner.server is not None
-        self._doors.append(Connections(runner.server))
-        return self._doors[-1]
+        self._connections.append(Connections(runner.server))
+        return self._connections[-1]
 
     def close(self) -> None:
         """Closes the gateway; refuses pending requests."""
@@ -214,7 +214,7 @@ class Gateway:
         async def end() -> None:
             for session in self.keys.sessions():
                 self.end(session)
-            for pending_completion in list(self._waiting):
+            for pending_completion in list(self._pending_completions):
                 if not pending_completion.done():
                     pending_completion.set_exception(RequestError("the run has ended", 503))
             for server in self._servers:
@@ -251,38 +251,38 @@ class Gateway:
             RequestError: The request is refused.
         """
         session = self.keys.find(key)
-        answer = await self._answer(session, messages, tools, role, session.sampling_of(), self._draw)
+        answer = await self._answer(session, messages, tools, role, session.sampling_of(), self._sample)
         answer.turn.mark_received()
         return answer.message
 
     # -- the engine -----------------------------------------------------------------------------------------------
 
-    async def _draw(
+    async def _sample(
         self,
         session: GatewaySession,
         prompt: list[int],
         sampling: SamplingParams,
         seed: int,
         images: PromptImages | None,
-        reading: StreamReader | None = None,
+        reader: StreamReader | None = None,
     ) -> Completion:
         if len(prompt) >= self._context:
             raise RequestError(
                 f"{len(prompt)} tokens: that leaves no room in the context of {self._context} tokens", code=OVER
             )
         pending_completion: asyncio.Future[Completion] = self.loop.create_future()
-        answer = partial(call_on_loop, self.loop, settle, pending_completion)
-        completion_request = Drawing(session, tuple(prompt), sampling, seed, answer, images=images)
-        if reading is not None:
-            reading.prompt = prompt
-            completion_request.show = partial(call_on_loop, self.loop, reading.show)
-        self._waiting.add(pending_completion)
+        answer = partial(call_on_loop, self.loop, set_outcome, pending_completion)
+        completion_request = EngineRequest(session, tuple(prompt), sampling, seed, answer, images=images)
+        if reader is not None:
+            reader.prompt = prompt
+            completion_request.show = partial(call_on_loop, self.loop, reader.show)
+        self._pending_completions.add(pending_completion)
         self.engine_queue.put(completion_request)
         try:
             return await pending_completion
         finally:
             completion_request.given_up = True
-            self._waiting.discard(pending_completion)
+            self._pending_completions.discard(pending_completion)
 
     # -- routes ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ class Gateway:
         return web.json_response({"object": "list", "data": models})
 
     async def _chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        raw_body, body = await self._body(request, session, CHAT)
+        raw_body, body = await self._read_body(request, session, CHAT)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
         sampling = session.sampling_of(max_tokens, body.get("stop", ()), body.get("stop_token_ids", ()))
@@ -311,30 +311,36 @@ class Gateway:
     ) -> web.StreamResponse:
         """Answers a conversation in the format of `stream`, as a single response or as a stream of events."""
         reader = StreamReader()
-        draw = partial(self._draw, reading=reader) if stream.requested else self._draw
+        draw = partial(self._sample, reader=reader) if stream.requested else self._sample
         work = partial(self._answer, session, messages, tools, stream.model, sampling, draw)
-        pending_answer = session.once(raw_body, _is_retry(request), work)
+        pending_answer = session.answer_once(raw_body, _is_retry(request), work)
         if stream.requested:
-            return await self._stream(request, pending_answer, stream, reader, tools, sampling.stop)
+            return await self._stream_reply(request, pending_answer, stream, reader, tools, sampling.stop)
         answer = await pending_answer
-        return _received(request, answer, stream.reply(answer))
+        return _send_reply(request, answer, stream.reply(answer))
 
     async def _answer(
-        self, session: GatewaySession, messages: list[Any], tools: Any, model: str, sampling: SamplingParams, draw: Draw
+        self,
+        session: GatewaySession,
+        messages: list[Any],
+        tools: Any,
+        model: str,
+        sampling: SamplingParams,
+        draw: Sampler,
     ) -> StoredResponse:
         return await session.chat(
             messages, tools, session.role_of(model), sampling, self._renderer, self._parsers, draw, self._threads
         )
 
     async def _messages(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        raw_body, body = await self._body(request, session, MESSAGES)
+        raw_body, body = await self._read_body(request, session, MESSAGES)
         messages, tools = conversation_of(body)
         sampling = session.sampling_of(body.get("max_tokens"), body.get("stop_sequences", ()))
         stream = MessageStream(body, body.get("model", MODEL))
         return await self._respond(request, session, raw_body, messages, tools, sampling, stream)
 
     async def _generate(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        raw_body, body = await self._body(request, session, GENERATE)
+        raw_body, body = await self._read_body(request, session, GENERATE)
         prompt, options = body["token_ids"], body.get("sampling_params", {})
         if self._renderer.looker is not None and self._renderer.looker.token in prompt:
             raise RequestError(
@@ -344,43 +350,45 @@ class Gateway:
         sampling = session.sampling_of(options.get("max_tokens"), stop, stop_token_ids)
 
         async def work() -> StoredResponse:
-            return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._draw)
+            return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._sample)
 
-        answer = await session.once(raw_body, _is_retry(request), work)
-        return _received(request, answer, generate_reply(answer))
+        answer = await session.answer_once(raw_body, _is_retry(request), work)
+        return _send_reply(request, answer, generate_reply(answer))
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
         try:
             self.feedback.check(key_in(request.headers))
-            self._prove(request, "feedback")
-            body = read_body(await _read(request, _REWARD), FEEDBACK)
-            if not self._takes_feedback:
+            self._authenticate(request, "feedback")
+            body = read_body(await _read(request, _MAX_REWARD_BYTES), FEEDBACK)
+            if not self._accepts_feedback:
                 raise RequestError(
                     "rewards do not come later in this run: agent.feedback_timeout_s is not set", 404, "not_found"
                 )
             self.feedback.take(body)
         except RequestError as error:
-            return _refusal(error, chat_error)
+            return _error_response(error, chat_error)
         return web.json_response({"status": "taken"})
 
-    async def _body(self, request: web.Request, session: GatewaySession, form: Form) -> tuple[bytes, dict[str, Any]]:
+    async def _read_body(
+        self, request: web.Request, session: GatewaySession, schema: BodySchema
+    ) -> tuple[bytes, dict[str, Any]]:
         """Reads and parses the body of an episode's request; returns the bytes and the parsed object."""
-        body_size = min(_BODY if request.content_length is None else request.content_length, _BODY)
-        if session.bytes_in + body_size > _BODIES:
+        body_size = min(_MAX_BODY_BYTES if request.content_length is None else request.content_length, _MAX_BODY_BYTES)
+        if session.bytes_in + body_size > _MAX_BODIES_BYTES:
             raise RequestError(
-                f"requests of {_BODIES >> 20} MiB of the episode are being read", 429, "rate_limit_exceeded"
+                f"requests of {_MAX_BODIES_BYTES >> 20} MiB of the episode are being read", 429, "rate_limit_exceeded"
             )
         session.bytes_in += body_size
         try:
-            raw_body = await _read(request, _BODY)
-            if len(raw_body) <= _SHORT:
-                return raw_body, read_body(raw_body, form)
-            async with session.encoding:
-                return raw_body, await self._threads.call_to_end(read_body, raw_body, form)
+            raw_body = await _read(request, _MAX_BODY_BYTES)
+            if len(raw_body) <= _MAX_INLINE_BYTES:
+                return raw_body, read_body(raw_body, schema)
+            async with session.encoding_lock:
+                return raw_body, await self._threads.call_to_end(read_body, raw_body, schema)
         finally:
             session.bytes_in -= body_size
 
-    async def _guarded(
+    async def _run_route(
         self,
         route: Callable[[web.Request, GatewaySession], Awaitable[web.StreamResponse]],
         request: web.Request,
@@ -388,28 +396,28 @@ class Gateway:
     ) -> web.StreamResponse:
         """Runs a route with the session of the request's key; returns a `RequestError` in the client's format."""
         try:
-            session = self.keys.of(request.headers)
-            self._prove(request, session.key)
+            session = self.keys.find_by_headers(request.headers)
+            self._authenticate(request, session.key)
             return await route(request, session)
         except RequestError as refusal:
-            return _refusal(refusal, error)
+            return _error_response(refusal, error)
 
-    def _prove(self, request: web.Request, owner: str) -> None:
+    def _authenticate(self, request: web.Request, owner: str) -> None:
         if request.transport is not None:
-            for connections in self._doors:
-                connections.prove(request.transport, owner)
+            for connections in self._connections:
+                connections.authenticate(request.transport, owner)
 
-    async def _stream(
+    async def _stream_reply(
         self,
         request: web.Request,
-        answering: Awaitable[StoredResponse],
+        pending_answer: Awaitable[StoredResponse],
         stream: ChatStream | MessageStream,
         reader: StreamReader,
         tools: Any,
         stop: Sequence[str],
     ) -> web.StreamResponse:
         """Streams a reply: the text that can no longer change while tokens are sampled, then the remainder."""
-        answer_task = asyncio.ensure_future(answering)
+        answer_task = asyncio.ensure_future(pending_answer)
         answer_task.add_done_callback(lambda _: reader.arrival.set())
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
@@ -417,11 +425,13 @@ class Gateway:
             if answer_task.done():
                 answer_task.result()  # an immediate refusal becomes an HTTP status
             await response.prepare(request)
-            partial_reply = None if stream.sent_at_end else self._parsers.partial(reader.prompt, tools, stop)
+            partial_reply = None if stream.is_sent_at_end else self._parsers.partial(reader.prompt, tools, stop)
             last_event_time = self.loop.time()
             while not answer_task.done():
-                events = stream.more(len(reader.prompt), *partial_reply.split(reader.ids)) if partial_reply else []
-                if not events and self.loop.time() - last_event_time >= _ALIVE_S:
+                events = (
+                    stream.new_events(len(reader.prompt), *partial_reply.split(reader.ids)) if partial_reply else []
+                )
+                if not events and self.loop.time() - last_event_time >= _KEEP_ALIVE_S:
                     events = [": waiting\n\n"]  # keeps clients of slow replies connected
                 for event in events:
                     await response.write(event.encode())
@@ -466,10 +476,10 @@ async def _read(request: web.Request, max_bytes: int) -> bytes:
 
 
 async def _await_tokens(reader: StreamReader) -> None:
-    """Waits for new tokens, at most `_ALIVE_S` seconds."""
+    """Waits for new tokens, at most `_KEEP_ALIVE_S` seconds."""
     with contextlib.suppress(TimeoutError):
         # not `wait_for`: Python 3.11 loses a cancellation that arrives together with the event
-        async with asyncio.timeout(_ALIVE_S):
+        async with asyncio.timeout(_KEEP_ALIVE_S):
             await reader.arrival.wait()
         reader.arrival.clear()  # later tokens end the next wait
 
@@ -479,14 +489,14 @@ def _is_retry(request: web.Request) -> bool:
     return request.headers.get("x-stainless-retry-count", "0").strip() not in ("", "0")
 
 
-def _received(request: web.Request, answer: StoredResponse, reply: dict[str, Any]) -> web.Response:
+def _send_reply(request: web.Request, answer: StoredResponse, reply: dict[str, Any]) -> web.Response:
     answer.turn.names.append(reply.get("id") or reply["request_id"])
     if request.transport is not None and not request.transport.is_closing():
         answer.turn.mark_received()
     return web.json_response(reply)
 
 
-def _refusal(refusal: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
+def _error_response(refusal: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
     response = web.json_response(error(refusal), status=refusal.status)
     if refusal.status in (401, 413):  # the rest of the request is not read
         response.force_close()

@@ -19,7 +19,7 @@ from rlhpc.language.agents.turn_tree import (
     Message,
     Renderer,
     RequestError,
-    Tree,
+    TurnTree,
     canonical,
     key_of,
     keys_of,
@@ -30,13 +30,13 @@ from rlhpc.language.engines.base import Completion, SamplingParams
 #: Maximum number of answers of an episode that are kept for clients' retries.
 _MAX_ANSWERS = 32
 #: Maximum number of concurrent calls of an episode.
-MOST_AT_ONCE = 32
+MAX_CONCURRENT_CALLS = 32
 #: Maximum number of an episode's calls that exceed the context; `turns` if that is larger.
-_OVERLONG = 8
+_MAX_OVERLONG_CALLS = 8
 #: Seconds for which sampling continues after the client has disconnected, because the client may retry.
-PATIENCE_S = 10.0
+RETRY_WAIT_S = 10.0
 #: Prefix of generated episode names.
-NAMED = "rs-"
+NAME_PREFIX = "rs-"
 
 
 def stop_reason(finish_reason: str) -> str:
@@ -85,11 +85,11 @@ class _PendingCall:
     """Call of the model: the future of its answer, and the number of clients that wait for the answer."""
 
     response: asyncio.Future[StoredResponse]
-    waiting: int = 0
+    num_waiting: int = 0
 
 
 #: Sends a request to the engine: called with session, prompt tokens, sampling parameters, seed and images.
-Draw = Callable[
+Sampler = Callable[
     ["GatewaySession", list[int], SamplingParams, int, "PromptImages | None"], Coroutine[Any, Any, Completion]
 ]
 
@@ -109,59 +109,59 @@ class GatewaySession:
         name: Name of the episode for clients that have one key per process.
         names: Additional names that clients gave the episode.
         closed: Whether the episode has ended; later completions are dropped.
-        encoding: Lock that allows one conversion of a conversation to tokens at a time.
+        encoding_lock: Lock that allows one conversion of a conversation to tokens at a time.
         bytes_in: Total size in bytes of the bodies that are being read or parsed.
     """
 
     def __init__(self, number: int, sampling: SamplingParams, seed: int, limits: EpisodeLimits) -> None:
         self.number, self.sampling, self.seed, self.limits = number, sampling, seed, limits
         self.key = f"rk-{secrets.token_urlsafe(24)}"
-        self.name, self.names = f"{NAMED}{secrets.token_urlsafe(24)}", set[str]()
-        self.tree = Tree()
+        self.name, self.names = f"{NAME_PREFIX}{secrets.token_urlsafe(24)}", set[str]()
+        self.tree = TurnTree()
         self.closed = False
         self.counts = collections.Counter[str]()
-        self.encoding = asyncio.Lock()
+        self.encoding_lock = asyncio.Lock()
         self.bytes_in = 0
-        self._answers: collections.OrderedDict[str, _PendingCall] = collections.OrderedDict()
+        self._calls: collections.OrderedDict[str, _PendingCall] = collections.OrderedDict()
         self._draw_counts = collections.Counter[bytes]()
-        self._num_turns = self._under_way = self._overlong = 0
+        self._num_turns = self._num_concurrent = self._num_overlong = 0
 
     # -- retries --------------------------------------------------------------------------------------------------
 
-    async def once(
-        self, body: bytes, retried: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
+    async def answer_once(
+        self, body: bytes, is_retry: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
     ) -> StoredResponse:
         """Returns the answer to a call. A retry of the same request gets the same answer.
 
         Args:
             body: Body of the request.
-            retried: Whether the client marks the request as a retry.
+            is_retry: Whether the client marks the request as a retry.
             work: Function that computes the answer.
 
         Raises:
             RequestError: The request is refused.
         """
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        call = self._answers.get(digest)
-        if retried and call is not None and not call.response.cancelled():
+        call = self._calls.get(digest)
+        if is_retry and call is not None and not call.response.cancelled():
             self.counts["retried"] += 1
         else:
-            call = self._answers[digest] = _PendingCall(asyncio.ensure_future(work()))
+            call = self._calls[digest] = _PendingCall(asyncio.ensure_future(work()))
             call.response.add_done_callback(_retrieve_exception)
-            self._answers.move_to_end(digest)
-            while len(self._answers) > _MAX_ANSWERS:
-                self._answers.popitem(last=False)
-        call.waiting += 1
+            self._calls.move_to_end(digest)
+            while len(self._calls) > _MAX_ANSWERS:
+                self._calls.popitem(last=False)
+        call.num_waiting += 1
         try:
             # The call continues for a while after its client has disconnected, because the client may retry.
             return await asyncio.shield(call.response)
         finally:
-            call.waiting -= 1
+            call.num_waiting -= 1
             if not call.response.done():
-                asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, call)
+                asyncio.get_running_loop().call_later(RETRY_WAIT_S, self._give_up, call)
 
     def _give_up(self, call: _PendingCall) -> None:
-        if not call.waiting and call.response.cancel():
+        if not call.num_waiting and call.response.cancel():
             self.counts["given_up"] += 1
 
     # -- calls of the model ---------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class GatewaySession:
         sampling: SamplingParams,
         renderer: Renderer,
         parsers: Parsers,
-        draw: Draw,
+        draw: Sampler,
         threads: Threads,
     ) -> StoredResponse:
         """Samples the reply to a conversation and records it as a turn; returns the response.
@@ -182,18 +182,18 @@ class GatewaySession:
         Raises:
             RequestError: The conversation is refused.
         """
-        async with self.encoding:
+        async with self.encoding_lock:
             self._check_limits()
             try:
                 encoded_prompt = await threads.call_to_end(self._encode, messages, tools, role, renderer)
             except RequestError as error:
-                self._overlong += error.code == OVER
+                self._num_overlong += error.code == OVER
                 raise
         keys, prompt, parent, images = encoded_prompt
-        completion = await self._draw(prompt, self._by(role, sampling), draw, images)
+        completion = await self._draw(prompt, self._with_policy(role, sampling), draw, images)
         reply = parsers.read(completion.token_ids, tools, sampling.stop, prompt)
         message = reply.message()
-        turn = self._record(prompt, parent, completion, role, (*keys, key_of(canonical(message))), images)
+        turn = self._add_turn(prompt, parent, completion, role, (*keys, key_of(canonical(message))), images)
         return StoredResponse(turn, prompt, reply, message)
 
     def _encode(
@@ -206,14 +206,14 @@ class GatewaySession:
         keys = keys_of(canonical_messages, tools)
         return keys, *renderer.prompt(self.tree, canonical_messages, keys, tools, role)
 
-    async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Draw) -> StoredResponse:
+    async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Sampler) -> StoredResponse:
         """Samples a completion of a prompt given as tokens and records it as a turn; returns the response.
 
         Raises:
             RequestError: The request is refused.
         """
-        completion = await self._draw(prompt, self._by(role, sampling), draw)
-        return StoredResponse(self._record(prompt, self.tree.continued_by(prompt, role), completion, role), prompt)
+        completion = await self._draw(prompt, self._with_policy(role, sampling), draw)
+        return StoredResponse(self._add_turn(prompt, self.tree.find_parent(prompt, role), completion, role), prompt)
 
     def role_of(self, model: Any) -> int:
         """Returns the index of the role with the model name that a client sent; 0 without roles.
@@ -242,7 +242,7 @@ class GatewaySession:
         max_new_tokens = min(requested_tokens, self.sampling.max_new_tokens, max(remaining_tokens, 1))
         return replace(self.sampling, max_new_tokens=max_new_tokens, stop=stop_texts, stop_token_ids=end_token_ids)
 
-    def _by(self, role: int, sampling: SamplingParams) -> SamplingParams:
+    def _with_policy(self, role: int, sampling: SamplingParams) -> SamplingParams:
         """Returns the sampling parameters with the policy index of a role."""
         policies = self.limits.policies
         return replace(sampling, policy=policies[role]) if policies else sampling
@@ -254,23 +254,23 @@ class GatewaySession:
             RequestError: The episode has reached its limit of turns, of tokens, or of calls that exceed the context.
         """
         limits, num_sampled_tokens = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
-        max_requests = max(limits.turns, _OVERLONG)
+        max_requests = max(limits.turns, _MAX_OVERLONG_CALLS)
         for is_reached, limit_text in (
             (self._num_turns >= limits.turns, f"agent.max_turns ({limits.turns})"),
             (num_sampled_tokens >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
-            (self._overlong >= max_requests, f"{max_requests} calls that were longer than the context"),
+            (self._num_overlong >= max_requests, f"{max_requests} calls that were longer than the context"),
         ):
             if is_reached:
                 self.counts["refused"] += 1
                 raise RequestError(f"the episode has reached {limit_text}", code=OVER)
 
     async def _draw(
-        self, prompt: list[int], sampling: SamplingParams, draw: Draw, images: PromptImages | None = None
+        self, prompt: list[int], sampling: SamplingParams, draw: Sampler, images: PromptImages | None = None
     ) -> Completion:
         self._check_limits()
-        if self._under_way >= MOST_AT_ONCE:
+        if self._num_concurrent >= MAX_CONCURRENT_CALLS:
             self.counts["refused"] += 1
-            raise RequestError(f"{MOST_AT_ONCE} calls of the episode are under way", 429, "rate_limit_exceeded")
+            raise RequestError(f"{MAX_CONCURRENT_CALLS} calls of the episode are under way", 429, "rate_limit_exceeded")
         # A repeated prompt gets a different seed, regardless of the calls in between.
         content = json.dumps(prompt).encode() + b"".join(() if images is None else images.digests)
         digest = hashlib.blake2b(content, digest_size=16).digest()
@@ -278,20 +278,20 @@ class GatewaySession:
         seed_bytes = self.seed.to_bytes(8, "little") + digest + self._draw_counts[digest].to_bytes(4, "little")
         seed = int.from_bytes(hashlib.blake2b(seed_bytes, digest_size=8).digest(), "little") >> 1
         self._num_turns += 1
-        self._under_way += 1
+        self._num_concurrent += 1
         try:
             completion = await draw(self, prompt, sampling, seed, images)
         except RequestError as error:
             self._num_turns -= 1
-            self._overlong += error.code == OVER
+            self._num_overlong += error.code == OVER
             raise
         finally:
-            self._under_way -= 1
+            self._num_concurrent -= 1
         if self.closed:
             raise RequestError("the episode has ended", 401, "invalid_api_key")
         return completion
 
-    def _record(
+    def _add_turn(
         self,
         prompt: list[int],
         parent: int | None,
@@ -336,22 +336,22 @@ class SessionKeys:
 
     def __init__(self) -> None:
         self.process = f"rp-{secrets.token_urlsafe(24)}"
-        self._of_key: dict[str, GatewaySession] = {}
-        self._of_name: dict[str, GatewaySession] = {}
+        self._session_by_key: dict[str, GatewaySession] = {}
+        self._session_by_name: dict[str, GatewaySession] = {}
 
     def open(self, session: GatewaySession) -> None:
         """Makes a session's key and name valid."""
-        self._of_key[session.key] = self._of_name[session.name] = session
+        self._session_by_key[session.key] = self._session_by_name[session.name] = session
 
     def end(self, session: GatewaySession) -> None:
         """Makes a session's key and names invalid."""
-        self._of_key.pop(session.key, None)
+        self._session_by_key.pop(session.key, None)
         for name in (session.name, *session.names):
-            self._of_name.pop(name, None)
+            self._session_by_name.pop(name, None)
 
     def sessions(self) -> list[GatewaySession]:
         """Returns the open sessions."""
-        return list(self._of_key.values())
+        return list(self._session_by_key.values())
 
     def find(self, key: str, name: str = "") -> GatewaySession:
         """Returns the session of a key.
@@ -364,20 +364,20 @@ class SessionKeys:
         Raises:
             RequestError: No open session has this key and name.
         """
-        if same_key(key, self.process):
+        if is_same_key(key, self.process):
             if not name:
-                raise _refused("this key is of a process: X-Session-ID must say which episode")
-            if name not in self._of_name:
-                raise _refused("there is no episode of this X-Session-ID, or it has ended")
-            return self._of_name[name]
-        session = self._of_key.get(key)
+                raise _invalid_key("this key is of a process: X-Session-ID must say which episode")
+            if name not in self._session_by_name:
+                raise _invalid_key("there is no episode of this X-Session-ID, or it has ended")
+            return self._session_by_name[name]
+        session = self._session_by_key.get(key)
         if session is None:
-            raise _refused("there is no episode of this key, or it has ended")
+            raise _invalid_key("there is no episode of this key, or it has ended")
         if name and name != session.name:
-            self._bind(session, name)
+            self._add_name(session, name)
         return session
 
-    def of(self, headers: Mapping[str, str]) -> GatewaySession:
+    def find_by_headers(self, headers: Mapping[str, str]) -> GatewaySession:
         """Returns the session of a request.
 
         Raises:
@@ -385,18 +385,18 @@ class SessionKeys:
         """
         return self.find(key_in(headers), headers.get("X-Session-ID", "").strip())
 
-    def _bind(self, session: GatewaySession, name: str) -> None:
-        if name.startswith(NAMED) or self._of_name.get(name, session) is not session:
+    def _add_name(self, session: GatewaySession, name: str) -> None:
+        if name.startswith(NAME_PREFIX) or self._session_by_name.get(name, session) is not session:
             raise RequestError("X-Session-ID is another episode's, or of one that has ended", 403, "invalid_session")
         if name in session.names:
             return
         if len(session.names) >= _MAX_NAMES:
             raise RequestError(f"X-Session-ID: an episode has at most {_MAX_NAMES}", 403, "invalid_session")
         session.names.add(name)
-        self._of_name[name] = session
+        self._session_by_name[name] = session
 
 
-def same_key(key: str, other: str) -> bool:
+def is_same_key(key: str, other: str) -> bool:
     """Returns whether two keys are equal, in constant time. Keys from headers may contain bytes that are not UTF-8."""
     return secrets.compare_digest(key.encode(errors="surrogateescape"), other.encode())
 
@@ -406,5 +406,5 @@ def key_in(headers: Mapping[str, str]) -> str:
     return headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
 
 
-def _refused(why: str) -> RequestError:
-    return RequestError(why, 401, "invalid_api_key")
+def _invalid_key(reason: str) -> RequestError:
+    return RequestError(reason, 401, "invalid_api_key")

@@ -28,11 +28,11 @@ class Threads:
         """Calls a function in a thread, and returns its result."""
         call = _Call(function, args, asyncio.get_running_loop().create_future())
         self._calls.put(call)
-        self._enlist()
+        self._add_thread()
         try:
             return await call.result
         except asyncio.CancelledError:
-            self._give_up(call)
+            self._abandon(call)
             raise
 
     async def call_to_end(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -53,20 +53,20 @@ class Threads:
         for _ in range(self._num_threads):
             self._calls.put(None)
 
-    def _enlist(self) -> None:
+    def _add_thread(self) -> None:
         with self._lock:
             if not self._num_idle and self._num_threads < self._max_threads:
                 self._num_threads += 1
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                threading.Thread(target=self._run_calls, name=self._name, daemon=True).start()
 
-    def _give_up(self, call: _Call) -> None:
+    def _abandon(self, call: _Call) -> None:
         with self._lock:
-            call.given_up = True
-            self._num_threads -= call.started
-        if call.started:
-            self._enlist()
+            call.is_abandoned = True
+            self._num_threads -= call.has_started
+        if call.has_started:
+            self._add_thread()
 
-    def _work(self) -> None:
+    def _run_calls(self) -> None:
         while True:
             with self._lock:
                 self._num_idle += 1
@@ -75,14 +75,14 @@ class Threads:
                 self._num_idle -= 1
                 if call is None:
                     return
-                if call.given_up:
+                if call.is_abandoned:
                     continue
-                call.started = True
-            call.make()
+                call.has_started = True
+            call.run()
             with self._lock:
-                if call.given_up:
+                if call.is_abandoned:
                     return  # another thread has replaced this one
-                call.started = False
+                call.has_started = False
 
 
 @dataclass
@@ -90,15 +90,15 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     result: asyncio.Future[Any]
-    started: bool = False
-    given_up: bool = False
+    has_started: bool = False
+    is_abandoned: bool = False
 
-    def make(self) -> None:
+    def run(self) -> None:
         try:
             outcome = self.function(*self.args)
         except Exception as error:
             outcome = error
-        call_on_loop(self.result.get_loop(), settle, self.result, outcome)
+        call_on_loop(self.result.get_loop(), set_outcome, self.result, outcome)
 
 
 def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
@@ -110,7 +110,7 @@ def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object
     return True
 
 
-def settle(future: asyncio.Future[Any], outcome: Any) -> None:
+def set_outcome(future: asyncio.Future[Any], outcome: Any) -> None:
     """Sets the result or the exception of a future, unless the future is already done."""
     if future.done():
         return

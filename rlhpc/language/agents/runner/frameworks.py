@@ -27,13 +27,13 @@ def agent_of(kind: str, options: dict[str, Any], helpers: dict[str, Any]) -> Cal
     """
     if kind in _PACKAGES:
         importlib.import_module(_PACKAGES[kind])
-    return {"mcp": _with_tools, "verifiers": _verifiers, "openenv": _openenv}[kind](options, helpers)
+    return {"mcp": _tool_agent, "verifiers": _verifiers_agent, "openenv": _openenv_agent}[kind](options, helpers)
 
 
 # -- tool servers ----------------------------------------------------------------------------------------------------
 
 
-def _with_tools(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+def _tool_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
     servers = helpers["servers"]
 
     def solve(task: Any, model: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _converse(
         for call in reply["tool_calls"]:
             counts["tool_calls"] += 1
             try:
-                content = _called(call["function"], owners, parse)
+                content = _call_tool(call["function"], owners, parse)
             except (failure, ValueError) as error:
                 counts["tool_errors"] += 1
                 content = f"error: {error}"
@@ -93,7 +93,7 @@ def _ask(model: Any, messages: list[Any], specs: list[Any] | None = None) -> Any
         raise
 
 
-def _called(function: dict[str, Any], owners: dict[str, Any], parse: Callable[[str], Any]) -> Any:
+def _call_tool(function: dict[str, Any], owners: dict[str, Any], parse: Callable[[str], Any]) -> Any:
     if function["name"] not in owners:
         raise ValueError(f"there is no tool {function['name']!r}; there are: {', '.join(owners)}")
     arguments = parse(function.get("arguments") or "{}")
@@ -120,7 +120,7 @@ def pick_task(tasks: Sequence[Any], task: Any) -> Any:
     return tasks[task_index]
 
 
-def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+def _verifiers_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
     """Returns an agent for an environment of verifiers. Task (`pick_task`), harness and rewards are the environment's."""
     del helpers
     import verifiers.v1 as vf
@@ -159,7 +159,7 @@ def _verifiers(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[An
 # -- OpenEnv ----------------------------------------------------------------------------------------------------------
 
 
-def _openenv(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+def _openenv_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
     """Returns an agent for an environment of OpenEnv at `base_url`: the model writes actions and reads observations."""
     del helpers
     from openenv.core.generic_client import GenericEnvClient

@@ -13,19 +13,19 @@ import psutil
 from rlhpc.runtime.os_resources import adopt_orphans, readable
 
 #: Seconds between two checks of the program, and time limit of its termination, in seconds.
-_LOOK_S, _END_S = 0.2, 3.0
+_POLL_S, _STOP_S = 0.2, 3.0
 
 
 def main() -> None:
     """Runs the program of the command-line arguments until the standard input closes, which happens when the rank ends."""
     adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-    while process.poll() is None and not readable([0], _LOOK_S):
+    while process.poll() is None and not readable([0], _POLL_S):
         pass
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.terminate()
-        process.wait(_END_S)
-    deadline = time.monotonic() + _END_S
+        process.wait(_STOP_S)
+    deadline = time.monotonic() + _STOP_S
     while (descendants := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for child in descendants:
             with contextlib.suppress(psutil.Error):

@@ -24,7 +24,7 @@ _READ_ONLY, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 32, 4096, 16384, 1 << 18
 #: Niceness, so that the command has a lower priority than the rank, which generates its replies.
 _NICE = 10
 #: Mappable memory of a process as a multiple of the memory limit, because much mapped memory is never used.
-_MAPPED = 4
+_MAPPED_FACTOR = 4
 
 
 def main() -> None:
@@ -34,10 +34,10 @@ def main() -> None:
     resource limits.
     """
     spec, command = json.loads(sys.argv[1]), sys.argv[2:]
-    _raise_loopback()
+    _bring_up_loopback()
     if spec["fixed"]:
         _make_read_only(spec["fixed"])
-    _limit(spec)
+    _set_limits(spec)
     _drop_capabilities()
     if spec["socket"]:
         _start_relay(spec["socket"])
@@ -74,11 +74,11 @@ def _make_read_only(folder: str) -> None:
     for depth in range(1, len(path_names) + 1):
         mount_point = "/" + "/".join(path_names[:depth])
         mount(mount_point, mount_point, _BIND | _REC)
-    own_flags = os.statvfs(mount_point).f_flag & (
+    current_flags = os.statvfs(mount_point).f_flag & (
         os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_RELATIME
     )
     flags = {os.ST_NOSUID: 2, os.ST_NODEV: 4, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024, os.ST_RELATIME: 1 << 21}
-    locked_flags = sum(flag for statvfs_flag, flag in flags.items() if own_flags & statvfs_flag)
+    locked_flags = sum(flag for statvfs_flag, flag in flags.items() if current_flags & statvfs_flag)
     mount("none", mount_point, _BIND | _REMOUNT | _READ_ONLY | locked_flags)
     os.chdir(os.getcwd())  # re-enters the folder through the new mounts
 
@@ -93,12 +93,12 @@ def _drop_capabilities() -> None:
     libc.prctl(_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0)
 
 
-def _limit(spec: dict[str, Any]) -> None:
+def _set_limits(spec: dict[str, Any]) -> None:
     """Sets the limits of each process. The guard in `main.py` limits the sum over all processes."""
     os.nice(_NICE)
     bounds = {resource.RLIMIT_CORE: 0}
     if spec.get("memory_mb"):
-        bounds[resource.RLIMIT_DATA] = _MAPPED * spec["memory_mb"] << 20
+        bounds[resource.RLIMIT_DATA] = _MAPPED_FACTOR * spec["memory_mb"] << 20
     if spec.get("disk_mb"):
         bounds[resource.RLIMIT_FSIZE] = spec["disk_mb"] << 20
     for resource_id, limit in bounds.items():
@@ -107,7 +107,7 @@ def _limit(spec: dict[str, Any]) -> None:
         resource.setrlimit(resource_id, (limit, limit))
 
 
-def _raise_loopback() -> None:
+def _bring_up_loopback() -> None:
     """Brings up the loopback interface of the new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 0)

@@ -45,15 +45,15 @@ def _load_sibling(name: str) -> Any:
 _task: Any = _load_sibling("task")
 _shells: Any = _load_sibling("shell")
 #: Maximum sizes of an outcome, of a command's output, and of the retained end of other output, in bytes.
-_OUTCOME, _PRINTED, _TAIL = 1 << 20, 1 << 16, 2000
+_MAX_OUTCOME_BYTES, _MAX_PRINTED_BYTES, _MAX_TAIL_BYTES = 1 << 20, 1 << 16, 2000
 #: Time limit for killed processes to exit, in seconds.
 _KILL_S = 4.0
 #: Seconds between two checks of an episode's resources, and the minimum interval as a multiple of a check's duration.
 _CHECK_S, _CHECK_SHARE = 0.25, 20.0
 #: Maximum number of processes of an episode in a sandbox, and seconds between two counts. Resource limits do not bind root.
-_PROCESSES, _COUNT_S = 512, 0.1
+_MAX_PROCESSES, _COUNT_S = 512, 0.1
 #: Maximum number of threads of an episode in a sandbox, per allowed process.
-_THREADS = 16
+_THREADS_PER_PROCESS = 16
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _LISTS_CHILDREN = os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 
@@ -85,19 +85,19 @@ def main() -> None:
     null_fd = os.open(os.devnull, os.O_RDWR)
     os.dup2(null_fd, 0)
     os.dup2(2, 1)  # the rank must not read an agent's output as an outcome
-    lines = _Lines(commands)
+    lines = _MessageReader(commands)
     spec = lines.wait()
     if spec is None:
         return
     try:
         agent_function = _load_function(spec)
     except BaseException as error:
-        _send(replies, {"failed": f"{type(error).__name__}: {error}"})
+        _send_message(replies, {"failed": f"{type(error).__name__}: {error}"})
         return
     _prctl(_SET_SUBREAPER, 1)
     _prctl(_SET_DUMPABLE, 0)  # an episode must not access the descriptors that carry outcomes
     import_child_pids = frozenset(_children(os.getpid()))  # started by imported modules
-    _send(replies, {"ready": True})
+    _send_message(replies, {"ready": True})
     guards: dict[int, _Guard] = {}  # by the read end of the guard's pipe
     while True:
         for ready_fd in [commands] if lines.pending else _shells.readable([commands, *guards]):
@@ -146,7 +146,7 @@ def _load_function(spec: dict[str, Any]) -> Any:
     return target
 
 
-def _read_outcome(pipe: int, guards: dict[int, _Guard], replies: int, started: frozenset[int]) -> None:
+def _read_outcome(pipe: int, guards: dict[int, _Guard], replies: int, import_child_pids: frozenset[int]) -> None:
     guard = guards[pipe]
     chunk = os.read(pipe, 1 << 16)
     guard.output.extend(chunk)
@@ -159,10 +159,10 @@ def _read_outcome(pipe: int, guards: dict[int, _Guard], replies: int, started: f
         outcome = json.loads(bytes(guard.output))
     except ValueError:
         outcome = {"error": "the process that watches over the episode was killed"}
-        _end_orphans(started.union(other_guard.pid for other_guard in guards.values()), _KILL_S)
+        _end_orphans(import_child_pids.union(other_guard.pid for other_guard in guards.values()), _KILL_S)
     if guard.folder and os.path.lexists(guard.folder):
         _shells.remove_folder(guard.folder)
-    _send(replies, {"id": guard.number, "outcome": outcome})
+    _send_message(replies, {"id": guard.number, "outcome": outcome})
 
 
 def _end_orphans(children: frozenset[int], seconds: float) -> None:
@@ -192,7 +192,7 @@ def _fork_guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], open_fds
         for fd in [read_end, *open_fds]:
             os.close(fd)
         try:
-            outcome = _guard(ticket, run, spec, write_end)
+            outcome = _run_guard(ticket, run, spec, write_end)
         except BaseException as error:
             outcome = {"error": f"the process that watches over the episode failed: {type(error).__name__}: {error}"}
         _write(write_end, json.dumps(outcome).encode())
@@ -207,7 +207,7 @@ class _Terminated(Exception):
     pass
 
 
-def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
+def _run_guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> dict[str, Any]:
     """Runs an episode, then kills its remaining processes; returns the outcome."""
     parent_pid = os.getppid()
     os.setsid()
@@ -224,7 +224,7 @@ def _guard(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int) -> 
         outcome = {"error": "the episode was ended from outside"}
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        num_remaining = _end_all(_KILL_S)
+        num_remaining = _kill_descendants(_KILL_S)
         if folder:
             _shells.remove_folder(folder)
     if num_remaining:
@@ -247,13 +247,13 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
                 signal.signal(signal_number, signal.SIG_DFL)
             for fd in (out, result_pipe[0], output_pipe[0], printed_pipe[0], *wakeup_pipe):
                 os.close(fd)
-            _episode(ticket, run, spec, result_pipe[1], output_pipe[1], printed_pipe[1])
+            _run_episode(ticket, run, spec, result_pipe[1], output_pipe[1], printed_pipe[1])
         finally:
             os._exit(1)
     for pipe in (result_pipe, output_pipe, printed_pipe):
         os.close(pipe[1])
     received_bytes = {result_pipe[0]: bytearray(), output_pipe[0]: bytearray(), printed_pipe[0]: bytearray()}
-    limits = {result_pipe[0]: _OUTCOME, printed_pipe[0]: _PRINTED}
+    limits = {result_pipe[0]: _MAX_OUTCOME_BYTES, printed_pipe[0]: _MAX_PRINTED_BYTES}
     deadline, open_fds = time.monotonic() + ticket["timeout_s"], set(received_bytes)
     status: int | None = None
     next_disk_check = next_process_count = time.monotonic() if ticket["folder"] else float("inf")
@@ -262,12 +262,12 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
         if current_time >= deadline:
             return {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)", "timeout": True}
         if current_time >= next_process_count:
-            max_processes = spec["sandbox"].get("processes", _PROCESSES)
+            max_processes = spec["sandbox"].get("processes", _MAX_PROCESSES)
             descendants = _descendants_of(os.getpid())
             if len(descendants) > max_processes:
                 return {"error": f"it was ended: it had more than {max_processes} processes"}
-            if sum(_stat_value(pid, _NUM_THREADS) for pid in descendants) > _THREADS * max_processes:
-                return {"error": f"it was ended: it had more than {_THREADS * max_processes} threads"}
+            if sum(_stat_value(pid, _NUM_THREADS) for pid in descendants) > _THREADS_PER_PROCESS * max_processes:
+                return {"error": f"it was ended: it had more than {_THREADS_PER_PROCESS * max_processes} threads"}
             next_process_count = time.monotonic() + max(_COUNT_S, _CHECK_SHARE * (time.monotonic() - current_time))
         if current_time >= next_disk_check:
             check_start = time.monotonic()
@@ -287,17 +287,17 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
         status = exit_status if exit_status is not None else status
     for fd in open_fds:  # reads output that was written before the process ended
         while _shells.readable([fd], 0) and _read_limited(fd, received_bytes[fd], limits.get(fd)):
-            if len(received_bytes[fd]) >= (limits.get(fd) or _TAIL):
+            if len(received_bytes[fd]) >= (limits.get(fd) or _MAX_TAIL_BYTES):
                 break
-    if len(received_bytes[result_pipe[0]]) >= _OUTCOME and b"\n" not in received_bytes[result_pipe[0]]:
-        return {"error": f"its outcome is larger than {_OUTCOME >> 20} MiB: return a shorter response"}
+    if len(received_bytes[result_pipe[0]]) >= _MAX_OUTCOME_BYTES and b"\n" not in received_bytes[result_pipe[0]]:
+        return {"error": f"its outcome is larger than {_MAX_OUTCOME_BYTES >> 20} MiB: return a shorter response"}
     tail = _task.redact(received_bytes[output_pipe[0]].decode(errors="replace"), ticket).strip()
     if spec["kind"] == "command" and status == 0:
         return {"response": received_bytes[printed_pipe[0]].decode(errors="replace").strip()}
     line, line_end, _ = bytes(received_bytes[result_pipe[0]]).partition(b"\n")
     if line_end:
         try:
-            outcome: dict[str, Any] = _task.checked_outcome(json.loads(line))
+            outcome: dict[str, Any] = _task.check_outcome(json.loads(line))
             return outcome
         except (ValueError, RecursionError) as error:
             return {"error": f"it has written an outcome that is none: {_task.redact(str(error), ticket)}"}
@@ -308,12 +308,12 @@ def _supervise(ticket: dict[str, Any], run: Any, spec: dict[str, Any], out: int)
 
 def _read_limited(fd: int, buffer: bytearray, limit: int | None) -> bool:
     """Reads available data into `buffer`; returns False at the end of the stream. Drops data beyond `limit` bytes; without
-    a limit, retains only the last `_TAIL` bytes.
+    a limit, retains only the last `_MAX_TAIL_BYTES` bytes.
     """
     chunk = os.read(fd, 1 << 16)
     if limit is None:
         buffer += chunk
-        del buffer[:-_TAIL]
+        del buffer[:-_MAX_TAIL_BYTES]
     else:
         buffer += chunk[: max(0, limit - len(buffer))]
     return bool(chunk)
@@ -346,7 +346,7 @@ def _reap_for(seconds: float) -> None:
             return
 
 
-def _end_all(seconds: float) -> int:
+def _kill_descendants(seconds: float) -> int:
     """Kills all descendants of this process; returns how many still run after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -398,13 +398,15 @@ def _exceeded_limit(confinement: dict[str, Any], folder: str) -> str:
     """Returns a message about the limit that the descendants of this process exceed; "" if they exceed none."""
     descendants = _descendants_of(os.getpid())
     memory_bytes = sum(_stat_value(pid, _RSS_PAGES) for pid in descendants) * _PAGE
-    on_disk, in_memory = _unlinked_files(descendants, folder)
-    in_memory += _segments(descendants)
-    limit_mb = confinement.get("memory_mb") or (memory_bytes + in_memory)
-    if (memory_bytes + in_memory) >> 20 > limit_mb and (_proportional_memory(descendants) + in_memory) >> 20 > limit_mb:
+    unlinked_disk, unlinked_memory = _unlinked_files(descendants, folder)
+    unlinked_memory += _shared_memory_size(descendants)
+    limit_mb = confinement.get("memory_mb") or (memory_bytes + unlinked_memory)
+    if (memory_bytes + unlinked_memory) >> 20 > limit_mb and (
+        _proportional_memory(descendants) + unlinked_memory
+    ) >> 20 > limit_mb:
         return f"its processes used more memory than agent.memory_mb ({limit_mb} MB)"
     limit_mb = confinement.get("disk_mb") or 0
-    if limit_mb and (on_disk + _folder_size(folder, limit_mb << 20)) >> 20 >= limit_mb:
+    if limit_mb and (unlinked_disk + _folder_size(folder, limit_mb << 20)) >> 20 >= limit_mb:
         return f"its folder and its /tmp were larger than agent.disk_mb ({limit_mb} MB)"
     return ""
 
@@ -440,7 +442,7 @@ def _unlinked_files(pids: list[int], folder: str) -> tuple[int, int]:
     return sizes[True], sizes[False]
 
 
-def _segments(pids: list[int]) -> int:
+def _shared_memory_size(pids: list[int]) -> int:
     """Returns the size in bytes of the processes' System V shared-memory segments, including unmapped segments. Does not count
     segments in this process's IPC namespace.
     """
@@ -448,7 +450,7 @@ def _segments(pids: list[int]) -> int:
     for pid in pids:
         pid_by_namespace.setdefault(_namespace(pid, "ipc"), pid)
     return sum(
-        _read_segments(pid)
+        _namespace_memory_size(pid)
         for namespace, pid in pid_by_namespace.items()
         if namespace not in ("", _namespace("self", "ipc"))
     )
@@ -461,7 +463,7 @@ def _namespace(pid: Any, kind: str) -> str:
         return ""
 
 
-def _read_segments(pid: int) -> int:
+def _namespace_memory_size(pid: int) -> int:
     """Returns the size in bytes of the segments in another process's IPC namespace. A child process enters that namespace
     to read it, because /proc shows only the reader's namespace.
     """
@@ -527,14 +529,14 @@ def _folder_size(folder: str, limit: int) -> int:
 # -- the episode ------------------------------------------------------------------------------------------------------
 
 
-def _episode(
-    ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int, output: int, printed: int
+def _run_episode(
+    ticket: dict[str, Any], run: Any, spec: dict[str, Any], result: int, output: int, printed_fd: int
 ) -> NoReturn:
     """Runs the episode in this process; does not return."""
     os.setsid()
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_SET_DUMPABLE, 1)
-    os.dup2(printed if spec["kind"] == "command" else output, 1)
+    os.dup2(printed_fd if spec["kind"] == "command" else output, 1)
     os.dup2(output, 2)
     confinement = spec["sandbox"]
     is_confined = spec["kind"] == "command" and confinement is not None and confinement["kind"] != "none"
@@ -546,7 +548,7 @@ def _episode(
         command_line = [argument.replace("{question}", ticket["task"]["question"]) for argument in spec["command"]]
         if is_confined:
             needed_paths = _shells.needed_by(spec["command"])  # taken from the configuration, never from a question
-            command_line = _shells.sandboxed(
+            command_line = _shells.sandbox_command(
                 confinement, command_line, ticket["folder"], ticket["socket"], needed_paths
             )
             has_home = confinement["kind"] == "unshare"
@@ -567,7 +569,7 @@ def _episode(
     if ticket["folder"]:  # a shell's folder is removed with the episode's
         tempfile.tempdir = ticket["folder"]
     try:
-        outcome = _task.outcome_of(run, ticket)
+        outcome = _task.run_agent(run, ticket)
     except BaseException as error:
         outcome = {"error": _task.redact(_task.describe(error), ticket)}
     _write(result, json.dumps(outcome).encode() + b"\n")
@@ -577,7 +579,7 @@ def _episode(
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
-class _Lines:
+class _MessageReader:
     """Reader of JSON lines from a descriptor. `pending` contains messages that were read but not yet returned."""
 
     def __init__(self, fd: int) -> None:
@@ -603,7 +605,7 @@ class _Lines:
         return None
 
 
-def _send(fd: int, message: dict[str, Any]) -> None:
+def _send_message(fd: int, message: dict[str, Any]) -> None:
     _write(fd, json.dumps(message).encode() + b"\n")
 
 

@@ -51,13 +51,13 @@ class _CommandTransport:
         deadline = time.monotonic() + timeout_s
         self.send(message, timeout_s)
         while True:
-            reply = _message(self._line(deadline))
+            reply = _parse_message(self._read_line(deadline))
             if _is_reply_to(reply, message):
                 return reply
             if "id" in reply and "method" in reply:  # a request of the server to its client
-                self.send(_reply(reply))
+                self.send(_answer_request(reply))
 
-    def _line(self, deadline: float) -> bytes:
+    def _read_line(self, deadline: float) -> bytes:
         """Reads a line and returns it without its end; truncates a line that is too long.
 
         Raises:
@@ -96,7 +96,7 @@ class _CommandTransport:
         """Ignores the protocol version, because messages over pipes do not contain it."""
 
 
-def _message(data: bytes) -> dict[str, Any]:
+def _parse_message(data: bytes) -> dict[str, Any]:
     """Parses a message; returns an empty dict if the data is not a JSON object."""
     try:
         message = json.loads(data)
@@ -109,7 +109,7 @@ def _is_reply_to(reply: dict[str, Any], message: dict[str, Any]) -> bool:
     return reply.get("id") == message["id"] and "method" not in reply
 
 
-def _reply(request: dict[str, Any]) -> dict[str, Any]:
+def _answer_request(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the response to a server's request: a result for `ping`, an error for other requests."""
     reply: dict[str, Any] = {"jsonrpc": "2.0", "id": request["id"]}
     if request["method"] == "ping":
@@ -133,11 +133,11 @@ class _HttpTransport:
             if response.headers.get("Mcp-Session-Id"):
                 self._headers["Mcp-Session-Id"] = response.headers["Mcp-Session-Id"]
             if response.headers.get("Content-Type", "").startswith("text/event-stream"):
-                for reply in _events(response, deadline):
+                for reply in _read_events(response, deadline):
                     if _is_reply_to(reply, message):
                         return reply
                 raise ConnectionError(f"{self._address()} ended its answer before it had given it")
-            return _message(response.read(_MAX_BYTES))
+            return _parse_message(response.read(_MAX_BYTES))
 
     def send(self, message: dict[str, Any]) -> None:
         with contextlib.closing(self._connection(_ANSWER_S)) as connection:
@@ -147,7 +147,7 @@ class _HttpTransport:
         if "Mcp-Session-Id" in self._headers:
             connection, failures = self._connection(5.0), (OSError, http.client.HTTPException)
             with contextlib.closing(connection), contextlib.suppress(*failures):
-                connection.request("DELETE", self._target(), headers=self._headers)
+                connection.request("DELETE", self._request_path(), headers=self._headers)
                 connection.getresponse().read(_MAX_BYTES)
 
     def set_version(self, version: str) -> None:
@@ -156,21 +156,21 @@ class _HttpTransport:
 
     def _post(self, connection: http.client.HTTPConnection, message: dict[str, Any]) -> http.client.HTTPResponse:
         headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **self._headers}
-        connection.request("POST", self._target(), json.dumps(message).encode(), headers)
+        connection.request("POST", self._request_path(), json.dumps(message).encode(), headers)
         return connection.getresponse()
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         connection_class = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         return connection_class(self._url.hostname or "", self._url.port, timeout=timeout_s)
 
-    def _target(self) -> str:
+    def _request_path(self) -> str:
         return (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
 
     def _address(self) -> str:
         return self._url._replace(query="").geturl()  # the query may contain a key
 
 
-def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
+def _read_events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
     """Yields the messages of an event stream. A last message need not be followed by an empty line.
 
     Raises:
@@ -182,7 +182,7 @@ def _events(response: http.client.HTTPResponse, deadline: float) -> Iterator[dic
         if line.startswith(b"data:"):
             event_data = (event_data + line[5:].strip() + b"\n")[:_MAX_BYTES]
         elif not line.strip() and event_data:
-            yield _message(event_data)
+            yield _parse_message(event_data)
             event_data = b""
         if not line:
             return
@@ -209,11 +209,11 @@ class ToolServer:
     def __init__(self, command: Sequence[str] = (), url: str | None = None, reads_images: bool = False) -> None:
         self._reads_images = reads_images
         self._transport: Any = _HttpTransport(url) if url else _CommandTransport(command)
-        self._number = 0
+        self._num_requests = 0
 
     def __enter__(self) -> ToolServer:
         client_info = {"name": "rlhpc", "version": "1"}
-        session = self._ask("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=client_info)
+        session = self._request("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=client_info)
         self._transport.set_version(str(session.get("protocolVersion", _VERSION)))
         self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
         return self
@@ -226,7 +226,7 @@ class ToolServer:
         tools: list[Any] = []
         cursor = None
         while True:
-            page = self._ask("tools/list", **({"cursor": cursor} if cursor else {}))
+            page = self._request("tools/list", **({"cursor": cursor} if cursor else {}))
             for tool in page["tools"]:
                 function = {
                     "name": tool["name"],
@@ -244,7 +244,7 @@ class ToolServer:
         Raises:
             ToolFailed: The tool reported an error or timed out, or the server refused the call.
         """
-        tool_result = self._ask("tools/call", name=name, arguments=arguments)
+        tool_result = self._request("tools/call", name=name, arguments=arguments)
         content = tool_result.get("content") or []
         part_texts = [content_part.get("text", f"[{content_part.get('type')}]") for content_part in content]
         output_text = "\n".join(part_texts) or json.dumps(tool_result.get("structuredContent", ""))
@@ -254,9 +254,9 @@ class ToolServer:
             return [_message_part(content_part) for content_part in content]
         return output_text
 
-    def _ask(self, method: str, **params: Any) -> dict[str, Any]:
-        self._number += 1
-        message, timeout_s = {"jsonrpc": "2.0", "id": self._number, "method": method, "params": params}, _ANSWER_S
+    def _request(self, method: str, **params: Any) -> dict[str, Any]:
+        self._num_requests += 1
+        message, timeout_s = {"jsonrpc": "2.0", "id": self._num_requests, "method": method, "params": params}, _ANSWER_S
         if method == "tools/call":
             timeout_s = _TOOL_S
         try:

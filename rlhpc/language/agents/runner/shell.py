@@ -21,11 +21,11 @@ from typing import Any, Iterable, Sequence  # noqa: UP035 (Python 3.8)
 #: Maximum number of characters that the model reads from the beginning and from the end of a command's output.
 _HEAD, _TAIL = 4000, 4000
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_START = ["bash", "--noprofile", "--norc"]
+_SHELL_COMMAND = ["bash", "--noprofile", "--norc"]
 #: Time limit of the check that a sandbox works, in seconds.
-_TRY_S = 20.0
+_TEST_S = 20.0
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_INSIDE = os.path.join(_HERE, "loopback.py")
+_LOOPBACK_FILE = os.path.join(_HERE, "loopback.py")
 #: Limits of programs in a sandbox, by the names of their keys in section `agent`.
 LIMITS = ("memory_mb", "disk_mb")
 #: Subfolders of an episode's folder: the command's working directory, and its `/tmp` and `/dev/shm`.
@@ -51,7 +51,7 @@ def find_program(name: str) -> str:
     return shutil.which(name) or name
 
 
-def sandboxed(
+def sandbox_command(
     confinement: dict[str, Any],
     command: Sequence[str],
     folder: str,
@@ -79,7 +79,7 @@ def sandboxed(
         "fixed": socket_folder if sandbox_kind == "unshare" else "",
         **{name: confinement[name] for name in LIMITS if name in confinement},
     }
-    loopback_command = [sys.executable, "-I", "-B", _INSIDE, json.dumps(loopback_settings), *command]
+    loopback_command = [sys.executable, "-I", "-B", _LOOPBACK_FILE, json.dumps(loopback_settings), *command]
     if sandbox_kind == "unshare":  # the user's files are visible
         return [
             find_program("unshare"),
@@ -92,7 +92,7 @@ def sandboxed(
             *loopback_command,
         ]
     work_folder = os.path.join(folder, "work")
-    mounts = _mounts(confinement, [_HERE, *_interpreter(), *needed_paths], folder, socket_folder)
+    mounts = _mount_options(confinement, [_HERE, *_interpreter_folders(), *needed_paths], folder, socket_folder)
     return [
         find_program("bwrap"),
         "--unshare-all",
@@ -112,7 +112,9 @@ def make_subfolders(folder: str) -> str:
     return os.path.join(folder, "work")
 
 
-def _mounts(confinement: dict[str, Any], needed_paths: Sequence[str], folder: str, socket_folder: str) -> list[str]:
+def _mount_options(
+    confinement: dict[str, Any], needed_paths: Sequence[str], folder: str, socket_folder: str
+) -> list[str]:
     """Returns bubblewrap's mount options. The closest mount above a file determines whether the file is visible."""
     mount_options: dict[str, list[str]] = {}
     shown_trees: list[tuple[str, str]] = []  # (path in the sandbox, real path)
@@ -165,7 +167,7 @@ def _mounts(confinement: dict[str, Any], needed_paths: Sequence[str], folder: st
     for path in ordered_paths[:]:
         if (
             mount_options[path][0] in _UNCHANGED_PATH_OPTIONS
-            and mount_options.get(_nearest(path, mount_options), [""])[0] in _UNCHANGED_PATH_OPTIONS
+            and mount_options.get(_nearest_ancestor(path, mount_options), [""])[0] in _UNCHANGED_PATH_OPTIONS
         ):
             ordered_paths.remove(path)  # already visible by the mount of a folder above it
     masked_folders = [path for path, options in mount_options.items() if options[0] == "--tmpfs"]
@@ -183,7 +185,7 @@ def _system_paths() -> list[str]:
     return [path for path in [*root_folders, *(f"/etc/{name}" for name in _ETC), *_SYS] if os.path.lexists(path)]
 
 
-def _interpreter() -> list[str]:
+def _interpreter_folders() -> list[str]:
     """Returns the folders of this interpreter's files and libraries."""
     paths, path = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix], sys.executable
     while os.path.islink(path):
@@ -211,7 +213,7 @@ def needed_by(command: Sequence[str]) -> list[str]:
     return paths
 
 
-def _nearest(path: str, paths: dict[str, Any]) -> str:
+def _nearest_ancestor(path: str, paths: dict[str, Any]) -> str:
     """Returns the closest ancestor of a path that `paths` contains; "" if `paths` contains no ancestor."""
     while path != "/":
         path = os.path.dirname(path)
@@ -220,8 +222,8 @@ def _nearest(path: str, paths: dict[str, Any]) -> str:
     return ""
 
 
-def _is_below(path: str, above: str) -> bool:
-    return path == above or path.startswith(above.rstrip("/") + "/")
+def _is_below(path: str, ancestor: str) -> bool:
+    return path == ancestor or path.startswith(ancestor.rstrip("/") + "/")
 
 
 def _is_broad(path: str) -> bool:
@@ -249,11 +251,11 @@ def find_fault(confinement: dict[str, Any], parent: str | None = None) -> str:
     try:
         work_folder = make_subfolders(folder)
         test_process = subprocess.run(
-            sandboxed(confinement, ["true"], folder),
+            sandbox_command(confinement, ["true"], folder),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=_TRY_S,
+            timeout=_TEST_S,
             cwd=work_folder,
             check=False,
         )
@@ -295,7 +297,7 @@ class Shell:
     It is also a tool server with one tool (`mcp_client.ToolServer`).
 
     Args:
-        confinement: Argument of `sandboxed`, or only its kind. The shell does not inherit this process's environment
+        confinement: Argument of `sandbox_command`, or only its kind. The shell does not inherit this process's environment
             variables, which include the model's key.
         timeout_s: Time limit of a command, in seconds.
 
@@ -306,8 +308,8 @@ class Shell:
     def __init__(self, confinement: str | dict[str, Any] = "bubblewrap", timeout_s: float = 60.0) -> None:
         self._confinement = {"kind": confinement} if isinstance(confinement, str) else confinement
         self._timeout_s = timeout_s
-        self._top = make_temporary_folder("shell")
-        self.folder = make_subfolders(self._top)
+        self._root = make_temporary_folder("shell")
+        self.folder = make_subfolders(self._root)
         self._process: Any = None
 
     def __enter__(self) -> Shell:
@@ -315,7 +317,7 @@ class Shell:
 
     def __exit__(self, *_: Any) -> None:
         self._end()
-        remove_folder(self._top)
+        remove_folder(self._root)
 
     def run(self, command: str) -> str:
         """Runs a command; returns the output of both streams, and the exit status if it is not 0. A command that exceeds
@@ -333,7 +335,7 @@ class Shell:
             self._process.stdin.flush()
         output, reason = self._read(end_marker.encode())
         command_output, _, status = output.partition(end_marker.encode())
-        shown_output = _cut(command_output.decode(errors="replace")).rstrip("\n")
+        shown_output = _drop_middle(command_output.decode(errors="replace")).rstrip("\n")
         if reason:
             self._end()
             return f"{shown_output}\n[{reason}: the shell was started anew]".strip()
@@ -356,7 +358,7 @@ class Shell:
         return self.run(arguments["command"])
 
     def _start(self) -> None:
-        temporary_folder = os.path.join(self._top, "tmp") if self._confinement["kind"] != "bubblewrap" else "/tmp"
+        temporary_folder = os.path.join(self._root, "tmp") if self._confinement["kind"] != "bubblewrap" else "/tmp"
         environment = {
             "PATH": _PATH,
             "HOME": self.folder,
@@ -365,7 +367,7 @@ class Shell:
             "TMPDIR": temporary_folder,
         }
         self._process = subprocess.Popen(
-            sandboxed(self._confinement, _START, self._top),
+            sandbox_command(self._confinement, _SHELL_COMMAND, self._root),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -405,7 +407,7 @@ class Shell:
         self._process = None
 
 
-def _cut(text: str) -> str:
+def _drop_middle(text: str) -> str:
     if len(text) <= _HEAD + _TAIL:
         return text
     return f"{text[:_HEAD]}\n[… {len(text) - _HEAD - _TAIL} characters …]\n{text[-_TAIL:]}"

@@ -138,7 +138,7 @@ class AgentTask:
         self.answer, self.meta, self.kwargs = values.get("answer", ""), values.get("meta", {}), values.get("kwargs", {})
 
 
-def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any]:
+def run_agent(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any]:
     """Runs an agent on a ticket; returns its return value as an outcome.
 
     Raises:
@@ -148,7 +148,7 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     model = Model(*(ticket[key] for key in model_keys))
     return_value = run(AgentTask(**ticket["task"]), model)
     if inspect.isawaitable(return_value):
-        return_value = asyncio.run(_awaited(return_value))
+        return_value = asyncio.run(_await_value(return_value))
     if return_value is None:
         return {}
     if isinstance(return_value, (bool, int, float)):
@@ -182,7 +182,7 @@ def outcome_of(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any
     return outcome
 
 
-def checked_outcome(outcome: Any) -> dict[str, Any]:
+def check_outcome(outcome: Any) -> dict[str, Any]:
     """Checks an outcome that another process has written, and returns it.
 
     Raises:
@@ -204,7 +204,7 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _is_table(value: Any) -> bool:
+def _is_number_dict(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_number(number) for number in value.values())
 
 
@@ -218,13 +218,13 @@ def _list_of(is_element: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 #: Checks of an outcome's values by key.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    "reward": _is_number, "rewards": _is_table, "turn_rewards": _list_of(_is_number), "metrics": _is_table,
+    "reward": _is_number, "rewards": _is_number_dict, "turn_rewards": _list_of(_is_number), "metrics": _is_number_dict,
     "response": _instance_of(str), "error": _instance_of(str), "timeout": _instance_of(bool), "cut": _instance_of(bool),
     "left": _is_number, "later": lambda value: isinstance(value, bool) or _list_of(_instance_of(str))(value),
 }  # fmt: skip
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
+async def _await_value(value: Awaitable[Any]) -> Any:
     return await value
 
 

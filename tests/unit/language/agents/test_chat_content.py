@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.language.agents.chat_content import MOST_BYTES
+from rlhpc.language.agents.chat_content import MAX_IMAGE_BYTES
 from rlhpc.language.agents.turn_tree import RequestError, canonical
 from tests.unit.language.agents.pictures import by_url, picture
 
@@ -17,7 +17,7 @@ from tests.unit.language.agents.pictures import by_url, picture
         ("data:image/png;base64,x?", "is not base64"),
         ("data:image/png;base64,aGVsbG8=", "a picture of 5 bytes is none"),
         ("data:text/plain;base64,aGVsbG8=", "a picture is the URL"),
-        ("data:image/png;base64," + "A" * (MOST_BYTES * 4 // 3 + 200), "larger than 8 MiB"),
+        ("data:image/png;base64," + "A" * (MAX_IMAGE_BYTES * 4 // 3 + 200), "larger than 8 MiB"),
         (f"data:image/png;base64,{picture(5000, 4000)}", "5000 x 4000 points"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.language.agents.external import AgentRanks, Distant
+from rlhpc.language.agents.external import AgentRanks, RemoteAgents
 from rlhpc.language.rollout.group_builder import drop_tokens
 from rlhpc.language.rollout.pending_group import PendingGroup
 from rlhpc.language.rollout.sample_group import build_sample_group
@@ -99,7 +99,7 @@ class Post:
 
 def test_an_episode_on_another_rank_starts_again_when_that_rank_is_lost() -> None:
     post, outcomes = Post(), dict[int, Any]()
-    runner = Distant(
+    runner = RemoteAgents(
         AgentRanks(post, 3), outcomes.__setitem__, lambda number: {"id": number, "timeout_s": 60.0, "key": "b"}
     )
     runner.run({"id": 7, "timeout_s": 60.0, "key": "a"})
@@ -121,7 +121,7 @@ def test_an_episode_on_another_rank_starts_again_when_that_rank_is_lost() -> Non
 
 def test_an_episode_that_each_rank_loses_or_that_is_overdue_fails() -> None:
     post, outcomes = Post(), dict[int, Any]()
-    runner = Distant(AgentRanks(post, 0), outcomes.__setitem__, lambda number: {"id": number, "timeout_s": 60.0})
+    runner = RemoteAgents(AgentRanks(post, 0), outcomes.__setitem__, lambda number: {"id": number, "timeout_s": 60.0})
     runner.run({"id": 1, "timeout_s": 60.0})
     post.arrived = [{"agent": rank, "take": 0, "ident": runner.ident, "number": 1} for rank in range(4)]
     runner.poll()

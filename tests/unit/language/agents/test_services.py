@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhpc.language.agents import services
-from rlhpc.language.agents.services import Services, placed_in
+from rlhpc.language.agents.services import Services, fill_addresses
 from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
 
@@ -95,7 +95,7 @@ def test_services_are_ready_or_say_why_not(tmp_path: Path) -> None:
 
 def test_addresses_replace_names_in_nested_values() -> None:
     addresses = {"search": "127.0.0.1:7"}
-    assert placed_in({"url": "http://{search}/x", "args": ["{search}", 3]}, addresses) == {
+    assert fill_addresses({"url": "http://{search}/x", "args": ["{search}", 3]}, addresses) == {
         "url": "http://127.0.0.1:7/x",
         "args": ["127.0.0.1:7", 3],
     }

@@ -52,7 +52,7 @@ def machine(request) -> str:
 def calls(machine: str, **given):
     code = python.build_seccomp_filter(machine, **{"fork": False, "files_read_only": False, **given})
     assert code is not None
-    numbers = python.numbers(machine)
+    numbers = python.syscall_numbers(machine)
     return lambda name, *arguments: verdict(code, machine, numbers[name], arguments)
 
 
@@ -91,7 +91,7 @@ def test_what_reaches_out_is_refused(machine):
 def test_numbers_of_messages_and_semaphores(architecture, wanted):
     """As in the kernel's tables."""
     names = ("shmctl", "semop", "semctl", "semtimedop", "msgsnd", "msgrcv", "msgctl", "mq_unlink")
-    assert tuple(python.numbers(architecture)[name] for name in names) == wanted
+    assert tuple(python.syscall_numbers(architecture)[name] for name in names) == wanted
 
 
 def test_what_a_computation_needs_passes(machine):

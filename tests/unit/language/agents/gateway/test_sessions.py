@@ -112,7 +112,7 @@ def test_calls_that_are_longer_than_the_context_are_counted_but_cost_no_turn() -
 
 
 def test_only_so_many_calls_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(sessions, "MAX_CONCURRENT_CALLS", 1)
 
     async def test() -> None:
         episode, engine, free = session(), Engine(), asyncio.Event()
@@ -150,17 +150,17 @@ def test_a_retried_call_gets_the_same_answer_and_another_one_its_own() -> None:
         async def work() -> StoredResponse:
             return await episode.tokens([1], 0, SAMPLING, engine.draw)
 
-        first = await episode.once(b"body", False, work)
-        assert await episode.once(b"body", True, work) is first and episode.counts["retried"] == 1
-        assert await episode.once(b"body", False, work) is not first
-        assert await episode.once(b"other", True, work) is not first
+        first = await episode.answer_once(b"body", False, work)
+        assert await episode.answer_once(b"body", True, work) is first and episode.counts["retried"] == 1
+        assert await episode.answer_once(b"body", False, work) is not first
+        assert await episode.answer_once(b"other", True, work) is not first
         assert len(engine.seeds) == 3
 
     on_loop(test)
 
 
 def test_a_call_goes_on_for_a_while_after_its_client_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sessions, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(sessions, "RETRY_WAIT_S", 0.02)
 
     async def test() -> None:
         episode, engine, free = session(), Engine(), asyncio.Event()
@@ -170,7 +170,7 @@ def test_a_call_goes_on_for_a_while_after_its_client_is_gone(monkeypatch: pytest
             return await episode.tokens([1], 0, SAMPLING, engine.draw)
 
         async def client(body: bytes, retried: bool) -> StoredResponse:
-            return await episode.once(body, retried, work)
+            return await episode.answer_once(body, retried, work)
 
         gone = asyncio.ensure_future(client(b"body", False))
         await asyncio.sleep(0)
@@ -256,4 +256,4 @@ def test_clients_send_their_key_in_either_header(headers: dict[str, str], key: s
     one.key = "k"
     keys.open(one)
     if key:
-        assert keys.of(headers) is one
+        assert keys.find_by_headers(headers) is one

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhpc.language.agents.runner import task as runner_task
-from rlhpc.language.agents.runner.task import AgentTask, Model, ModelError, checked_outcome, outcome_of
+from rlhpc.language.agents.runner.task import AgentTask, Model, ModelError, check_outcome, run_agent
 
 TICKET = {
     "base_url": "http://127.0.0.1:9/v1", "api_key": "secret-a", "process_key": "secret-p", "session_id": "secret-s",
@@ -20,12 +20,12 @@ TICKET = {
 
 
 def outcome(result: Any) -> dict[str, Any]:
-    return outcome_of(lambda task, model: result, TICKET)
+    return run_agent(lambda task, model: result, TICKET)
 
 
 def test_an_agent_gets_its_task_and_its_model() -> None:
     seen: list[Any] = []
-    outcome_of(lambda task, model: seen.extend([task, model]), TICKET)
+    run_agent(lambda task, model: seen.extend([task, model]), TICKET)
     task, model = seen
     assert isinstance(task, AgentTask) and (task.id, task.answer, task.seed, task.meta) == (3, "84", 5, {})
     assert (model.name, model.api_key, model.session_id) == ("policy", "secret-a", "secret-s")
@@ -56,13 +56,13 @@ def test_results_become_outcomes() -> None:
 
 def test_outcomes_of_another_form_are_refused() -> None:
     for good in ({}, {"reward": 1.0, "metrics": {"a": 2}, "later": ["x"], "left": 1}, {"later": True}):
-        assert checked_outcome(good) == good
+        assert check_outcome(good) == good
     for bad in (
         [], {"nosuch": 1}, {"reward": True}, {"reward": "1"}, {"rewards": {"a": "b"}}, {"turn_rewards": [1, None]},
         {"later": [1]}, {"error": 3}, {"cut": 1}, {"reward": 1 << 2000},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="its outcome"):
-            checked_outcome(bad)
+            check_outcome(bad)
 
 
 def test_keys_and_reference_answers_stay_inside() -> None:
