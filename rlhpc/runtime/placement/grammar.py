@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlhpc.runtime.errors import PlacementError
 from rlhpc.runtime.placement.strategies import extent
 
-MakeError = Callable[[str, str], PlacementError]
+Fail = Callable[[str, str], PlacementError]
 
 
 @dataclass(frozen=True)
@@ -21,27 +21,27 @@ class _Segment:
     processes: tuple[int, ...]
 
 
-def _parse_ranks(text: str, total: int | None, make_error: MakeError) -> list[int]:
+def _parse_ranks(text: str, total: int | None, fail: Fail) -> list[int]:
     """Parses a rank, a range, or (if `total` is given) `all`."""
     text = text.strip()
     if text.lower() == "all":
         if total is None:
-            raise make_error(text, "'all' stands for resources only; write process ranks as 0-3")
+            raise fail(text, "'all' stands for resources only; write process ranks as 0-3")
         return list(range(total))
     match = re.fullmatch(r"([0-9]+)(?:\s*-\s*([0-9]+))?", text)
     if not match or len(text) > 24:
-        raise make_error(text, "not a rank (3), a range (0-3) or 'all'")
+        raise fail(text, "not a rank (3), a range (0-3) or 'all'")
     first_number, last_number = int(match[1]), int(match[2] or match[1])
     if last_number < first_number:
-        raise make_error(text, "a range runs upwards")
+        raise fail(text, "a range runs upwards")
     if total is not None and last_number >= total:
-        raise make_error(text, f"resource {last_number} does not exist")
+        raise fail(text, f"resource {last_number} does not exist")
     if last_number - first_number >= 10**6:
-        raise make_error(text, "more than a million processes")
+        raise fail(text, "more than a million processes")
     return list(range(first_number, last_number + 1))
 
 
-def _split_segments(text: str, resources: int, make_error: MakeError) -> list[_Segment]:
+def _split_segments(text: str, resources: int, fail: Fail) -> list[_Segment]:
     """Splits a placement into segments.
 
     Parts without `:` before a part with `:` have two possible meanings. They are separate segments with one process per
@@ -60,21 +60,21 @@ def _split_segments(text: str, resources: int, make_error: MakeError) -> list[_S
     for part_text in (p.strip() for p in text.split(",")):
         resource_text, colon, process_text = part_text.partition(":")
         if not resource_text.strip() or (colon and not process_text.strip()):
-            raise make_error(part_text, "ranks are missing; write resource ranks, or resource ranks:process ranks")
+            raise fail(part_text, "ranks are missing; write resource ranks, or resource ranks:process ranks")
         if ":" in process_text:
-            raise make_error(part_text, "more than one ':'; separate segments with commas")
-        ranks = _parse_ranks(resource_text, resources, make_error)
+            raise fail(part_text, "more than one ':'; separate segments with commas")
+        ranks = _parse_ranks(resource_text, resources, fail)
         if not colon:
             open_parts.append((part_text, ranks))
             continue
-        process_ranks = _parse_ranks(process_text, None, make_error)
+        process_ranks = _parse_ranks(process_text, None, fail)
         if open_parts and process_ranks[0] != num_placed:
             for open_part in open_parts:
                 add_segment(*open_part)
             open_parts = []
         segment_text = ",".join([*(p for p, _ in open_parts), part_text])
         if process_ranks[0] != num_placed:
-            raise make_error(
+            raise fail(
                 segment_text,
                 f"process ranks start at {process_ranks[0]} instead of {num_placed}: they count up from 0 without gaps",
             )
@@ -105,7 +105,7 @@ def parse_placement(
         PlacementError: The text breaks a rule; the message has the component, the wrong part of the text and the rule.
     """
 
-    def make_error(part: str, rule: str) -> PlacementError:
+    def fail(part: str, rule: str) -> PlacementError:
         context = "" if part.strip() == text.strip() else f" in {text!r}"
         return PlacementError(
             f"cluster.component_placement.{component}: {part!r}{context}: {rule} ({extent(label, unit, resources)})"
@@ -113,19 +113,19 @@ def parse_placement(
 
     processes: list[list[int]] = []
     previous_rank = -1
-    for segment in _split_segments(text, resources, make_error):
+    for segment in _split_segments(text, resources, fail):
         for rank in segment.resources:
             if rank <= previous_rank:
-                raise make_error(
+                raise fail(
                     segment.text, f"{unit} {rank} follows {previous_rank}; resource ranks are unique and ascending, and each "
                     f"comma after a ':' begins the next segment"
                 )  # fmt: skip
             previous_rank = rank
         num_resources, num_processes = len(segment.resources), len(segment.processes)
         if num_resources == 0:
-            raise make_error(segment.text, f"there is no {unit}")
+            raise fail(segment.text, f"there is no {unit}")
         if num_resources % num_processes and num_processes % num_resources:
-            raise make_error(
+            raise fail(
                 segment.text, f"{num_resources} {unit}s and {num_processes} processes: one count must divide the other"
             )
         if num_resources >= num_processes:
