@@ -22,7 +22,7 @@ _EXAMPLES = {
 
 def _doctor(args: argparse.Namespace) -> int:
     from rlhpc.config import load_site
-    from rlhpc.jobs.doctor import examine, render, to_json, worst
+    from rlhpc.jobs.doctor import examine, render, to_json, worst_level
 
     if args.overrides:
         raise ConfigError(f"doctor takes no key=value words: {' '.join(args.overrides)}")
@@ -32,11 +32,11 @@ def _doctor(args: argparse.Namespace) -> int:
         check_file("--json", Path(args.json))
     site = args.site or os.environ.get("RLHPC_SITE")
     section = load_site(site) if site else None
-    lines = examine(section, Path(args.folder), start_s=args.start, most_nodes=args.nodes)
+    lines = examine(section, Path(args.folder), start_s=args.start, max_nodes=args.nodes)
     print(render(lines))
     if args.json:
         Path(args.json).write_text(to_json(lines) + "\n")
-    return int(worst(lines) == "fail")
+    return int(worst_level(lines) == "fail")
 
 
 def add_commands(commands: Any) -> None:

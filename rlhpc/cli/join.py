@@ -28,7 +28,7 @@ _REASONS: dict[int, str] = {
 
 
 def _join(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.state import Ending
+    from rlhpc.jobs.state import RunEndCheck
     from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
     from rlhpc.runtime.joining import LeaveEvent, join_request, stay
 
@@ -44,7 +44,7 @@ def _join(args: argparse.Namespace) -> int:
     leave_event = LeaveEvent()
     for number in _REASONS:
         signal.signal(number, lambda signum, _: leave_event.because(_REASONS[signum]))
-    request, ending = join_request(args.group, threads, accelerators), Ending(paths)
+    request, ending = join_request(args.group, threads, accelerators), RunEndCheck(paths)
     stay(paths.registry, request, leave_event, tell, ending, patience_s=args.patience, await_driver=args.await_driver)
     return 0
 

@@ -28,12 +28,12 @@ def _scale(args: argparse.Namespace) -> int:
     require_driver(paths)
     previous_requests = {
         group: num_requested
-        for group, num_requested in (read_json_file(paths.asked_ranks) or {}).items()
+        for group, num_requested in (read_json_file(paths.requested_ranks) or {}).items()
         if group in bounds
     }
     all_requests = {**previous_requests, **requested_ranks}
     write_json(
-        paths.asked_ranks,
+        paths.requested_ranks,
         {group: num_requested for group, num_requested in all_requests.items() if num_requested is not None},
     )
     live_jobs = HelperRecord.read(paths).live()

@@ -146,21 +146,21 @@ class DriverJob:
         self._claim = claim
         signal.signal(signal.SIGTERM, self._terminate)
         try:
-            return self._attempts(files)
+            return self._run_attempts(files)
         finally:
             self._kill_driver(0.0)
-            self._release()
+            self._release_claim()
 
-    def _attempts(self, files: SegmentJournal) -> dict[str, Any]:
+    def _run_attempts(self, files: SegmentJournal) -> dict[str, Any]:
         """Runs the driver, and restarts it after failures that the driver did not cause."""
         attempts = Attempts(files, self.token)
         while True:
             assert self._claim is not None
             # also counts attempts of an earlier process, which may have died without recording their end
-            num_idle = attempts.idle(self._newest())
+            num_idle = attempts.idle(self._newest_step())
             if num_idle > max(self.max_restarts, self.max_stalled):
-                return self._record_exit(1, self._stuck(num_idle))
-            attempts.begin(self._newest(), self._claim.job_id)
+                return self._record_exit(1, self._no_progress_message(num_idle))
+            attempts.begin(self._newest_step(), self._claim.job_id)
             code = self._run_driver(files)
             if files.result() is not None:
                 attempts.end("finished")
@@ -170,9 +170,9 @@ class DriverJob:
                 os.kill(os.getpid(), signal.SIGUSR2)
                 time.sleep(1.0)
             message = first_failure(files.driver_err, self._claim.err_offset)
-            failure = self._failure(code)
+            failure = self._restartable_status(code)
             attempts.end(f"failed: {message.splitlines()[0] if message else f'exit code {code}'}")
-            num_idle = attempts.idle(self._newest())
+            num_idle = attempts.idle(self._newest_step())
             if failure is None or num_idle > self.max_restarts or not self._claim.owns():
                 restart_note = (
                     f"\n(restarted {num_idle - 1} times without a new checkpoint)" if failure and num_idle > 1 else ""
@@ -191,20 +191,20 @@ class DriverJob:
             time.sleep(pause_s)
             self._claim = self._claim.update(err_offset=size_of(files.driver_err))
 
-    def _newest(self) -> int:
+    def _newest_step(self) -> int:
         """Returns the step of the newest complete checkpoint; -1 without one."""
         steps = [step for step, _ in self.files.paths.complete_steps()]
         return max(steps, default=-1)
 
-    def _stuck(self, attempts: int) -> str:
-        newest = self._newest()
+    def _no_progress_message(self, attempts: int) -> str:
+        newest = self._newest_step()
         return (
             f"segment {self.segment} made no progress in {attempts} attempts (newest checkpoint: "
             f"{'none' if newest < 0 else step_name(newest)}), so it is not requeued again; "
             "give the job more time, or save more often (runner.save_interval)"
         )
 
-    def _failure(self, code: int) -> dict[str, Any] | None:
+    def _restartable_status(self, code: int) -> dict[str, Any] | None:
         """Returns the status of a failed driver if a restart may succeed; None if the failure would recur."""
         if self._terminated or code == EXIT_REQUEUE:
             return None
@@ -235,9 +235,9 @@ class DriverJob:
 
         attempts = Attempts(self.files, self.token)
         attempts.end("requeued: the job had to end")
-        num_idle = attempts.idle(self._newest())
+        num_idle = attempts.idle(self._newest_step())
         if num_idle >= self.max_stalled:
-            self._record_exit(1, self._stuck(num_idle))
+            self._record_exit(1, self._no_progress_message(num_idle))
             raise SystemExit(1)
         return DelayedSubmission(replace(self))
 
@@ -258,13 +258,13 @@ class DriverJob:
             return 127
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2, signal.SIGTERM})
-        while not self._driver_gone():
+        while not self._has_driver_ended():
             self._check_owner()
             time.sleep(_POLL_S)
         code = process.wait()
         return 128 - code if code < 0 else code
 
-    def _driver_gone(self) -> bool:
+    def _has_driver_ended(self) -> bool:
         """Returns whether the driver has ended. Does not reap the process, because the signal handler calls this method too
         and Popen's lock is not reentrant.
         """
@@ -276,14 +276,14 @@ class DriverJob:
             return True
 
     def _signal_driver(self, signum: int) -> None:
-        if self._pid is not None and not self._driver_gone():
+        if self._pid is not None and not self._has_driver_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signum)
 
     def _kill_driver(self, grace_s: float) -> None:
         """Waits for the driver to end, and kills it when the grace period is over."""
         deadline = time.monotonic() + grace_s
-        while not self._driver_gone() and time.monotonic() < deadline:
+        while not self._has_driver_ended() and time.monotonic() < deadline:
             self._check_owner()
             time.sleep(_POLL_S)
         self._signal_driver(signal.SIGKILL)
@@ -303,7 +303,7 @@ class DriverJob:
                 print("a later job has taken this segment over; the driver is ended", file=sys.stderr, flush=True)
                 self._signal_driver(signal.SIGKILL)
 
-    def _release(self) -> None:
+    def _release_claim(self) -> None:
         if self._claim is not None:
             with contextlib.suppress(OSError):
                 self._claim = self._claim.update(released=True)
@@ -333,7 +333,7 @@ class DriverJob:
             message=message,
             end_time=time.time(),
         )
-        self._release()  # first: a process that reads the exit record may start the next job at once
+        self._release_claim()  # first: a process that reads the exit record may start the next job at once
         self.files.write_exit(record)
         return record.to_json()
 

@@ -13,7 +13,7 @@ from typing import Any
 from rlhpc.runtime.errors import SubmitError
 
 #: References to all local controllers: Python warns when it collects the Popen of a running process.
-_started: list[subprocess.Popen[bytes]] = []
+_controllers: list[subprocess.Popen[bytes]] = []
 _CONTROLLER = (
     "import sys; from pathlib import Path; from submitit.local.local import Controller; "
     "Controller(Path(sys.argv[1])).run(max_retry=10**6)"
@@ -59,7 +59,7 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
                     env=environment,
                     start_new_session=True,
                 )
-            _started.append(process)
+            _controllers.append(process)
             return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
     python = f"{shlex.quote(sys.executable)} -P"
@@ -100,12 +100,12 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             script = str(super()._make_submission_file_text(command, uid))
-            parameters, has_no_limit = f"#SBATCH --time={NO_LIMIT_MIN}\n", self.parameters.get("time") == NO_LIMIT_MIN
-            if has_no_limit and parameters not in script:  # otherwise submitit would ask for years
+            time_line, has_no_limit = f"#SBATCH --time={NO_LIMIT_MIN}\n", self.parameters.get("time") == NO_LIMIT_MIN
+            if has_no_limit and time_line not in script:  # otherwise submitit would ask for years
                 raise SubmitError(
-                    f"this submitit writes its batch script otherwise than rlhpc knows: no {parameters.strip()!r}"
+                    f"this submitit writes its batch script otherwise than rlhpc knows: no {time_line.strip()!r}"
                 )
-            return script.replace(parameters, "")
+            return script.replace(time_line, "")
 
     # "exec": the batch shell becomes this process, so that a signal for the batch shell (B:) reaches it
     python = f"exec {shlex.quote(sys.executable)} -P"

@@ -110,7 +110,7 @@ def find_job(files: SegmentJournal) -> JobRecord | None:
     return None if report.is_over or has_stopped else record
 
 
-def was_cancelled(files: SegmentJournal) -> JobRecord | None:
+def cancelled_submission(files: SegmentJournal) -> JobRecord | None:
     """Returns the last submission of a segment if `rlhpc cancel` or scancel ended it; otherwise None."""
     record = JobRecord.read(files)
     if record is None or files.cancelled(record.token):
@@ -124,9 +124,9 @@ def was_cancelled(files: SegmentJournal) -> JobRecord | None:
 
 
 #: Seconds between two checks of a job that is ending: a local job, and a Slurm job.
-_LOOKS_S = (0.05, 2.0)
+_POLL_S = (0.05, 2.0)
 #: Stop reasons of a segment that reached its planned end.
-_AS_PLANNED = ("max_steps", "segment_end")
+_PLANNED_STOP_REASONS = ("max_steps", "segment_end")
 
 
 def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool = False) -> int | None:
@@ -146,7 +146,7 @@ def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool 
     later_segments = [k for k in paths.finished_segments() if k >= len(ends)]
     for segment, record in done_segments.items():
         step = int(record.get("global_step", ends[segment]))
-        if step == ends[segment] or (str(record.get("stop_reason")) not in _AS_PLANNED and not goal_moved):
+        if step == ends[segment] or (str(record.get("stop_reason")) not in _PLANNED_STOP_REASONS and not goal_moved):
             continue
         if step < ends[segment] and segment == max([*done_segments, *later_segments]):
             return segment
@@ -178,7 +178,7 @@ def wait_for_end(paths: RunPaths, segment: int, *, within_s: float = 60.0) -> No
                 f"segment {segment} of {paths.root} is finished, but {job_words(job)} has not ended {within_s:g} s later; "
                 f"end it first: rlhpc cancel {paths.root}"
             )
-        time.sleep(_LOOKS_S[job.executor == "slurm"])
+        time.sleep(_POLL_S[job.executor == "slurm"])
 
 
 def reopen(paths: RunPaths, segment: int) -> Path:

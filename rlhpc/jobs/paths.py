@@ -232,7 +232,7 @@ class RunPaths:
         return self.submit / f"helpers-{group}.json"
 
     @property
-    def asked_ranks(self) -> Path:
+    def requested_ranks(self) -> Path:
         """File with the requested number of helper ranks."""
         return self.submit / "scale.json"
 

@@ -129,7 +129,7 @@ def build_plan(
     if cluster is None:
         cluster = Cluster.planned(section, cpus=0 if launcher == "slurm" else None)
     placements = HybridComponentPlacement(cfg, cluster).placements()
-    components = _components(groups, section, cluster)
+    components = _build_components(groups, section, cluster)
     if is_submitted:
         _check_walltimes(components, read_key(cfg, "runner"), section)
     owner = {node: c.index for c in components for node in c.nodes}
@@ -144,9 +144,9 @@ def build_plan(
         if launcher == "slurm":
             steps += job_steps(group, ranks, cluster, [n.component for n in nodes], names, interpreter)
         else:
-            steps.append(_local(group, ranks, names, interpreter))
+            steps.append(_local_step(group, ranks, names, interpreter))
     name = str(read_key(read_key(cfg, "runner"), "name", "run"))
-    warnings = tuple(_oversubscribed(nodes, placements))
+    warnings = tuple(_placement_warnings(nodes, placements))
     workflow = read_key(cfg, "workflow", {})
     return JobPlan(
         name, launcher, components, tuple(steps), nodes, placements, warnings,
@@ -223,7 +223,9 @@ def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluste
 # -- components -------------------------------------------------------------------------------------------------------
 
 
-def _components(groups: Sequence[SectionSource], section: SectionSource, cluster: Cluster) -> tuple[JobComponent, ...]:
+def _build_components(
+    groups: Sequence[SectionSource], section: SectionSource, cluster: Cluster
+) -> tuple[JobComponent, ...]:
     """Divides the nodes into components: the allocation's components, or one for each node group that requests resources."""
     by_rank = {
         r: raw_group for raw_group in groups for r in cluster.node_group(str(read_key(raw_group, "label"))).node_ranks
@@ -255,12 +257,12 @@ def _components(groups: Sequence[SectionSource], section: SectionSource, cluster
         members = [raw_group for raw_group in groups if any(by_rank.get(r) is raw_group for r in ranks)]
         labels = "+".join(str(read_key(raw_group, "label")) for raw_group in members) or "cluster"
         accelerators = max(len(cluster.nodes[r].accelerators) for r in ranks)
-        options = _options(members, section, labels, accelerators, len(ranks))
+        options = _sbatch_options(members, section, labels, accelerators, len(ranks))
         components.append(JobComponent(index, labels, tuple(ranks), options))
     return tuple(components)
 
 
-def _options(
+def _sbatch_options(
     members: Sequence[SectionSource], section: SectionSource, labels: str, accelerators: int, nodes: int
 ) -> tuple[tuple[str, str], ...]:
     """Returns the sbatch options of a component from its node groups; the cluster's values are the defaults."""
@@ -285,7 +287,7 @@ def _options(
     return tuple((name, option) for name, option in options.items() if option is not None)
 
 
-def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:
+def _local_step(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:
     """Returns the step of a group on this machine. The driver's fork server forks the ranks; with an `interpreter`, that
     interpreter starts each rank.
     """
@@ -294,7 +296,7 @@ def _local(group: str, ranks: Sequence[Placement], names: Sequence[str], interpr
     return SrunStep(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
 
 
-def _oversubscribed(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
+def _placement_warnings(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
     warnings = []
     for rank, node in enumerate(nodes):
         local_ranks = [p for ranks in placements.values() for p in ranks if p.node_rank == rank]
@@ -331,12 +333,13 @@ def _ranks_on(placements: Mapping[str, Sequence[Placement]], node: int, index: i
 
 def render_plan(plan: JobPlan) -> str:
     """Renders the plan as the text that `rlhpc plan` prints."""
-    slurm = plan.launcher == "slurm"
+    is_slurm = plan.launcher == "slurm"
     size = count_noun(len(plan.nodes), "node")
     lines = [
-        f"run {plan.name}: {size}, " + (count_noun(len(plan.components), "job component") if slurm else "without Slurm")
+        f"run {plan.name}: {size}, "
+        + (count_noun(len(plan.components), "job component") if is_slurm else "without Slurm")
     ]
-    if slurm:
+    if is_slurm:
         for component in plan.components:
             nodes = _format_ranges("node", component.nodes)
             lines += ["", f"# component {component.index}: {component.label}, {nodes}", *component.directives]
@@ -351,10 +354,10 @@ def render_plan(plan: JobPlan) -> str:
             )
     for helpers in plan.helpers:
         lines += ["", *helpers.lines()]
-    lines += ["", "steps", f"  driver: {'the batch step' if slurm else 'this process'}, {plan.nodes[0].name}"]
+    lines += ["", "steps", f"  driver: {'the batch step' if is_slurm else 'this process'}, {plan.nodes[0].name}"]
     for step in plan.steps:
         ranks = _format_ranges("rank", step.ranks)
-        if slurm:
+        if is_slurm:
             lines += [f"  {step.group}: {ranks}", f"    SLURM_HOSTFILE: {' '.join(step.hosts)}"]
             lines.append(f"    {shlex.join(step.argv)}")
         else:
@@ -368,7 +371,7 @@ def render_plan(plan: JobPlan) -> str:
             lines.append(f"    accelerator {index}: {' '.join(_ranks_on(plan.placements, rank, index)) or '-'}")
         if (cpu_ranks := _ranks_on(plan.placements, rank, None)) or not node.accelerators:
             lines.append(f"    no accelerator: {' '.join(cpu_ranks) or '-'}")
-    if slurm and not all(node.cpus for node in plan.nodes):
+    if is_slurm and not all(node.cpus for node in plan.nodes):
         lines += ["", "--cpus-per-task=?: a node's cores, once Slurm has granted them, shared by the ranks on it"]
     if plan.warnings:
         lines += ["", *(f"warning: {warning}" for warning in plan.warnings)]

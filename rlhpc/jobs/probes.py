@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.submit_backoff import NotNow
+from rlhpc.jobs.submit_backoff import TemporaryRefusal
 from rlhpc.runtime.host import process_space
 from rlhpc.runtime.slurm import TIMEOUT_S, CommandOutput, ask
 
@@ -107,7 +107,7 @@ _TERMINAL = frozenset(
 )
 
 
-def _stat_of(pid: int) -> tuple[str, int] | None:
+def _read_stat(pid: int) -> tuple[str, int] | None:
     """Returns (state letter, start time in clock ticks since boot) of a process; None if it does not exist."""
     try:
         stat_text = Path(f"/proc/{pid}/stat").read_text()
@@ -128,7 +128,7 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> ProcessId:
         """Returns the identity of a process on this host; `start` is 0 if the process has ended."""
-        stat = _stat_of(pid)
+        stat = _read_stat(pid)
         return cls(pid=pid, start=stat[1] if stat else 0, host=process_space())
 
     @classmethod
@@ -148,7 +148,7 @@ class ProcessId:
             name, boot, _ = (*self.host.split("/"), "", "")[:3]
             local_host, boot_here, _ = (*process_space().split("/"), "", "")[:3]
             return False if name == local_host and boot != boot_here else None
-        stat = _stat_of(self.pid)
+        stat = _read_stat(self.pid)
         return stat is not None and stat[0] not in "ZX" and stat[1] == self.start
 
     def has_open_below(self, folder: Path) -> bool | None:
@@ -262,36 +262,39 @@ class SlurmProbe(JobProbe):
         self._max_interval_s = max_interval_s
         self._timeout_s = command_timeout_s
         self._clock = clock
-        self._wait_s = interval_s
-        self._asked_at: float | None = None
-        self._last: dict[str, JobReport] = {}
+        self._pause_s = interval_s
+        self._queried_at: float | None = None
+        self._reports: dict[str, JobReport] = {}
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         ids = list(dict.fromkeys(job_ids))
-        open_ids = [i for i in ids if i not in self._last or not self._last[i].state.is_terminal]
-        is_fresh = self._asked_at is not None and self._clock() - self._asked_at < self._wait_s
-        if open_ids and not (is_fresh and all(i in self._last for i in ids)):
-            self._ask(open_ids)
-            self._asked_at = self._clock()
-        return {i: self._last[i] for i in ids}
+        open_ids = [i for i in ids if i not in self._reports or not self._reports[i].state.is_terminal]
+        is_fresh = self._queried_at is not None and self._clock() - self._queried_at < self._pause_s
+        if open_ids and not (is_fresh and all(i in self._reports for i in ids)):
+            self._query_slurm(open_ids)
+            self._queried_at = self._clock()
+        return {i: self._reports[i] for i in ids}
 
     def find(self, job_name: str) -> str | None:
         """Returns the id of this user's waiting or running job with this name; None without such a job.
 
         Raises:
-            NotNow: Slurm does not answer, so the job may exist.
+            TemporaryRefusal: Slurm does not answer, so the job may exist.
         """
         squeue_output = ask(
             "squeue", "--noheader", "--me", f"--name={job_name}", "--format=%i", timeout_s=self._timeout_s
         )
         if not _has_answered(squeue_output) and shutil.which("squeue"):
             output = " ".join(squeue_output.lines)
-            raise NotNow(f"squeue does not say whether there is a job {job_name}: {output}", reason="Slurm does not answer",
-                         silent=True)  # fmt: skip
+            raise TemporaryRefusal(
+                f"squeue does not say whether there is a job {job_name}: {output}",
+                reason="Slurm does not answer",
+                silent=True,
+            )
         ids = [_leader(line) for line in squeue_output.lines if line.strip()]
         return ids[0] if squeue_output.ok and ids else None
 
-    def _ask(self, ids: list[str]) -> None:
+    def _query_slurm(self, ids: list[str]) -> None:
         reports: dict[str, JobReport] = {}
         has_answered = self._ask_squeue(ids, reports)
         missing_ids = [i for i in ids if i not in reports]
@@ -301,30 +304,30 @@ class SlurmProbe(JobProbe):
             has_answered = self._ask_scontrol(missing_ids, reports) and has_answered
         for job_id in ids:
             if job_id in reports:
-                self._last[job_id] = reports[job_id]
+                self._reports[job_id] = reports[job_id]
             elif self._finished is not None and self._finished(job_id):
-                self._last[job_id] = JobReport(JobState.COMPLETED, source="marker")
+                self._reports[job_id] = JobReport(JobState.COMPLETED, source="marker")
             elif has_answered:  # the controller no longer knows the job
                 reason = "Slurm does not know the job" + ("" if sacct_answered else " and has no accounting")
-                self._last[job_id] = JobReport(JobState.UNKNOWN, reason, source="squeue")
+                self._reports[job_id] = JobReport(JobState.UNKNOWN, reason, source="squeue")
             else:
-                last_report = self._last.get(job_id, JobReport(JobState.UNKNOWN))
-                self._last[job_id] = replace(last_report, reason="Slurm does not answer", conclusive=False)
+                last_report = self._reports.get(job_id, JobReport(JobState.UNKNOWN))
+                self._reports[job_id] = replace(last_report, reason="Slurm does not answer", conclusive=False)
         # a site sees one query per interval, and fewer while its scheduler is in trouble
         is_silent = not has_answered and not reports
-        self._wait_s = min(self._wait_s * 2, self._max_interval_s) if is_silent else self._interval_s
+        self._pause_s = min(self._pause_s * 2, self._max_interval_s) if is_silent else self._interval_s
 
     def _ask_squeue(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
         squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r",
                      timeout_s=self._timeout_s)  # fmt: skip
-        self._collect((line.split("|") for line in squeue_output.lines), ids, reports, "squeue")
+        self._add_reports((line.split("|") for line in squeue_output.lines), ids, reports, "squeue")
         return _has_answered(squeue_output)
 
     def _ask_sacct(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
         sacct_output = ask("sacct", "-X", "--noheader", "--parsable2", f"--jobs={','.join(ids)}",
                      "--format=JobID,State,ExitCode", timeout_s=self._timeout_s)  # fmt: skip
         if sacct_output.ok:
-            self._collect((line.split("|") for line in sacct_output.lines), ids, reports, "sacct")
+            self._add_reports((line.split("|") for line in sacct_output.lines), ids, reports, "sacct")
         return sacct_output.ok
 
     def _ask_scontrol(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
@@ -336,12 +339,12 @@ class SlurmProbe(JobProbe):
                 for fields in scontrol_output.records
                 if "JobState" in fields
             ]
-            self._collect(rows, ids, reports, "scontrol")
+            self._add_reports(rows, ids, reports, "scontrol")
             has_answered = has_answered and _has_answered(scontrol_output)
         return has_answered
 
     @staticmethod
-    def _collect(rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source: str) -> None:
+    def _add_reports(rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source: str) -> None:
         """Adds reports by job id. A het job gets the report of a live component or, if all have ended, of the worst end.
 
         When one component fails, Slurm cancels the others, so a job counts as cancelled only if no component failed.

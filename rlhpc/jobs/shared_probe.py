@@ -24,10 +24,10 @@ from rlhpc.jobs.probes import JobProbe, JobReport, JobState, SlurmProbe
 from rlhpc.runtime.host import process_space
 
 #: Minimum time between two queries, and the maximum while Slurm does not answer.
-INTERVAL_S, MOST_S = 10.0, 120.0
+INTERVAL_S, MAX_INTERVAL_S = 10.0, 120.0
 #: A job that no command has asked about for this long is dropped from the query.
 _RETENTION_S = 60.0
-_RENEWED_S = 15.0
+_RENEW_INTERVAL_S = 15.0
 
 
 def wait_folder() -> Path:
@@ -51,11 +51,11 @@ class SharedProbe(JobProbe):
         self._probe = probe
         self._folder = folder or wait_folder()
         self._interval_s = interval_s
-        self._renewed: dict[str, float] = {}
+        self._renewal_times: dict[str, float] = {}
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         ids = list(job_ids)
-        if self._usable():
+        if self._is_usable():
             with contextlib.suppress(OSError):  # a full disk, or a concurrent cleanup
                 return self._query(ids)
         return self._probe.query(ids)
@@ -63,7 +63,7 @@ class SharedProbe(JobProbe):
     def _query(self, ids: list[str]) -> dict[str, JobReport]:
         now = time.monotonic()
         answers = self._read()
-        jobs_to_renew = [job for job in ids if now - self._renewed.get(job, -_RETENTION_S) > _RENEWED_S]
+        jobs_to_renew = [job for job in ids if now - self._renewal_times.get(job, -_RETENTION_S) > _RENEW_INTERVAL_S]
         if jobs_to_renew or self._is_due(answers, now):
             with self._lock() as has_lock:
                 if has_lock:  # otherwise another command is querying Slurm, and the next call reads its answer
@@ -76,7 +76,7 @@ class SharedProbe(JobProbe):
             answers = self._read()
             for job in job_ids:
                 answers["wanted"].pop(job, None)
-                self._renewed.pop(job, None)
+                self._renewal_times.pop(job, None)
             now = time.monotonic()
             if has_lock and any(now - renewed < _RETENTION_S for renewed in answers["wanted"].values()):
                 self._write(answers)
@@ -89,7 +89,7 @@ class SharedProbe(JobProbe):
         """Adds the jobs of this process, and queries Slurm if a query is due. The caller must hold the lock."""
         renewal_times = {job: renewed for job, renewed in answers["wanted"].items() if now - renewed < _RETENTION_S}
         for job in ids:
-            renewal_times[job] = self._renewed[job] = now
+            renewal_times[job] = self._renewal_times[job] = now
         reports = {job: row for job, row in answers["reports"].items() if job in renewal_times}
         answers = {**answers, "wanted": renewal_times, "reports": reports}
         # ended jobs are not queried again
@@ -97,7 +97,9 @@ class SharedProbe(JobProbe):
         if open_jobs and self._is_due(answers, now):
             new_reports = self._probe.query(open_jobs)
             is_silent = not any(report.conclusive for report in new_reports.values())
-            pause_s = min(2 * answers["pause"], MOST_S) if is_silent and answers["reports"] else self._interval_s
+            pause_s = (
+                min(2 * answers["pause"], MAX_INTERVAL_S) if is_silent and answers["reports"] else self._interval_s
+            )
             rows = {job: [r.state.value, r.reason, r.source, r.conclusive] for job, r in new_reports.items()}
             answers = {**answers, "asked": time.monotonic(), "pause": pause_s, "reports": {**reports, **rows}}
         self._write(answers)
@@ -107,7 +109,7 @@ class SharedProbe(JobProbe):
         # a time that was written before the last reboot lies in the future
         return not 0 <= now - float(answers["asked"]) < float(answers["pause"])
 
-    def _usable(self) -> bool:
+    def _is_usable(self) -> bool:
         """Returns whether the folder exists and belongs to this user alone."""
         try:
             with contextlib.suppress(FileExistsError):

@@ -37,8 +37,8 @@ class StopRequest:
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
         self._reason = ""
-        self._interrupts = 0
-        self._previous: dict[signal.Signals, Any] = {}
+        self._num_interrupts = 0
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:
@@ -79,16 +79,16 @@ class StopRequest:
             ValueError: Called outside the main thread.
         """
         for signum in _REASONS:
-            self._previous[signum] = signal.signal(signum, self._handle)
+            self._previous_handlers[signum] = signal.signal(signum, self._handle)
         return self
 
     def restore(self) -> None:
         """Restores the previous handlers."""
         if threading.current_thread() is threading.main_thread():
-            for signum, handler in self._previous.items():
+            for signum, handler in self._previous_handlers.items():
                 # None stands for a handler of C code, which Python cannot restore
                 signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-        self._previous.clear()
+        self._previous_handlers.clear()
 
     def __enter__(self) -> StopRequest:
         return self.install()
@@ -101,8 +101,8 @@ class StopRequest:
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         signal_id = signal.Signals(signum)
         if signal_id is signal.SIGINT:
-            self._interrupts += 1
-            if self._interrupts > 1:
+            self._num_interrupts += 1
+            if self._num_interrupts > 1:
                 raise KeyboardInterrupt
         # a request to end the run overrides a request to continue the run later: scancel may follow a walltime signal
         if self._signal is None or (self._signal is signal.SIGUSR2 and signal_id is not signal.SIGUSR2):
@@ -111,7 +111,7 @@ class StopRequest:
 
 
 #: Maximum and minimum seconds between two queries of a job's end; the interval shrinks as the end approaches.
-_ASK_AGAIN_S, _LEAST_PAUSE_S = 600.0, 30.0
+_MAX_QUERY_INTERVAL_S, _MIN_QUERY_INTERVAL_S = 600.0, 30.0
 
 
 @dataclass
@@ -131,7 +131,7 @@ class _JobEnd:
     @property
     def is_old(self) -> bool:
         remaining_s = math.inf if self.at is None else self.at - time.time()
-        return time.monotonic() - self.time > min(_ASK_AGAIN_S, max(_LEAST_PAUSE_S, remaining_s / 4))
+        return time.monotonic() - self.time > min(_MAX_QUERY_INTERVAL_S, max(_MIN_QUERY_INTERVAL_S, remaining_s / 4))
 
 
 _last_job_end: _JobEnd | None = None

@@ -93,11 +93,11 @@ def end_of(job_id: str) -> float | None:
     return min((math.inf if end_time is None else end_time for end_time in end_times), default=None)
 
 
-_START = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+_START_MESSAGE = re.compile(r"Job \d+ to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 
 
 @dataclass(frozen=True)
-class Start:
+class EstimatedStart:
     """Start estimate of Slurm for a job that is not submitted.
 
     Attributes:
@@ -109,17 +109,19 @@ class Start:
     words: str = ""
 
 
-def would_start(script: str) -> Start:
+def would_start(script: str) -> EstimatedStart:
     """Returns the start estimate of `sbatch --test-only` for a batch script.
 
     Slurm estimates from the time limits of the running and waiting jobs. Those jobs may end earlier, and other jobs may be
     scheduled before this job.
     """
     sbatch_output = ask("sbatch", "--test-only", stdin=script, timeout_s=60)
-    start_time = _start_in(sbatch_output)
+    start_time = _parse_start(sbatch_output)
     if not sbatch_output.ok or start_time is None:
-        return Start(None, sbatch_output.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: "))
-    return Start(start_time)
+        return EstimatedStart(
+            None, sbatch_output.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
+        )
+    return EstimatedStart(start_time)
 
 
 @functools.cache
@@ -133,9 +135,9 @@ def has_gpus(partition: str | None) -> bool:
     return sinfo_output.ok and bool(rows) and all("gpu" in row[1] for row in rows)
 
 
-def _start_in(answer: CommandOutput) -> float | None:
+def _parse_start(answer: CommandOutput) -> float | None:
     """Parses the Unix time of a job's start from the output of `sbatch --test-only`; returns None without a time."""
-    match = _START.search(answer.error + answer.text)
+    match = _START_MESSAGE.search(answer.error + answer.text)
     return parse_time(match[1]) if match else None
 
 
@@ -170,8 +172,8 @@ def allowance(account: str | None) -> Allowance | None:
         return None
     minutes: dict[str, tuple[float, float]] = {}
     for _, _, _, limits_text, used_text in (row for row in rows if row[0] == name):
-        used_minutes = _tres(used_text)
-        for resource, limit in _tres(limits_text).items():
+        used_minutes = _parse_tres(used_text)
+        for resource, limit in _parse_tres(limits_text).items():
             remaining = limit - used_minutes.get(resource, 0.0)
             if resource not in minutes or remaining < minutes[resource][0] - minutes[resource][1]:
                 minutes[resource] = (limit, used_minutes.get(resource, 0.0))
@@ -182,13 +184,13 @@ def allowance(account: str | None) -> Allowance | None:
         return Allowance(name, minutes, None)
 
 
-def _tres(text: str) -> dict[str, float]:
+def _parse_tres(text: str) -> dict[str, float]:
     """Parses a TRES list such as `cpu=100,gres/gpu=600` into a dict of numbers."""
     assignments = (assignment.partition("=") for assignment in text.split(","))
     return {name: float(count) for name, _, count in assignments if count.replace(".", "", 1).isdigit()}
 
 
-def nothing_queued() -> bool:
+def has_no_jobs() -> bool:
     """Returns whether this user has no job in the queue. A limit on the number of jobs then never admits the refused job."""
     squeue_output = ask("squeue", "--noheader", "--me", "--format=%i")
     return squeue_output.ok and not squeue_output.text.strip()
@@ -307,45 +309,51 @@ def parse_time(text: str) -> float | None:
         return None
 
 
-def end_named(name: str, *, queued_only: bool = False, softly: bool = False, timeout_s: float = 20.0) -> bool:
+def end_named(name: str, *, queued_only: bool = False, graceful: bool = False, timeout_s: float = 20.0) -> bool:
     """Ends this user's jobs with a name; returns whether all commands succeeded.
 
     Args:
         name: Name of the jobs.
         queued_only: End only pending jobs.
-        softly: End pending jobs, and send SIGUSR1 to running jobs, which then leave by themselves.
+        graceful: End pending jobs, and send SIGUSR1 to running jobs, which then leave by themselves.
         timeout_s: Maximum seconds for Slurm to answer.
     """
     if shutil.which("scancel") is None:
         return False
-    selections = [["--state=PENDING"]] if queued_only or softly else [[]]
-    if softly:
+    selections = [["--state=PENDING"]] if queued_only or graceful else [[]]
+    if graceful:
         selections.append(["--state=RUNNING", "--batch", "--signal=USR1"])
     argv = ("scancel", "--me", f"--name={name}")
     outputs = [ask(*argv, *options, timeout_s=timeout_s, apart=True) for options in selections]
     return all(output.ok for output in outputs)
 
 
-def starts_in(options: Mapping[str, Any]) -> tuple[float | None, str]:
+def seconds_to_start(options: Mapping[str, Any]) -> tuple[float | None, str]:
     """Returns (seconds until Slurm would start a job with these sbatch options, Slurm's message).
 
     The seconds are an estimate from `sbatch --test-only`; None without an estimate.
     """
     option_words = [f"--{name}={option_value}" for name, option_value in options.items()]
-    sbatch_output = ask("sbatch", "--test-only", *option_words, "--wrap=true", environment=free_of_job(os.environ))
-    start = _start_in(sbatch_output)
+    sbatch_output = ask(
+        "sbatch", "--test-only", *option_words, "--wrap=true", environment=without_job_variables(os.environ)
+    )
+    start = _parse_start(sbatch_output)
     return (None if start is None else max(0.0, start - time.time())), sbatch_output.words
 
 
-_OF_JOB = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
+_JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
 
 
-def free_of_job(environ: Mapping[str, str]) -> dict[str, str]:
+def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns a copy of an environment without the variables of this process's job, for the submission of another job."""
-    return {name: value for name, value in environ.items() if not _OF_JOB.match(name) and name not in _MASKS}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not _JOB_VARIABLE.match(name) and name not in _ACCELERATOR_MASKS
+    }
 
 
-_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+_ACCELERATOR_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 
 
 def minutes_of(time: str) -> int:

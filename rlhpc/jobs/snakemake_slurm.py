@@ -35,11 +35,11 @@ _REPORTED, _SUBMITTED, _PROBE = "_reported_jobs", "_submitted_jobs", "_attached_
 #: Marks a job that another Snakemake submitted, in `SubmittedJobInfo.aux`.
 _ATTACHED = "attached"
 #: Inputs up to this size are compared by content.
-_DIGESTED_BYTES = 1 << 20
+_MAX_DIGESTED_BYTES = 1 << 20
 #: Final states of a job that do not mean failure.
-_NOT_FAILED = (JobState.CANCELLED, JobState.PREEMPTED, JobState.REVOKED)
+_RESUBMITTED_STATES = (JobState.CANCELLED, JobState.PREEMPTED, JobState.REVOKED)
 #: Types of parameters that the digest contains as text; Snakemake compares the same types between two runs of a rule.
-_COMPARED = (str, int, float, bool, complex, range, list, tuple, dict, set, frozenset, bytes, type(None))
+_COMPARED_TYPES = (str, int, float, bool, complex, range, list, tuple, dict, set, frozenset, bytes, type(None))
 
 
 def _unadapted_executor(mark: str) -> Any:
@@ -60,8 +60,8 @@ def keep_unanswered_jobs() -> None:
     executor = _unadapted_executor("_keeps_unanswered_jobs")
     if executor is None:
         return
-    executor.report_job_success = _noting(executor.report_job_success)
-    executor.report_job_error = _noting(executor.report_job_error)
+    executor.report_job_success = _recording_reported(executor.report_job_success)
+    executor.report_job_error = _recording_reported(executor.report_job_error)
     check = executor.check_active_jobs
 
     @functools.wraps(check)
@@ -81,7 +81,7 @@ def keep_unanswered_jobs() -> None:
     executor.check_active_jobs = check_active_jobs
 
 
-def _noting(report: Callable[..., None]) -> Callable[..., None]:
+def _recording_reported(report: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(report)
     def note(self: Any, job_info: Any, *arguments: Any, **options: Any) -> None:
         # keeps the object alive, so that no later job gets the same id()
@@ -114,7 +114,7 @@ def share_jobs() -> None:
         try:
             record.parent.mkdir(parents=True, exist_ok=True)
             with lease_lock(record.with_suffix(".lease"), str(job.rule.name)):
-                if (job_info := _find_shared(self, job, record)) is not None:
+                if (job_info := _find_shared_job(self, job, record)) is not None:
                     self.logger.info(
                         f"Job {job.jobid} waits for SLURM job {job_info.external_jobid}, submitted for it before."
                     )
@@ -123,7 +123,7 @@ def share_jobs() -> None:
                 is_submitted = True
                 submit(self, job)
                 if job_id := self.__dict__.get(_SUBMITTED, {}).pop(id(job), None):
-                    write_json(record, _content(job, job_id))
+                    write_json(record, _record_content(job, job_id))
         except Exception as error:  # in a thread of Snakemake, which would wait for the job forever
             self.logger.warning(f"Other Snakemakes cannot know of job {job.jobid}: {error}")
             if not is_submitted:
@@ -143,7 +143,7 @@ def share_jobs() -> None:
                 _probe_of(self).query, [job_info.external_jobid for job_info in attached_jobs]
             )
             for job_info in attached_jobs:
-                if await _settle(self, job_info, reports[job_info.external_jobid]):
+                if await _report_end(self, job_info, reports[job_info.external_jobid]):
                     _probe_of(self).leave([job_info.external_jobid])
                 else:
                     yield job_info
@@ -168,33 +168,33 @@ def _record_of(job: Any) -> Path | None:
 
 def _digest(job: Any) -> str:
     """Returns a digest of a job's rule, its outputs, and the parameters that restart the job when they change."""
-    param_texts = sorted(repr(param) for param in job.non_derived_params if isinstance(param, _COMPARED))
+    param_texts = sorted(repr(param) for param in job.non_derived_params if isinstance(param, _COMPARED_TYPES))
     return hashlib.sha256(json.dumps([job.rule.name, sorted(map(str, job.output)), param_texts]).encode()).hexdigest()
 
 
-def _content(job: Any, job_id: str) -> dict[str, Any]:
+def _record_content(job: Any, job_id: str) -> dict[str, Any]:
     return {
         "job_id": job_id,
         "digest": _digest(job),
-        "inputs": _inputs(job),
+        "inputs": _input_digests(job),
         "process": ProcessId.of(os.getpid()).to_json(),
         "submitted": time.time(),
     }
 
 
-def _inputs(job: Any) -> dict[str, str]:
+def _input_digests(job: Any) -> dict[str, str]:
     """Returns digests of the small inputs. Modification times do not suffice: each Snakemake that regards a job as finished
     touches the job's outputs, which are inputs of the next job.
     """
     digests = {}
     for path in job.input:
         with contextlib.suppress(OSError):
-            if os.stat(path).st_size <= _DIGESTED_BYTES:
+            if os.stat(path).st_size <= _MAX_DIGESTED_BYTES:
                 digests[str(path)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return digests
 
 
-def _find_shared(executor: Any, job: Any, record: Path) -> Any:
+def _find_shared_job(executor: Any, job: Any, record: Path) -> Any:
     """Returns the job to wait for, as Snakemake's `SubmittedJobInfo`; None if a new job must be submitted."""
     from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
@@ -212,7 +212,7 @@ def _outputs_are_current(executor: Any, job: Any, content: dict[str, Any]) -> bo
     """Returns whether a finished job is up to date: all outputs exist, and no input has changed since their creation."""
     if executor.workflow.dag.reason(job).forced:
         return False
-    inputs_before, inputs_now = content.get("inputs") or {}, _inputs(job)
+    inputs_before, inputs_now = content.get("inputs") or {}, _input_digests(job)
     try:
         oldest_mtime = min(os.stat(path).st_mtime for path in job.output)
         return all(
@@ -256,7 +256,7 @@ def _probe_of(executor: Any) -> SharedProbe:
     return probe
 
 
-async def _settle(executor: Any, info: Any, report: JobReport) -> bool:
+async def _report_end(executor: Any, info: Any, report: JobReport) -> bool:
     """Reports the end of a job that another Snakemake submitted; returns False if the job has not ended.
 
     Submits the job again if it was cancelled or preempted or Slurm has forgotten it: the job did not fail, and the other
@@ -264,7 +264,7 @@ async def _settle(executor: Any, info: Any, report: JobReport) -> bool:
     """
     if report.state.is_success:
         executor.report_job_success(info)
-    elif report.state in _NOT_FAILED or (report.state is JobState.UNKNOWN and report.is_over):
+    elif report.state in _RESUBMITTED_STATES or (report.state is JobState.UNKNOWN and report.is_over):
         await asyncio.to_thread(executor.run_job, info.job)
     elif report.state.is_terminal:
         executor.report_job_error(

@@ -32,7 +32,7 @@ _TRANSITIONS = {JobState.COMPLETING: "ending", JobState.STAGE_OUT: "ending", Job
 #: The driver's stop reason at the end of a segment.
 _SEGMENT_END = "segment_end"
 #: The driver's stop reasons for a planned end, in words.
-_ENDS = {
+_STOP_REASON_TEXTS = {
     "max_steps": "all steps are done",
     "stop_return": "runner.stop_return is reached",
     _SEGMENT_END: "the segment is finished",
@@ -83,18 +83,24 @@ class Facts:
     def slurm_job(self) -> str | None:
         """Job to query from Slurm; None if the files suffice."""
         record = self.record
-        if record is None or record.executor != "slurm" or not record.job_id or self.exit_record or self._done():
+        if (
+            record is None
+            or record.executor != "slurm"
+            or not record.job_id
+            or self.exit_record
+            or self._is_segment_finished()
+        ):
             return None
         return None if self.claim is not None and self.claim.alive_here() else record.job_id
 
     def state(self, report: JobReport | None = None) -> RunState:
         """Returns the run's state; `report` is Slurm's report on `slurm_job`, None without a report."""
         record, files = self.record, self.files
-        if record is None or files is None or self._by_hand():
-            return RunState(*self._of_status())
+        if record is None or files is None or self._is_trained_without_job():
+            return RunState(*self._state_from_status())
         job = job_words(record)
-        if self._done():
-            return RunState(*self._after_segment(), job)
+        if self._is_segment_finished():
+            return RunState(*self._finished_state(), job)
         is_cancelled = files.cancelled(record.token)
         cancelled_state = RunState("cancelled", f"{job}; submit the run again to go on", job)
         if self.exit_record:
@@ -106,18 +112,18 @@ class Facts:
             reason = f"not submitted yet: {record.reason}; waits for room"
             return RunState("cancelled", "before it was submitted") if is_cancelled else RunState("waiting", reason)
         if self.claim is not None and self.claim.alive_here():
-            return self._running(job)
+            return self._running_state(job)
         has_ended = report is not None and report.state.is_terminal
         if (report is not None and report.state is JobState.CANCELLED) or (is_cancelled and has_ended):
             return cancelled_state
         if report is not None and report.state is not JobState.UNKNOWN:
-            return self._by_report(report, job)
-        return cancelled_state if is_cancelled else self._by_processes(report, job)
+            return self._state_from_report(report, job)
+        return cancelled_state if is_cancelled else self._state_from_processes(report, job)
 
-    def _done(self) -> bool:
+    def _is_segment_finished(self) -> bool:
         return self.files is not None and self.files.marker.exists()
 
-    def _by_hand(self) -> bool:
+    def _is_trained_without_job(self) -> bool:
         """Returns whether `rlhpc train` trained the run after the last submission ended."""
         started_at, claim, record = number_of(self.status, "started"), self.claim, self.record
         if started_at is None or record is None:
@@ -127,7 +133,11 @@ class Facts:
         last_end = max(
             record.submitted, claim.started if claim else 0.0, self.exit_record.end_time if self.exit_record else 0.0
         )
-        return bool(self.exit_record or self._done()) and started_at > last_end and self.status.get("segment") is None
+        return (
+            bool(self.exit_record or self._is_segment_finished())
+            and started_at > last_end
+            and self.status.get("segment") is None
+        )
 
     def _has_written_status(self, claim: Claim) -> bool:
         """Returns whether `status.json` was written by the claim's driver."""
@@ -136,7 +146,7 @@ class Facts:
             return False
         return str(self.status.get("host") or "").partition(":")[0] == driver.host.split("/")[0]
 
-    def _running(self, job: str) -> RunState:
+    def _running_state(self, job: str) -> RunState:
         """Returns the state of a run whose job is running, which depends on whether its driver is training."""
         claim, files, record = self.claim, self.files, self.record
         if claim is None or files is None or record is None:
@@ -154,7 +164,7 @@ class Facts:
             return RunState("starting", f"{job}, again after: {ending_words(reason)}", job, is_current=False)
         return RunState("running", f"{job}{start_text}", job)
 
-    def _by_report(self, report: JobReport, job: str) -> RunState:
+    def _state_from_report(self, report: JobReport, job: str) -> RunState:
         if report.state in _QUEUED:
             resume_text = ", to go on" if self.claim is not None else ""
             is_current = self.claim is None or not self._has_written_status(self.claim)
@@ -168,9 +178,9 @@ class Facts:
             outcome = f"{job} ended without a result ({report.state.value}); submit the run again to resume it"
             return RunState("dead", outcome, job)
         state = _TRANSITIONS.get(report.state)
-        return RunState(state, job, job) if state else self._running(job)
+        return RunState(state, job, job) if state else self._running_state(job)
 
-    def _by_processes(self, report: JobReport | None, job: str) -> RunState:
+    def _state_from_processes(self, report: JobReport | None, job: str) -> RunState:
         """Returns the state from the processes on this host, if neither the files nor Slurm determine the state."""
         claim, record = self.claim, self.record
         assert record is not None
@@ -188,27 +198,27 @@ class Facts:
             pid = claim.driver.pid if claim.driver else claim.job.pid
             return RunState("dead", f"its driver (pid {pid}) is gone; submit the run again to resume it", job)
         if self._has_written_status(claim):
-            return RunState(*self._of_status(), job)
+            return RunState(*self._state_from_status(), job)
         return RunState("starting", job, job, is_current=False)
 
     def _driver_state(self) -> tuple[str, str]:
         """Returns the driver's state and stop reason from `status.json`; "" for a missing one."""
         return str(self.status.get("state") or ""), str(self.status.get("stop_reason") or "")
 
-    def _after_segment(self) -> tuple[str, str]:
+    def _finished_state(self) -> tuple[str, str]:
         state, reason = self._driver_state()
         if state == "stopped" and reason == _SEGMENT_END and self.files is not None:
             return "stopped", f"segment {self.files.segment} is finished, and the next one not submitted"
         return (state, ending_words(reason)) if state in FINAL else ("finished", "")
 
-    def _of_status(self) -> tuple[str, str]:
+    def _state_from_status(self) -> tuple[str, str]:
         """Returns state and explanation from `status.json` alone."""
         status, paths = self.status, self.paths
         state, reason = self._driver_state()
         if state in FINAL:
             return state, ending_words(reason)
         if not state:
-            if not _readable(paths.submit):
+            if not _is_readable(paths.submit):
                 return "unknown", f"submitted by {owner(paths)}; what it does before its first step only they can see"
             refusal = _refusal(paths)
             return ("failed", f"refused before its start: {refusal}") if refusal else ("unknown", "no status.json")
@@ -225,7 +235,7 @@ class Facts:
 
 def ending_words(reason: str) -> str:
     """Returns the stop reason of a run as text; the keywords for a planned end are translated."""
-    return _ENDS.get(reason, reason)
+    return _STOP_REASON_TEXTS.get(reason, reason)
 
 
 def states(folders: Sequence[RunPaths], probe: SlurmProbe | None = None) -> list[tuple[Facts, RunState]]:
@@ -292,7 +302,7 @@ def _refusal(paths: RunPaths) -> str:
     return error_line(paths.logs / "workflow" / "prepare.log")
 
 
-def _readable(folder: Path) -> bool:
+def _is_readable(folder: Path) -> bool:
     return not folder.exists() or os.access(folder, os.R_OK | os.X_OK, effective_ids=True)
 
 
@@ -304,31 +314,31 @@ def number_of(values: dict[str, Any], key: str) -> float | None:
 
 #: Minimum seconds between two Slurm queries, and the number of equal answers in a row that are required: between the end of
 #: one attempt and the start of the next, a run may look dead for a moment.
-_LOOK_S, _TIMES = 10.0, 2
-_OVER = ("finished", "failed", "cancelled", "dead")
+_CHECK_INTERVAL_S, _NUM_EQUAL_ANSWERS = 10.0, 2
+_ENDED_STATES = ("finished", "failed", "cancelled", "dead")
 
 
-class Ending:
+class RunEndCheck:
     """Callable that returns whether the run has ended and will not continue by itself.
 
     Args:
         paths: The run.
-        look_s: Minimum seconds between two checks of the job; the run's status is read in every call.
+        interval_s: Minimum seconds between two checks of the job; the run's status is read in every call.
     """
 
-    def __init__(self, paths: RunPaths, look_s: float = _LOOK_S) -> None:
-        self._paths, self._look_s = paths, look_s
-        self._looked, self._times = -look_s, 0
+    def __init__(self, paths: RunPaths, interval_s: float = _CHECK_INTERVAL_S) -> None:
+        self._paths, self._interval_s = paths, interval_s
+        self._checked_at, self._num_equal_answers = -interval_s, 0
 
     def __call__(self) -> bool:
         if (read_json_file(self._paths.driver_state) or {}).get("state") == "finished":
             return True
-        if time.monotonic() - self._looked >= self._look_s:
-            self._looked = time.monotonic()
-            self._times = self._times + 1 if self._is_over() else 0
-        return self._times >= _TIMES
+        if time.monotonic() - self._checked_at >= self._interval_s:
+            self._checked_at = time.monotonic()
+            self._num_equal_answers = self._num_equal_answers + 1 if self._is_over() else 0
+        return self._num_equal_answers >= _NUM_EQUAL_ANSWERS
 
     def _is_over(self) -> bool:
         [(facts, run)] = states([self._paths])
         # A run that stopped at a terminal has ended; the job of a submitted run continues it.
-        return run.state in _OVER or (run.state == "stopped" and facts.record is None)
+        return run.state in _ENDED_STATES or (run.state == "stopped" and facts.record is None)

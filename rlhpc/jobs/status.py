@@ -44,7 +44,7 @@ def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
     lines.append(f"joined       {len(rank_stays)} ranks in all, {len(present_stays)} there now, {hours:.2f} hours")
     lines += ["", f"{'joined':<16} {'node':<16} {'job':>10}  {'came':<11}  {'left':<11}  {'hours':>6}  why"]
     for stay in [*departed_stays[-_MAX_LEFT_LINES:], *present_stays]:
-        joined_at, left_at = _clock(stay.joined), "" if stay.left_at is None else _clock(stay.left_at)
+        joined_at, left_at = _format_time(stay.joined), "" if stay.left_at is None else _format_time(stay.left_at)
         reason = stay.leave_reason or ("works" if stay.works else "loads")
         lines.append(
             f"{f'{stay.group}-{stay.rank}':<16} {stay.node:<16} {stay.job or '-':>10}  {joined_at:<11}  {left_at:<11}  "
@@ -55,8 +55,8 @@ def helper_lines(paths: RunPaths, *, over: bool) -> list[str]:
     return lines
 
 
-def _clock(at: float) -> str:
-    return time.strftime("%d.%m %H:%M", time.localtime(at))
+def _format_time(unix_time: float) -> str:
+    return time.strftime("%d.%m %H:%M", time.localtime(unix_time))
 
 
 #: Headline numbers of runs as columns: title of the column → a text for each run.
@@ -98,7 +98,7 @@ def _step_text(status: dict[str, Any]) -> str:
     return "" if step is None else f"{step:.0f}{goal}"
 
 
-def best_words(status: dict[str, Any]) -> str:
+def best_checkpoint_text(status: dict[str, Any]) -> str:
     """Returns the best checkpoint, such as `step 30, by eval/loss 0.42`, from status.json; "" without a best checkpoint."""
     step, best_value = number_of(status, "best_step"), number_of(status, "best_value")
     return (
@@ -175,7 +175,7 @@ def render_status(paths: RunPaths, *, headlines: Headlines | None = None) -> str
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")
     steps = [step for step, _ in paths.complete_steps()]
     lines.append("checkpoints  " + (", ".join(step_name(step) for step in steps) if steps else "none"))
-    if best := best_words(status):
+    if best := best_checkpoint_text(status):
         lines.append(f"best         {best}")
     rows = members(paths) if run.state in OVER or _generation_is_new(facts, run) else []
     shm = _read_shared_memory(rows)
@@ -253,7 +253,7 @@ def render_runs(
     if not runs:
         raise UserError(f"there is no run below {folder}")
     cells = [
-        _cells(folder, facts, state, (notes or {}).get(facts.paths.root.name, "")) for facts, state in states(runs)
+        _run_cells(folder, facts, state, (notes or {}).get(facts.paths.root.name, "")) for facts, state in states(runs)
     ]
     columns: dict[str, Sequence[str]] = {title: [row[title] for row in cells] for title in cells[0]}
     last_columns = {title: columns.pop(title) for title in ("time left", "note")}
@@ -271,7 +271,7 @@ def render_runs(
     )
 
 
-def _cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, str]:
+def _run_cells(folder: Path, facts: Facts, run: RunState, note: str) -> dict[str, str]:
     """Returns a run's row of the table: title of the column → text."""
     eta = number_of(facts.status, "eta_s")
     reason = run.reason.removeprefix(run.job).lstrip(":;, ") if run.job else run.reason
@@ -313,7 +313,7 @@ def _log_files(paths: RunPaths, group: str | None, rank: int | None) -> dict[Pat
     return {path: label for path, label in labels.items() if pattern.fullmatch(label)}
 
 
-def _tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:
+def _read_tail(path: Path, lines: int, start: str) -> tuple[list[str], int]:
     """Returns (last lines of a start, file position after them); ([], 0) if the file cannot be read."""
     try:
         with open_file(path) as file:
@@ -362,22 +362,22 @@ def print_logs(
         raise UserError(f"no logs{requested_text} in {paths.logs}; there are: {', '.join(labels) or 'none yet'}")
     offsets: dict[Path, int] = {}
     for path, label in files.items():
-        tail_lines, offsets[path] = _tail(path, lines, start)
-        _write(target, label, tail_lines)
+        tail_lines, offsets[path] = _read_tail(path, lines, start)
+        _write_lines(target, label, tail_lines)
     while follow:
         is_over = run_state(paths)[0] in (*OVER, "unknown")
         for path, label in _log_files(paths, group, rank).items():
-            _write(target, label, list(_iter_new_lines(path, offsets)))
+            _write_lines(target, label, list(_iter_new_lines(path, offsets)))
         if is_over:
             return
         time.sleep(poll_s)
 
 
-def _iter_new_lines(path: Path, at: dict[Path, int]) -> Iterator[str]:
-    """Yields the complete lines after the file's position in `at`, and moves the position past them."""
+def _iter_new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
+    """Yields the complete lines after the file's position in `offsets`, and moves the position past them."""
     try:
         with open_file(path) as file:
-            position = at.get(path, 0)
+            position = offsets.get(path, 0)
             if file.seek(0, 2) < position:
                 position = 0  # replaced by a shorter file
             file.seek(position)
@@ -386,12 +386,12 @@ def _iter_new_lines(path: Path, at: dict[Path, int]) -> Iterator[str]:
                     break
                 position += len(line)
                 yield line.decode("utf-8", "replace").rstrip("\n")
-            at[path] = position
+            offsets[path] = position
     except (OSError, ValueError):
         return
 
 
-def _write(target: TextIO, label: str, lines: list[str]) -> None:
+def _write_lines(target: TextIO, label: str, lines: list[str]) -> None:
     for line in lines:
         for line_part in line.splitlines() or [""]:  # a progress bar overwrites its line repeatedly
             target.write(one_line(f"[{label}] {line_part}") + "\n")

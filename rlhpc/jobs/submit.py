@@ -22,13 +22,13 @@ from typing import Any, TextIO
 from rlhpc.jobs.cancel import cancel
 from rlhpc.jobs.driver_job import DriverJob
 from rlhpc.jobs.executors import NO_LIMIT_MIN, make_local_executor, make_slurm_executor
-from rlhpc.jobs.job_record import end_process, find_job, job_words, owner_of, segment_job_name, was_cancelled
+from rlhpc.jobs.job_record import cancelled_submission, end_process, find_job, job_words, owner_of, segment_job_name
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
 from rlhpc.jobs.shared_files import read_json_file
-from rlhpc.jobs.slurm import nothing_queued
-from rlhpc.jobs.submit_backoff import Backoff, NotNow, not_now, refusal_text
+from rlhpc.jobs.slurm import has_no_jobs
+from rlhpc.jobs.submit_backoff import Backoff, TemporaryRefusal, find_temporary_refusal, refusal_text
 from rlhpc.jobs.waiter import (
     DriverFailed,
     DriverRejected,
@@ -52,9 +52,9 @@ __all__ = [
     "JobCancelled",
     "JobLost",
     "JobRecord",
-    "NotNow",
     "Submission",
     "SubmitRequest",
+    "TemporaryRefusal",
     "WaitInterrupted",
     "WaitOptions",
     "cancel",
@@ -64,7 +64,7 @@ __all__ = [
 
 EXECUTORS = ("auto", "local", "slurm")
 #: Maximum number of timeouts for submitit, never reached: `DriverJob.max_stalled` ends jobs without progress instead.
-_NO_COUNT = 10**6
+_MAX_TIMEOUTS = 10**6
 #: Seconds after the attachment to a live job. A job that is lost within this time was already ending at the attachment.
 DYING_S = 10.0
 
@@ -115,7 +115,7 @@ class WaitOptions:
         poll_s: Seconds between two checks for the marker file.
         progress_s: Seconds between two lines of progress.
         deadline_s: Maximum seconds to wait, after which the wait ends with an error; the job goes on.
-        patient: Whether to wait while the site accepts no more jobs or Slurm does not answer; False raises `NotNow`.
+        patient: Whether to wait while the site accepts no more jobs or Slurm does not answer; False raises `TemporaryRefusal`.
         requester: Process that requested the wait. When the process ends, the wait ends; the job goes on.
         hand_over: Called once, when only the wait for this job remains. If the callable lets another process wait, it does
             not return.
@@ -172,8 +172,8 @@ class Submission:
         self.request, self.wait = request, wait or WaitOptions()
         self.files = SegmentJournal(RunPaths(expand_home(request.run_root).absolute()), request.segment)
         self.executor = choose_executor(request.executor)
-        self._out = self.wait.stream or sys.stderr
-        self._began = time.monotonic()
+        self._stream = self.wait.stream or sys.stderr
+        self._started_at = time.monotonic()
         self._backoff = Backoff(self.wait.deadline_s)
         #: Content of the cancel marker at the start; an earlier cancellation does not stop this submission.
         self._cancel_mark = read_json_file(self.files.cancel)
@@ -199,24 +199,24 @@ class Submission:
             return answer("finished", JobRecord.read(files), segment, segment_result)
         _make_folders(files)
         while True:
-            _await_orphan(files, self.request.save_grace_s, self._out)
+            _await_orphan(files, self.request.save_grace_s, self._stream)
             outcome = self._submit_or_attach()
             if isinstance(outcome, dict):
                 return answer("finished", JobRecord.read(files), segment, outcome)
-            if isinstance(outcome, NotNow):
-                say(self._out, f"{files.paths.root.name} segment {segment}: {refusal_text(outcome)}")
+            if isinstance(outcome, TemporaryRefusal):
+                say(self._stream, f"{files.paths.root.name} segment {segment}: {refusal_text(outcome)}")
                 self._backoff.wait(outcome, self._check_still_requested)
                 continue
             if not self.wait.enabled:
                 return answer(outcome.state, outcome.record, segment, None)
-            say(self._out, started_line(files, outcome.record, outcome.state))
+            say(self._stream, started_line(files, outcome.record, outcome.state))
             try:
                 return self._wait(outcome)
             except (JobLost, JobCancelled) as error:
                 if not self._was_ending_when_found(outcome, error):
                     raise
 
-    def _submit_or_attach(self) -> dict[str, Any] | NotNow | _Job:
+    def _submit_or_attach(self) -> dict[str, Any] | TemporaryRefusal | _Job:
         """Finds the live job or submits a new job, under the submit lock, so that two submissions start only one job.
 
         Returns:
@@ -230,12 +230,12 @@ class Submission:
                 if (record := find_job(files)) is not None:
                     request.on_decision(True)
                     return _Job(record, time.monotonic())
-                if request.attempt > 1 and (cancelled_record := was_cancelled(files)) is not None:
+                if request.attempt > 1 and (cancelled_record := cancelled_submission(files)) is not None:
                     raise cancelled_error(files, cancelled_record)
                 self._check_still_requested()
                 request.on_decision(False)
                 return _Job(self._start_job(), None)
-            except NotNow as refusal:
+            except TemporaryRefusal as refusal:
                 if not self.wait.patient:
                     raise
                 return refusal
@@ -255,11 +255,11 @@ class Submission:
     def _wait(self, job: _Job) -> dict[str, Any]:
         """Waits for the job to finish the segment; returns the result of `run`."""
         options = self.wait
-        elapsed_s = time.monotonic() - self._began
+        elapsed_s = time.monotonic() - self._started_at
         waiter = Waiter(
             self.files,
             job.record,
-            lambda line: say(self._out, line),
+            lambda line: say(self._stream, line),
             poll_s=options.poll_s,
             progress_s=options.progress_s,
             deadline_s=None if options.deadline_s is None else max(0.0, options.deadline_s - elapsed_s),
@@ -338,14 +338,14 @@ class Submission:
         return record
 
     def _explain_refusal(self, record: JobRecord, error: Exception) -> SubmitError:
-        """Builds the error for a refused job, `NotNow` if waiting may help; writes the reason to the record."""
+        """Builds the error for a refused job, `TemporaryRefusal` if waiting may help; writes the reason to the record."""
         files = self.files
-        refusal = not_now(files.segment, str(error)) if self.executor == "slurm" else None
+        refusal = find_temporary_refusal(files.segment, str(error)) if self.executor == "slurm" else None
         if refusal is None:
             message = f"segment {files.segment} could not be submitted ({self.executor}): {error}"
             replace(record, phase="refused", reason=message.splitlines()[0]).write(files)
             return SubmitError(message)
-        if "PerUser" in refusal.reason and nothing_queued():
+        if "PerUser" in refusal.reason and has_no_jobs():
             replace(record, phase="refused", reason=f"could not be submitted: {refusal.reason}").write(files)
             return SubmitError(
                 f"{refusal}\n  no job of yours is in the queue, so this one will never be let in: it has as many components "
@@ -358,8 +358,8 @@ class Submission:
     def _submitit_executor(self, name: str) -> Any:
         folder = str(self.files.paths.submit)
         if self.executor == "local":
-            return make_local_executor(folder, timeout_min=NO_LIMIT_MIN, max_num_timeout=_NO_COUNT)
-        return make_slurm_executor(folder, name, self.request.slurm, max_num_timeout=_NO_COUNT)
+            return make_local_executor(folder, timeout_min=NO_LIMIT_MIN, max_num_timeout=_MAX_TIMEOUTS)
+        return make_slurm_executor(folder, name, self.request.slurm, max_num_timeout=_MAX_TIMEOUTS)
 
 
 def started_line(files: SegmentJournal, record: JobRecord, state: str) -> str:

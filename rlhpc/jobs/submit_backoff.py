@@ -18,12 +18,12 @@ _SILENT = re.compile(
     r"[Cc]ommunication connection failure|Transport endpoint",
 )
 #: Minimum and maximum seconds between two attempts; the pause doubles.
-FIRST_S, MOST_S = 10.0, 120.0
+MIN_PAUSE_S, MAX_PAUSE_S = 10.0, 120.0
 #: Maximum seconds to wait while Slurm does not answer.
-SILENT_S = 900.0
+MAX_SILENCE_S = 900.0
 
 
-class NotNow(SubmitError):
+class TemporaryRefusal(SubmitError):
     """Error: Slurm refused the job for now, and a later attempt may succeed.
 
     Attributes:
@@ -37,19 +37,19 @@ class NotNow(SubmitError):
         self.silent = silent
 
 
-def not_now(segment: int, output: str) -> NotNow | None:
+def find_temporary_refusal(segment: int, output: str) -> TemporaryRefusal | None:
     """Builds the error for a temporary refusal from sbatch's output; returns None if the refusal is permanent."""
     message = f"segment {segment} could not be submitted (slurm): {output}"
     if match := _LIMIT.search(output):
-        return NotNow(message, reason=match.group())
+        return TemporaryRefusal(message, reason=match.group())
     if match := _FULL.search(output):
-        return NotNow(message, reason="the cluster's queue is full (MaxJobCount)")
+        return TemporaryRefusal(message, reason="the cluster's queue is full (MaxJobCount)")
     if _SILENT.search(output):
-        return NotNow(message, reason="Slurm does not answer", silent=True)
+        return TemporaryRefusal(message, reason="Slurm does not answer", silent=True)
     return None
 
 
-def refusal_text(refusal: NotNow) -> str:
+def refusal_text(refusal: TemporaryRefusal) -> str:
     """Formats a refusal, such as `not submitted yet: QOSMaxSubmitJobPerUserLimit; waits for room`."""
     return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.silent else "waits for room")
 
@@ -62,12 +62,12 @@ class Backoff:
     """
 
     def __init__(self, deadline_s: float | None) -> None:
-        self._began = time.monotonic()
+        self._started_at = time.monotonic()
         self._deadline_s = deadline_s
-        self._pause = FIRST_S
+        self._pause_s = MIN_PAUSE_S
         self._silent_since: float | None = None
 
-    def wait(self, refusal: NotNow, check: Callable[[], None]) -> None:
+    def wait(self, refusal: TemporaryRefusal, check: Callable[[], None]) -> None:
         """Sleeps until the next attempt. Calls `check` once a second; `check` may raise.
 
         Raises:
@@ -76,12 +76,12 @@ class Backoff:
         """
         now = time.monotonic()
         self._silent_since = (self._silent_since or now) if refusal.silent else None
-        if self._silent_since is not None and now - self._silent_since > SILENT_S:
-            raise SubmitError(f"{refusal}\n  tried for {SILENT_S:.0f} s; see `scontrol ping`")
-        deadline = now + self._pause
-        self._pause = min(2 * self._pause, MOST_S)
+        if self._silent_since is not None and now - self._silent_since > MAX_SILENCE_S:
+            raise SubmitError(f"{refusal}\n  tried for {MAX_SILENCE_S:.0f} s; see `scontrol ping`")
+        deadline = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         while (now := time.monotonic()) < deadline:
-            if self._deadline_s is not None and now - self._began > self._deadline_s:
+            if self._deadline_s is not None and now - self._started_at > self._deadline_s:
                 raise DeadlineExceeded(f"{refusal}\n  waited {self._deadline_s:g} s for room; nothing was submitted")
             check()
             time.sleep(min(1.0, deadline - now))

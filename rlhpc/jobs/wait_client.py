@@ -39,11 +39,11 @@ WELCOME = b"ok\n"
 #: Environment variables of the shell: its program, its output on Ctrl-C, and the wait in JSON for a later Python process.
 _PROGRAM, _STOPPED, _WAIT = "RLHPC_SHELL", "RLHPC_STOPPED", "RLHPC_WAIT"
 #: Maximum seconds to connect to a server, after which this process waits by itself.
-_REACH_S = 20.0
+_CONNECT_TIMEOUT_S = 20.0
 #: Maximum number of started servers in a row that accepted no request.
-_STARTS = 4
+_MAX_STARTS = 4
 _SHELL = "/bin/sh"
-_FD = 3
+_CONNECTION_FD = 3
 #: Command of the shell; short, because `ps` shows it.
 SHELL_COMMAND = f'eval "${_PROGRAM}"'
 SHELL_PROGRAM = r"""trap 'printf "%s\n" "$RLHPC_STOPPED" >&2; exit 130' INT
@@ -113,7 +113,7 @@ class Wait:
 
 def hand_over(wait: Wait) -> None:
     """Replaces this process by a shell that prints the server's output; returns only if no server is available."""
-    connection = _reach(wait) if os.access(_SHELL, os.X_OK) else None
+    connection = _connect_or_start(wait) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return
     files = SegmentJournal(RunPaths(Path(wait.root)), wait.segment)
@@ -126,8 +126,8 @@ def hand_over(wait: Wait) -> None:
     with connection, contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(connection.fileno(), _FD)
-        os.set_inheritable(_FD, True)
+        os.dup2(connection.fileno(), _CONNECTION_FD)
+        os.set_inheritable(_CONNECTION_FD, True)
         os.execve(_SHELL, ["sh", "-c", SHELL_COMMAND, name, *run_module("rlhpc.cli.wait")], environment)
 
 
@@ -142,17 +142,17 @@ def address(folder_fd: int, name: str = SOCKET) -> str:
     return f"/proc/self/fd/{folder_fd}/{name}"
 
 
-def _reach(wait: Wait) -> socket.socket | None:
+def _connect_or_start(wait: Wait) -> socket.socket | None:
     """Connects to a server and sends it the wait; starts a server if none runs. Returns None if no server is available."""
-    deadline, num_started = time.monotonic() + _REACH_S, 0
+    deadline, num_started = time.monotonic() + _CONNECT_TIMEOUT_S, 0
     request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
     try:
-        while time.monotonic() < deadline and num_started < _STARTS:
+        while time.monotonic() < deadline and num_started < _MAX_STARTS:
             with _open_wait_folder() as folder_fd:
                 connection = _connect(folder_fd, json.dumps(request).encode() + b"\n")
                 if connection is not None:
                     return connection
-                if _start(folder_fd):
+                if _start_server(folder_fd):
                     num_started += 1
                 else:
                     time.sleep(0.05)  # another server is starting or about to end
@@ -185,7 +185,7 @@ def _connect(folder_fd: int, request: bytes) -> socket.socket | None:
     """Returns a connection to a server that accepted the request; None if no server runs or the server is about to end."""
     connection = socket.socket(socket.AF_UNIX)
     try:
-        connection.settimeout(_REACH_S)
+        connection.settimeout(_CONNECT_TIMEOUT_S)
         connection.connect(address(folder_fd))
         if not is_peer_same_user(connection):
             raise PermissionError("the watcher is another user's")
@@ -202,7 +202,7 @@ def _connect(folder_fd: int, request: bytes) -> socket.socket | None:
     return None
 
 
-def _start(folder_fd: int) -> bool:
+def _start_server(folder_fd: int) -> bool:
     """Starts a server, and returns True, unless another process holds the lock. The server inherits the bound socket, so a
     client can connect at once.
     """
@@ -219,10 +219,10 @@ def _start(folder_fd: int) -> bool:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address(folder_fd))
             listener.listen(1024)
-            inherited = (lock, listener.fileno(), folder_fd)
+            inherited_fds = (lock, listener.fileno(), folder_fd)
             subprocess.Popen(
-                run_module("rlhpc.jobs.wait_server", *map(str, inherited)),
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=inherited,
+                run_module("rlhpc.jobs.wait_server", *map(str, inherited_fds)),
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=inherited_fds,
                 start_new_session=True, cwd="/", env={**os.environ, "PYTHONPATH": python_path()},
             )  # fmt: skip
         return True

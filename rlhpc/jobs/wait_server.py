@@ -30,42 +30,42 @@ _LINGER_S = 2.0
 #: Maximum seconds between a process's connection and its request.
 _REQUEST_S = 10.0
 #: Number of shells per second that become Python processes if the server is killed: all at once might overload the machine.
-_AT_ONCE = 8
+_STARTS_PER_S = 8
 _STACK_BYTES = 1 << 20
 
 
 class ReportCache(JobProbe):
     """Cache of Slurm's last reports on all followed jobs. One thread at a time queries Slurm for all jobs."""
 
-    def __init__(self, probe: JobProbe, every_s: float = 1.0) -> None:
-        self._probe, self._every_s = probe, every_s
-        self._guard, self._asking = threading.Lock(), threading.Lock()
-        self._next = 0.0
+    def __init__(self, probe: JobProbe, interval_s: float = 1.0) -> None:
+        self._probe, self._interval_s = probe, interval_s
+        self._lock, self._query_lock = threading.Lock(), threading.Lock()
+        self._next_query = 0.0
         self._num_waiters: dict[str, int] = {}
         self._reports: dict[str, JobReport] = {}
 
     def enter(self, job_id: str) -> None:
-        with self._guard:
+        with self._lock:
             self._num_waiters[job_id] = self._num_waiters.get(job_id, 0) + 1
-            self._next = 0.0
+            self._next_query = 0.0
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         now = time.monotonic()
-        if now >= self._next and self._asking.acquire(blocking=False):
+        if now >= self._next_query and self._query_lock.acquire(blocking=False):
             try:
-                with self._guard:
-                    self._next, followed_ids = now + self._every_s, list(self._num_waiters)
+                with self._lock:
+                    self._next_query, followed_ids = now + self._interval_s, list(self._num_waiters)
                 reports = self._probe.query(followed_ids)
-                with self._guard:
+                with self._lock:
                     self._reports = reports
             finally:
-                self._asking.release()
+                self._query_lock.release()
         unknown = JobReport(JobState.UNKNOWN, conclusive=False)
         return {job: self._reports.get(job, unknown) for job in job_ids}
 
     def leave(self, job_ids: Iterable[str]) -> None:
         for job in job_ids:
-            with self._asking, self._guard:  # otherwise a query in progress would add the job again
+            with self._query_lock, self._lock:  # otherwise a query in progress would add the job again
                 self._num_waiters[job] = self._num_waiters.get(job, 1) - 1
                 if self._num_waiters[job] > 0:
                     continue
@@ -101,8 +101,8 @@ class Watcher:
                 time.sleep(_LINGER_S / 4)
                 continue
             served_at = time.monotonic()
-            pause_s = sum(thread.is_alive() for thread in self._threads) // _AT_ONCE
-            thread = threading.Thread(target=self._follow, args=(connection, pause_s), daemon=True)
+            pause_s = sum(thread.is_alive() for thread in self._threads) // _STARTS_PER_S
+            thread = threading.Thread(target=self._serve_connection, args=(connection, pause_s), daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # the user's thread limit is reached: the connecting process waits by itself
@@ -110,7 +110,7 @@ class Watcher:
                 continue
             self._threads.append(thread)
 
-    def _follow(self, connection: socket.socket, pause: int) -> None:
+    def _serve_connection(self, connection: socket.socket, pause: int) -> None:
         with connection, contextlib.suppress(OSError, ValueError, TypeError):
             connection.settimeout(_REQUEST_S)
             if not is_peer_same_user(connection):
@@ -121,10 +121,10 @@ class Watcher:
             wait = Wait(**request)
             connection.settimeout(None)
             connection.sendall(WELCOME + f"D{pause}\n".encode())
-            self._wait(wait, connection, values)
+            self._wait_for_segment(wait, connection, values)
 
-    def _wait(self, wait: Wait, connection: socket.socket, values: dict[str, str]) -> None:
-        waiter = wait.waiter(lambda line: _tell(connection, "E", f"rlhpc: {line}"), self._find_probe)
+    def _wait_for_segment(self, wait: Wait, connection: socket.socket, values: dict[str, str]) -> None:
+        waiter = wait.waiter(lambda line: _send_lines(connection, "E", f"rlhpc: {line}"), self._find_probe)
         hangup = select.poll()
         hangup.register(connection, select.POLLIN)  # the connection becomes readable only when it closes
         try:
@@ -132,15 +132,15 @@ class Watcher:
                 if hangup.poll(1000 * waiter.poll_s):
                     return
             answer = waiter.answer(wait_result)
-            _tell(connection, "E", f"rlhpc: {answer_line(answer)}")
+            _send_lines(connection, "E", f"rlhpc: {answer_line(answer)}")
             if wait.answers:
-                _tell(connection, "O", json.dumps(answer))
-            _tell(connection, "X", "0")
+                _send_lines(connection, "O", json.dumps(answer))
+            _send_lines(connection, "X", "0")
         except RlhpcError as error:
-            _tell(connection, "E", f"rlhpc: error: {masked(str(error), values)}")
-            _tell(connection, "X", str(error.exit_code))
+            _send_lines(connection, "E", f"rlhpc: error: {masked(str(error), values)}")
+            _send_lines(connection, "X", str(error.exit_code))
         except Exception:  # tells the shell to wait by itself and report the error
-            _tell(connection, "A", "")
+            _send_lines(connection, "A", "")
         finally:
             waiter.leave()
 
@@ -151,7 +151,7 @@ class Watcher:
         return self._cache
 
 
-def _tell(connection: socket.socket, stream: str, text: str) -> None:
+def _send_lines(connection: socket.socket, stream: str, text: str) -> None:
     """Sends lines to the shell, whose `read` cannot handle zero bytes."""
     lines = text.replace("\0", "").split("\n")
     with contextlib.suppress(OSError):  # a closed connection is detected elsewhere

@@ -32,11 +32,11 @@ _FORGOTTEN_S = 90.0
 #: Seconds between two attempts to bring forward the start of a requeued job.
 _RELEASE_S = 60.0
 #: Maximum seconds between two checks of the run's folders; otherwise a tenth of the time waited so far.
-_LOOK_S = 5.0
+_MAX_CHECK_INTERVAL_S = 5.0
 #: Seconds between two reads of the files if the folders seem unchanged: two changes may fall into one clock tick.
-_READ_S = 30.0
+_READ_INTERVAL_S = 30.0
 #: Maximum seconds between two lines of progress; the interval grows during the wait.
-_SELDOM_S = 60.0
+_MAX_LINE_INTERVAL_S = 60.0
 
 
 class DriverFailed(RlhpcError):
@@ -165,12 +165,12 @@ class Waiter:
         self._folder_times = (0, 0)
         self._claim: Claim | None = None
         self._report = JobReport(JobState.UNKNOWN, conclusive=False)
-        self._next_look = self._next_read = self._next_probe = self._next_line = self._next_release = 0.0
+        self._next_check = self._next_read = self._next_probe = self._next_line = self._next_release = 0.0
         self._ended_claim = 0
         self._last_line = ""
         self._silent_since: float | None = None
         self._over_since: float | None = None
-        self._renewed: tuple[int, int, float | None] = (0, 0, None)
+        self._last_renewal: tuple[int, int, float | None] = (0, 0, None)
 
     def wait(self, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Waits for the segment and returns the result that its driver wrote; calls `between` after each unfinished check."""
@@ -186,9 +186,9 @@ class Waiter:
         """Ends the wait: tells the probe that the job will not be queried again."""
         self._probe.leave([self.record.job_id])
 
-    def answer(self, done: dict[str, Any]) -> dict[str, Any]:
-        """Returns the result of a submission (`Submission.run`) from the result `done` of a finished segment."""
-        return answer("finished", owner_of(self.files, self.record), self.files.segment, done)
+    def answer(self, segment_result: dict[str, Any]) -> dict[str, Any]:
+        """Returns the result of a submission (`Submission.run`) from the result of a finished segment."""
+        return answer("finished", owner_of(self.files, self.record), self.files.segment, segment_result)
 
     def poll(self) -> dict[str, Any] | None:
         """Returns the result that the driver wrote at the end of the segment; None if the driver has not finished.
@@ -204,9 +204,9 @@ class Waiter:
         has_ended = claim is not None and claim.number != self._ended_claim and claim.alive_here() is False
         if has_ended and claim is not None:
             self._ended_claim = claim.number
-        if now >= self._next_look or has_ended or self._over_since is not None:
-            self._next_look = now + min(max(self.poll_s, (now - self.began) / 10), _LOOK_S)
-            wait_result = self._read(now, always=has_ended or self._over_since is not None)
+        if now >= self._next_check or has_ended or self._over_since is not None:
+            self._next_check = now + min(max(self.poll_s, (now - self.began) / 10), _MAX_CHECK_INTERVAL_S)
+            wait_result = self._read_files(now, always=has_ended or self._over_since is not None)
             if wait_result is not None:
                 return wait_result
         if self._over_since is not None:
@@ -215,13 +215,13 @@ class Waiter:
             return None
         if now >= self._next_probe:
             self._next_probe = now + max(self.poll_s, 1.0)
-            report = self._look()
+            report = self._query_job()
             if report is None:
                 self._over_since = now  # its last files may take a moment to become visible
                 return None
             if now >= self._next_line:
-                self._next_line = now + max(self.progress_s, min((now - self.began) / 60, _SELDOM_S))
-                self._show(report)
+                self._next_line = now + max(self.progress_s, min((now - self.began) / 60, _MAX_LINE_INTERVAL_S))
+                self._print_progress(report)
         if self.deadline_s is not None and now - self.began > self.deadline_s:
             raise DeadlineExceeded(
                 f"segment {self.files.segment} was not finished within {self.deadline_s:.0f} s; "
@@ -231,7 +231,7 @@ class Waiter:
             raise WaitInterrupted(interruption_text(self.files, self.record))
         return None
 
-    def _read(self, now: float, *, always: bool) -> dict[str, Any] | None:
+    def _read_files(self, now: float, *, always: bool) -> dict[str, Any] | None:
         """Reads marker, exit record and claim if a file was written since the last check or `always` is true; returns the
         result of a finished driver, otherwise None.
         """
@@ -239,16 +239,16 @@ class Waiter:
         folder_times = (look_again(paths.submit), look_again(paths.segments))
         if folder_times == self._folder_times and now < self._next_read and not always:
             return None
-        self._folder_times, self._next_read = folder_times, now + _READ_S
+        self._folder_times, self._next_read = folder_times, now + _READ_INTERVAL_S
         segment_result = self.files.result()
         if segment_result is None:
             self._claim = Claim.newest(self.files)
             if self._claim is not None and self._claim.token != self.record.token and self._is_claim_alive(self._claim):
-                self._follow(owner_of(self.files, self.record, alive=True))  # another submitter's job came first
+                self._follow_job(owner_of(self.files, self.record, alive=True))  # another submitter's job came first
             self._raise_if_failed()
         return segment_result
 
-    def _follow(self, owner: JobRecord) -> None:
+    def _follow_job(self, owner: JobRecord) -> None:
         if owner.token != self.record.token:
             self._probe.leave([self.record.job_id])
             self.record = owner
@@ -263,13 +263,17 @@ class Waiter:
             mtime_ns = claim.path.stat().st_mtime_ns
         except OSError:
             return False
-        claim_number, last_mtime_ns, renewed_s = self._renewed
+        claim_number, last_mtime_ns, renewed_s = self._last_renewal
         if (claim_number, last_mtime_ns) != (claim.number, mtime_ns):
-            self._renewed = (claim.number, mtime_ns, time.monotonic() if claim_number == claim.number else renewed_s)
-        renewed_at = self._renewed[2]
+            self._last_renewal = (
+                claim.number,
+                mtime_ns,
+                time.monotonic() if claim_number == claim.number else renewed_s,
+            )
+        renewed_at = self._last_renewal[2]
         return renewed_at is not None and time.monotonic() - renewed_at < LEASE_S
 
-    def _look(self) -> JobReport | None:
+    def _query_job(self) -> JobReport | None:
         """Returns the report on the job's state; None if the job is over."""
         claim = self._claim
         if claim is not None and claim.alive_here():
@@ -347,7 +351,7 @@ class Waiter:
             raise DriverRejected(message)
         raise DriverFailed(message, exit_code=exit_record.exit_code, log_path=str(self.files.driver_err))
 
-    def _show(self, report: JobReport) -> None:
+    def _print_progress(self, report: JobReport) -> None:
         if report.state is JobState.UNKNOWN and not report.reason:
             return  # not queried from Slurm yet
         state = report.state.value.lower() + (f": {report.reason}" if report.reason else "")

@@ -58,11 +58,11 @@ def validate(
         return ConfigError(f"{(sources or {}).get(key, source)}: {key} is {short_repr(select(cfg, key))}; {rule}")
 
     task_type = task_type_of(cfg)
-    _numbers(cfg, task_type, fail)
+    _check_numbers(cfg, task_type, fail)
     check_choices(cfg, task_type.keys.by_path, fail)
     check_components(cfg, task_type.keys.by_path, fail)
     if STRATEGIES.key in task_type.schema:
-        _find(STRATEGIES, str(select(cfg, STRATEGIES.key)))
+        _check_registered(STRATEGIES, str(select(cfg, STRATEGIES.key)))
     if training:
         from rlhpc.metrics.loggers import check_loggers
 
@@ -72,20 +72,20 @@ def validate(
             raise fail("workflow.eval_suites", f"a suite's name becomes a file's: {_NAME_RULE}")
     for key in ("cluster.node_groups", "cluster.elastic"):
         for index, section in enumerate(select(cfg, key) or ()):
-            _directives(section, f"{key}[{index}]", fail)
+            _check_directives(section, f"{key}[{index}]", fail)
     policies = task_type.groups.policies(cfg)
     check_elastic(cfg.cluster, policies.elastic, fail, policies.closed_reason)
     for key in ("cluster", "workflow.eval_job", "workflow.convert_job"):
-        _directives(select(cfg, key), key, fail)
+        _check_directives(select(cfg, key), key, fail)
     task_type.checks.check(cfg, fail, training=training)
     if training:
         check_best(task_type, cfg, fail)
-        _runner(cfg, fail)
-        _placement(cfg, task_type)
+        _check_runner(cfg, fail)
+        _check_placement(cfg, task_type)
 
 
-def _numbers(cfg: Cfg, task_type: TaskType[Cfg], fail: Fail) -> None:
-    for key, value in _leaves(plain(cfg)):
+def _check_numbers(cfg: Cfg, task_type: TaskType[Cfg], fail: Fail) -> None:
+    for key, value in _iter_scalars(plain(cfg)):
         if isinstance(value, float) and not math.isfinite(value):
             raise fail(key, "it must be a finite number")
         if isinstance(value, int) and abs(value) > MAX_EXACT_INTEGER:
@@ -93,19 +93,19 @@ def _numbers(cfg: Cfg, task_type: TaskType[Cfg], fail: Fail) -> None:
     check_ranges(cfg, task_type.keys.by_path, fail)
 
 
-def _leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _iter_scalars(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yields (dotted key, scalar); the elements of a list have the key of the list."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from _iter_scalars(value, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(tree, list):
         for value in tree:
-            yield from _leaves(value, prefix)
+            yield from _iter_scalars(value, prefix)
     else:
         yield prefix, tree
 
 
-def _runner(cfg: RunConfig, fail: Fail) -> None:
+def _check_runner(cfg: RunConfig, fail: Fail) -> None:
     name = cfg.runner.name
     if not re.fullmatch(_NAME, name):
         raise fail("runner.name", _NAME_RULE)
@@ -125,14 +125,14 @@ def _runner(cfg: RunConfig, fail: Fail) -> None:
         raise fail("runner.run_dir", f"{reason}; choose another with runner.run_dir=…")
 
 
-def _directives(section: DictConfig, path: str, fail: Fail) -> None:
+def _check_directives(section: DictConfig, path: str, fail: Fail) -> None:
     """Checks the values of a job's directives, such as walltimes and partitions, and the accelerator memory."""
     for name, (pattern, rule) in _DIRECTIVES.items():
         if (value := section.get(name)) is not None and not re.fullmatch(pattern, str(value)):
             raise fail(f"{path}.{name}", rule)
 
 
-def _placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
+def _check_placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
     """Checks all placement rules on the machines that the configuration requests."""
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
@@ -197,11 +197,11 @@ def check_estimators(adv_type: str, loss_type: str) -> None:
     Raises:
         ConfigError: An estimator with this name does not exist.
     """
-    _find(ADVANTAGES, adv_type)
-    _find(POLICY_LOSSES, loss_type)
+    _check_registered(ADVANTAGES, adv_type)
+    _check_registered(POLICY_LOSSES, loss_type)
 
 
-def _find(registry: Registry[Any], name: str) -> None:
+def _check_registered(registry: Registry[Any], name: str) -> None:
     """Raises an error for an unknown name. Does not import built-in entries, because that would import torch."""
     if name.lower() not in registry.built_in:
         registry.find(name)

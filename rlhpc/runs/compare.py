@@ -26,13 +26,13 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_file, read_yaml
 
 #: Number of points to which the curves of several seeds are interpolated.
-_GRID = 120
-_SEED = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
+_NUM_GRID_POINTS = 120
+_SEED_SUFFIX = re.compile(r"[-_.]?(?:seed|s)?[-_.]?\d+$", re.IGNORECASE)
 
 
 def label_of(name: str) -> str:
     """Returns a run's name without its seed: push-s3, push_seed3 and push3 have the label push."""
-    return _SEED.sub("", name) or name
+    return _SEED_SUFFIX.sub("", name) or name
 
 
 def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, RunPaths]]:
@@ -48,7 +48,7 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
     members: dict[str, list[RunPaths]] = {}
     for label, paths in named:
         members.setdefault(label if label is not None else label_of(paths.root.name), []).append(paths)
-    mixed = {label: key for label, runs in members.items() if (key := _difference(runs))}
+    mixed = {label: key for label, runs in members.items() if (key := _first_difference(runs))}
     for label, _ in named:
         if label is not None and label in mixed:
             raise ConfigError(
@@ -62,7 +62,7 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
     ]
 
 
-def _difference(runs: Sequence[RunPaths]) -> str:
+def _first_difference(runs: Sequence[RunPaths]) -> str:
     """Returns the first key other than the seed in which runs differ; "" without such a key."""
     try:
         first_config, *other_configs = [read_yaml(read_file(run.config), UniqueKeys) for run in runs]
@@ -107,19 +107,19 @@ def spread(curves: Sequence[Curve]) -> tuple[list[float], list[float], list[floa
     if end_x <= start:  # no common range, such as one evaluation each: show how each run ended
         x, y = ([curve[i][-1] for curve in curves] for i in (0, 1))
         return [statistics.fmean(x)], [statistics.fmean(y)], [min(y)], [max(y)]
-    grid = np.unique(np.linspace(start, end_x, min(_GRID, max(len(x) for x, _ in curves))))
+    grid = np.unique(np.linspace(start, end_x, min(_NUM_GRID_POINTS, max(len(x) for x, _ in curves))))
     values = np.stack([np.interp(grid, x, y) for x, y in curves])
     return grid.tolist(), values.mean(0).tolist(), values.min(0).tolist(), values.max(0).tolist()
 
 
-def _chart(
-    groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get: Any
+def _draw_chart(
+    groups: Mapping[str, list[RunMetrics]], title: str, y_label: str, x: tuple[str, str, float], get_curve: Any
 ) -> str:
     """Draws one metric of all groups over one x axis; returns "" if no run has the metric."""
     x_metric, x_label, scale = x
     lines = []
     for color, (label, runs) in enumerate(groups.items()):
-        curves = [curve for run in runs if (curve := get(run, x_metric))[0]]
+        curves = [curve for run in runs if (curve := get_curve(run, x_metric))[0]]
         if not curves:
             continue
         x_values, means, minima, maxima = spread(curves)
@@ -152,7 +152,9 @@ def charts(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     for name, title, label in dict.fromkeys(
         chart_spec for run in runs for chart_spec in task_type_of_run(run.paths).reporting.compared
     ):
-        charts_html += [_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes]
+        charts_html += [
+            _draw_chart(groups, title, label, axis, lambda run, x, n=name: run.curve(n, x)) for axis in axes
+        ]
     return [chart for chart in charts_html if chart]
 
 
@@ -209,7 +211,7 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
         subtitle=f"{count}, evaluation suite {suite}, written {time.strftime('%Y-%m-%d %H:%M')}",
         body=[
             section("How they ended", final_table(groups)),
-            *_scores(groups),
+            *_score_sections(groups),
             section("Curves", render_curves(groups)),
             section("Runs", f'<div class="scroll">{table(["label", "folder"], folders, text_columns={0, 1})}</div>'),
         ],
@@ -217,7 +219,7 @@ def write_comparison(named: Sequence[tuple[str, RunPaths]], output: Path, suite:
     return write_page(html, output)
 
 
-def _scores(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
+def _score_sections(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
     """Returns HTML sections with statistics over seeds, one for each evaluation metric that all runs have. Returns [] if each
     label has a single run.
     """

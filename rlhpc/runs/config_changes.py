@@ -39,14 +39,14 @@ class KeyChange(NamedTuple):
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {_word(self.before)} → {_word(self.after)}"
+        return f"{self.key}: {_format_value(self.before)} → {_format_value(self.after)}"
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "null" if value is None else json.dumps(value, default=str) if not isinstance(value, str) else value or "''"
 
 
-def _plain(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
+def _plain_leaves(cfg: RunConfig | Mapping[str, Any]) -> dict[str, Any]:
     # Converts to the form that a file would have, so that tuples and other spellings of a number are no differences.
     return dict(leaves(yaml.safe_load(json.dumps(plain(cfg), default=str))))
 
@@ -57,7 +57,7 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     A key that only one side has does not count, because another version of rlhpc added or removed the key. A key of an open
     mapping, in which users choose the keys, does count if both sides have the mapping.
     """
-    old_values, new_values = _plain(before), _plain(after)
+    old_values, new_values = _plain_leaves(before), _plain_leaves(after)
     task_type = find_task_type(new_values.get("runner.task_type"))
     old_open, new_open = ({open_mapping_of(key) for key in values} for values in (old_values, new_values))
     shared = {path for path in old_open & new_open if path is not None}
@@ -76,23 +76,23 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
         KeyChange(key, old_values[key], new_values[key])
         for key in old_values
         if key in new_values
-        and not _agree(key, old_values[key], new_values[key])
+        and not _are_equal(key, old_values[key], new_values[key])
         and task_type.keys.on_resume(key) is OnResume.FIXED
         # A file keeps values from the environment as `${oc.env:…}`, so the value at that time is unknown.
         and "${" not in str(old_values[key])
     ]
 
 
-def _agree(key: str, before: Any, after: Any) -> bool:
+def _are_equal(key: str, before: Any, after: Any) -> bool:
     """Returns whether values are equal. The dtype `auto` equals every dtype, because the nodes determine the dtype of a run
     with `auto`.
     """
     if before == after or (key.rpartition(".")[2] == "dtype" and "auto" in (before, after)):
         return True
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return all(_agree(key, *states) for states in zip(before, after, strict=True))
+        return all(_are_equal(key, *values) for values in zip(before, after, strict=True))
     if isinstance(before, Mapping) and isinstance(after, Mapping) and before.keys() == after.keys():
-        return all(_agree(f"{key}.{name}", before[name], after[name]) for name in before)
+        return all(_are_equal(f"{key}.{name}", before[name], after[name]) for name in before)
     return False
 
 
@@ -108,7 +108,7 @@ def evaluation_fingerprint(cfg: RunConfig) -> str:
 
 def _fingerprint(cfg: RunConfig, on_resume: OnResume) -> str:
     keys = task_type_of(cfg).keys
-    values = {key: value for key, value in _plain(cfg).items() if keys.on_resume(key) is on_resume}
+    values = {key: value for key, value in _plain_leaves(cfg).items() if keys.on_resume(key) is on_resume}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

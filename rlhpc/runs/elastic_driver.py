@@ -17,7 +17,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import SlurmProbe
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
-from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, starts_in
+from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, seconds_to_start
 from rlhpc.metrics import update_provenance
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.allocation import in_slurm_job
@@ -39,7 +39,7 @@ _LEAVE_TIMEOUT_S = 60.0
 #: Weight of a new step in the moving average of the wait share.
 _NEW_STEP_WEIGHT = 0.3
 #: Slurm's states of jobs whose processes have ended or are ending.
-_ENDING = ("COMPLETING", "STAGE_OUT")
+_ENDING_STATES = ("COMPLETING", "STAGE_OUT")
 
 
 class HelperJobs:
@@ -105,7 +105,7 @@ class HelperJobs:
                 give_up(self._thread)
                 self._thread.join(_ANSWER_TIMEOUT_S)
         if shutil.which("scancel") is not None and not again:
-            end_helpers(self.paths, queued_only=killed, softly=not killed, timeout_s=10.0)
+            end_helpers(self.paths, queued_only=killed, graceful=not killed, timeout_s=10.0)
 
     @property
     def jobs(self) -> list[HelperJobRecord]:
@@ -119,13 +119,13 @@ class HelperJobs:
             try:
                 self.update()
             except RlhpcError as error:
-                self._say(str(error).splitlines()[0])
+                self._print_note(str(error).splitlines()[0])
             except Exception as error:  # such as a full disk; an error here must not end the run
-                self._say(f"{type(error).__name__}: {error}")
+                self._print_note(f"{type(error).__name__}: {error}")
                 log.debug("looking after the helpers", exc_info=True)
             self._stopping.wait(self.plan.look_s)
 
-    def _say(self, text: str) -> None:
+    def _print_note(self, text: str) -> None:
         """Prints a note for the user, unless it repeats the previous note."""
         if text != self._last_note and not self._stopping.is_set():
             self._last_note = text
@@ -135,13 +135,13 @@ class HelperJobs:
         """Queries the job queue once, updates the records, and applies the rule's decision."""
         queue = jobs_named(self._name)
         if queue is None:
-            self._say("Slurm does not answer; the run goes on with the ranks that there are")
+            self._print_note("Slurm does not answer; the run goes on with the ranks that there are")
             return
         now = time.time()
         self._reconcile(queue, now)
         decision = self._rule.decide(self._cluster_state(now))
         try:
-            self._act(decision, now)
+            self._apply_decision(decision, now)
         finally:
             self._record.write(self.paths, self.plan.group)
 
@@ -151,10 +151,10 @@ class HelperJobs:
         queued_jobs = {job.id: job for job in queue}
         for job in queue:
             job_record = record.jobs.get(job.id) or HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
-            job_record = job_record.observe(job, _max_joined(joined_ranks, job.id))
-            record.jobs[job.id] = job_record.leave(now) if job.state in _ENDING else job_record
+            job_record = job_record.observe(job, _num_joined(joined_ranks, job.id))
+            record.jobs[job.id] = job_record.leave(now) if job.state in _ENDING_STATES else job_record
             self._last_seen[job.id] = now
-            if job.state in _ENDING:
+            if job.state in _ENDING_STATES:
                 self._on_job_end(job.id)
         ended_jobs = [live_job for live_job in record.live() if live_job.id not in queued_jobs]
         reports = (
@@ -163,7 +163,7 @@ class HelperJobs:
         for live_job in ended_jobs:
             job_record = record.jobs[live_job.id] = live_job.finish(
                 reports[live_job.id].state.value,
-                _max_joined(joined_ranks, live_job.id),
+                _num_joined(joined_ranks, live_job.id),
                 now=now,
                 last_seen=self._last_seen.pop(live_job.id, live_job.submitted),
                 walltime_s=60.0 * self.plan.minutes,
@@ -171,7 +171,7 @@ class HelperJobs:
             self._on_job_end(job_record.id)
             if job_record.id in self._faulty_jobs:
                 self._num_failed, self._failed_at = self._num_failed + 1, now
-                self._say(
+                self._print_note(
                     f"job {job_record.id} has left after an error of a rank; `rlhpc status` says which, and on what node"
                 )
             elif job_record.joined:
@@ -179,7 +179,7 @@ class HelperJobs:
             elif job_record.started is not None and not job_record.leave_reason:
                 self._num_failed, self._failed_at = self._num_failed + 1, now
                 log_file = self.paths.helpers / f"{job_record.id}_0_log.err"
-                self._say(
+                self._print_note(
                     f"job {job_record.id} ended ({job_record.state}) before a rank of it had joined; see {log_file}"
                 )
 
@@ -197,7 +197,7 @@ class HelperJobs:
             self._num_failed, self._failed_at,
         )  # fmt: skip
 
-    def _act(self, decision: Decision, now: float) -> None:
+    def _apply_decision(self, decision: Decision, now: float) -> None:
         for job in self._record.live():
             if job.leaving is not None and now - job.leaving > _LEAVE_TIMEOUT_S:
                 scancel(job.id, name=self._name)
@@ -211,10 +211,10 @@ class HelperJobs:
         if not decision.submit:
             return
         if decision.only_soon:
-            seconds, start_note = starts_in(dict(self.plan.options))
+            seconds, start_note = seconds_to_start(dict(self.plan.options))
             if seconds is None or seconds > self.plan.start_within_s:
-                self._rule.not_soon(len([job for job in self._record.live() if job.leaving is None]))
-                self._say(f"no further ranks for now: {start_note}")
+                self._rule.limit_to_live_jobs(len([job for job in self._record.live() if job.leaving is None]))
+                self._print_note(f"no further ranks for now: {start_note}")
                 return
         for _ in range(decision.submit):
             if self._stopping.is_set():
@@ -223,17 +223,19 @@ class HelperJobs:
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
             # Writes the record at once, so that it contains the job even if the driver is killed now.
             self._record.write(self.paths, self.plan.group)
-        self._say(f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.reason}")
+        self._print_note(
+            f"submitted {decision.submit} job{'s' if decision.submit > 1 else ''} of helpers: {decision.reason}"
+        )
 
 
-def _max_joined(present: Mapping[str, int], job: str) -> int:
+def _num_joined(present: Mapping[str, int], job: str) -> int:
     """Returns the number of a job's present ranks, but at least 1 if a rank joined and has left again; 0 if no rank joined."""
     return max(1, present[job]) if job in present else 0
 
 
 def requested_ranks(paths: RunPaths, group: str) -> int | None:
     """Returns the number of ranks requested with `rlhpc scale`; None without a request."""
-    ranks = (read_json_file(paths.asked_ranks) or {}).get(group) if paths.asked_ranks.exists() else None
+    ranks = (read_json_file(paths.requested_ranks) or {}).get(group) if paths.requested_ranks.exists() else None
     return ranks if isinstance(ranks, int) else None
 
 
@@ -281,7 +283,7 @@ class Elastic:
             )
             for plan in plans
         ]
-        self._restarts = False
+        self._is_restarting = False
 
     def start(self) -> None:
         """Starts the management of the helper jobs; called just before the first step."""
@@ -295,7 +297,7 @@ class Elastic:
 
     def failed(self, error: BaseException) -> None:
         """Records a failure of this start. The driver job restarts the driver if the error is restartable."""
-        self._restarts = (
+        self._is_restarting = (
             isinstance(error, RlhpcError) and error.restartable and os.environ.get(MAX_RESTARTS, "0") != "0"
         )
 
@@ -303,7 +305,7 @@ class Elastic:
         """Ends the helper jobs after the session. If a signal ended this driver in a Slurm job, ends only queued helper jobs,
         because Slurm may requeue the driver's job. `rlhpc cancel` ends the helper jobs without the driver.
         """
-        is_restarting = self._restarts or stop.exit_code == EXIT_REQUEUE
+        is_restarting = self._is_restarting or stop.exit_code == EXIT_REQUEUE
         for helpers in self._helpers:
             helpers.stop(again=is_restarting, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
         self._attendance.close("its driver ended, and another takes the run up" if is_restarting else "the run ended")

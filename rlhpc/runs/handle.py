@@ -43,7 +43,7 @@ _STOP_CODES = (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, EXIT_
 _POLL_S = 0.5
 _GRACE_S = 600.0
 #: Runs of this process that have not ended.
-_living: list[TrainingRun] = []
+_live_runs: list[TrainingRun] = []
 
 
 def load_for_training(config: ConfigSource, overrides: Sequence[str] = (), *, segment: int | None = None) -> RunConfig:
@@ -98,11 +98,11 @@ class TrainingRun:
 
     def __init__(self, cfg: RunConfig, source: str) -> None:
         self.name, self.paths = cfg.runner.name, RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-        self._total = total_steps(cfg)
+        self._total_steps = total_steps(cfg)
         self._files = SegmentJournal(self.paths, 0)
         self._created_folders = _make_folders(self._files.driver_err.parent)
-        self._offset = size_of(self._files.driver_err)
-        self._old_metrics = None if cfg.runner.resume_dir is not None else _identity(self.paths.metrics)
+        self._err_offset = size_of(self._files.driver_err)
+        self._old_metrics = None if cfg.runner.resume_dir is not None else _file_identity(self.paths.metrics)
         self._config = self._files.driver_err.with_suffix(".yaml")
         self._process: Popen[bytes] | None = None
         self._finished, self._cancelled, self._failure = threading.Event(), False, ""
@@ -112,7 +112,7 @@ class TrainingRun:
         except BaseException:
             self._remove_traces()
             raise
-        _living.append(self)
+        _live_runs.append(self)
 
     def _start(self, command: list[str]) -> None:
         """Starts the driver from a thread that lives as long as the driver.
@@ -122,7 +122,7 @@ class TrainingRun:
         environment = {MAX_RESTARTS: "0", "PYTHONPATH": python_path()}
         attempted, errors = threading.Event(), list[BaseException]()
 
-        def keep() -> None:
+        def run_driver() -> None:
             try:
                 # Starts a new session, so that an interrupt of this process or of a notebook cell does not reach the run.
                 self._process = start_driver(command, self._files, environment, start_new_session=True)
@@ -135,17 +135,17 @@ class TrainingRun:
             if code == UserError.exit_code:
                 self._remove_traces()
             with contextlib.suppress(ValueError):
-                _living.remove(self)
+                _live_runs.remove(self)
             self._finished.set()
 
-        threading.Thread(target=keep, name=f"rlhpc {self.name}", daemon=True).start()
+        threading.Thread(target=run_driver, name=f"rlhpc {self.name}", daemon=True).start()
         attempted.wait()
         if errors:
             raise errors[0]
 
     def _remove_traces(self) -> None:
         """Removes the files of a driver that rejected the request; stores its error message in `_failure`."""
-        self._failure = first_failure(self._files.driver_err, self._offset)
+        self._failure = first_failure(self._files.driver_err, self._err_offset)
         if self.paths.config.exists():  # the run has started; a full disk is a UserError, too
             return
         for path in (self._config, self._files.driver_out, self._files.driver_err):
@@ -156,7 +156,7 @@ class TrainingRun:
                 folder.rmdir()
 
     def __repr__(self) -> str:
-        return f"TrainingRun({str(self.folder)!r}, {self.state}, step {self.step} of {self._total})"
+        return f"TrainingRun({str(self.folder)!r}, {self.state}, step {self.step} of {self._total_steps})"
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class TrainingRun:
 
     def _is_old(self) -> bool:
         """Returns whether the metrics file is still the file of an earlier start that saved nothing."""
-        return self._old_metrics is not None and _identity(self.paths.metrics) == self._old_metrics
+        return self._old_metrics is not None and _file_identity(self.paths.metrics) == self._old_metrics
 
     def _last_row(self) -> dict[str, Any] | None:
         """Returns the newest row of metrics. Reads only the end of the file, because it is called twice a second."""
@@ -240,14 +240,14 @@ class TrainingRun:
                     if time.monotonic() >= deadline:
                         raise DeadlineExceeded(
                             f"run {self.folder} has not ended within {timeout_s:g} s; it goes on (step {self.step} of "
-                            f"{self._total}): wait again, or end it with cancel()"
+                            f"{self._total_steps}): wait again, or end it with cancel()"
                         )
                     if row := self._last_row():
                         step = int(row["step"])
-                        bar = bar or exit_stack.enter_context(ProgressBar(self._total, step - 1, name=self.name))
-                        bar.update(step, _numbers(row))
+                        bar = bar or exit_stack.enter_context(ProgressBar(self._total_steps, step - 1, name=self.name))
+                        bar.update(step, _number_fields(row))
                 if bar is not None and (row := self._last_row()):
-                    bar.update(int(row["step"]), _numbers(row))
+                    bar.update(int(row["step"]), _number_fields(row))
         except KeyboardInterrupt:
             note(f"interrupted: {self.folder} saves and ends; Ctrl-C again ends it at once")
             self.cancel()
@@ -266,10 +266,10 @@ class TrainingRun:
         saved = f"saved in {self.checkpoint}" if self.checkpoint else "nothing is saved"
         if code in _STOP_CODES:
             raise DriverFailed(
-                f"run {self.folder} was asked to end from elsewhere at step {self.step} of {self._total}; {saved}; to go on: "
-                'runner.resume_dir="auto"', exit_code=abs(code), log_path=str(log),
+                f"run {self.folder} was asked to end from elsewhere at step {self.step} of {self._total_steps}; {saved}; "
+                'to go on: runner.resume_dir="auto"', exit_code=abs(code), log_path=str(log),
             )  # fmt: skip
-        message = first_failure(log, self._offset) or f"its process ended with code {code} and no message"
+        message = first_failure(log, self._err_offset) or f"its process ended with code {code} and no message"
         raise DriverFailed(f"run {self.folder} failed: {message}\n(log: {log})", exit_code=abs(code), log_path=str(log))
 
     def cancel(self, grace_s: float = _GRACE_S) -> None:
@@ -279,7 +279,7 @@ class TrainingRun:
             grace_s: Maximum seconds for the run to save, after which the run is killed.
         """
         self._cancelled = self._cancelled or not self.done()
-        self._signal(signal.SIGTERM)
+        self._send_signal(signal.SIGTERM)
         try:
             if not self._finished.wait(grace_s):
                 self._kill()
@@ -289,12 +289,12 @@ class TrainingRun:
 
     def _kill(self) -> None:
         """Kills the driver and waits for its end; the kernel ends the ranks too."""
-        self._signal(signal.SIGKILL)
+        self._send_signal(signal.SIGKILL)
         self._finished.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _send_signal(self, signum: signal.Signals) -> None:
         if self._process is not None and not self.done():
-            self._process.send_signal(number)
+            self._process.send_signal(signum)
 
     def __enter__(self) -> TrainingRun:
         return self
@@ -305,11 +305,11 @@ class TrainingRun:
         self.cancel()
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _number_fields(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
-def _identity(path: Path) -> tuple[int, int, int] | None:
+def _file_identity(path: Path) -> tuple[int, int, int] | None:
     """Returns inode, modification time and size of a file, which identify its content; None if the file does not exist."""
     try:
         status = path.stat()
@@ -338,9 +338,9 @@ def _end_all(owner: int = os.getpid()) -> None:
     """Ends the runs of this process at its exit; the runs save first."""
     if os.getpid() != owner:  # a forked process
         return
-    for run in (living_runs := list(_living)):
+    for run in (living_runs := list(_live_runs)):
         note(f"{run.folder} saves and ends with the program that started it; wait() for it to train to its end")
-        run._signal(signal.SIGTERM)  # all at once
+        run._send_signal(signal.SIGTERM)  # all at once
     for run in living_runs:
         run.cancel()
 

@@ -108,7 +108,7 @@ def headline_columns(groups: Mapping[str, Sequence[RunMetrics]]) -> dict[str, li
             resolved_headline for headline in candidates if (resolved_headline := _insert_k(headline, runs)) is not None
         )
     columns = {
-        resolved_headline.title: [_cell(resolved_headline, group) for group in groups.values()]
+        resolved_headline.title: [_format_group(resolved_headline, group) for group in groups.values()]
         for resolved_headline in headlines
     }
     return {title: cells for title, cells in columns.items() if any(cell != NO_VALUE for cell in cells)}
@@ -131,7 +131,7 @@ def _insert_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None
     return dataclasses.replace(headline, metric=f"eval/{name}", title=metric_title(name)) if name else None
 
 
-def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
+def _format_group(headline: Headline, runs: Sequence[RunMetrics]) -> str:
     """Formats the number of a group: the mean over its runs.
 
     A share has a 95 % interval, over seeds or, for one run, from its evaluation. Another number has the minimum and the
@@ -142,11 +142,11 @@ def _cell(headline: Headline, runs: Sequence[RunMetrics]) -> str:
         return NO_VALUE
     values = [final_result.value for final_result in finals]
     if headline.form == "share":
-        return f"{statistics.fmean(values):.1%}{in_parentheses(_share_ends(finals), '.1%', to=' … ')}"
+        return f"{statistics.fmean(values):.1%}{in_parentheses(_share_interval(finals), '.1%', to=' … ')}"
     return mean_text(values, number if headline.form == "count" else decimals)
 
 
-def _share_ends(finals: Sequence[EvaluationPoint]) -> tuple[float, float]:
+def _share_interval(finals: Sequence[EvaluationPoint]) -> tuple[float, float]:
     if len(finals) == 1:
         return finals[0].low, finals[0].high
     from rlhpc.metrics.statistics import mean  # imports numpy
@@ -156,10 +156,14 @@ def _share_ends(finals: Sequence[EvaluationPoint]) -> tuple[float, float]:
     return low, high
 
 
-def mean_text(values: Sequence[float | None], show: Callable[[float], str]) -> str:
+def mean_text(values: Sequence[float | None], format_number: Callable[[float], str]) -> str:
     """Formats the mean of numbers, with the minimum and the maximum if they differ."""
     available = [value for value in values if value is not None]
     if not available:
         return NO_VALUE
-    formatted_mean, min_text, max_text = show(statistics.fmean(available)), show(min(available)), show(max(available))
+    formatted_mean, min_text, max_text = (
+        format_number(statistics.fmean(available)),
+        format_number(min(available)),
+        format_number(max(available)),
+    )
     return formatted_mean if min_text == max_text else f"{formatted_mean} ({min_text} … {max_text})"

@@ -83,17 +83,17 @@ class Replicas:
         self._group, self._opens, self._joins, self._restarts = group, opens, joins, restarts
         self._cost, self._restart = cost, restart or group.restart
         self._size = size
-        self._arrived: set[int] = set()
-        self._opening: dict[tuple[int, ...], Opening] = {}
-        self._restarted = 0
+        self._admitted_ranks: set[int] = set()
+        self._opening_calls: dict[tuple[int, ...], Opening] = {}
+        self._num_restarts = 0
         #: Ranks to restart whose processes may still exist.
         self._awaiting_restart: set[int] = set()
         self.ranks: list[int] = []
 
     def begin(self) -> None:
         """Marks all complete replicas of the group as taking part."""
-        self._opening.clear()
-        self._arrived.clear()
+        self._opening_calls.clear()
+        self._admitted_ranks.clear()
         self.ranks = self._complete_replicas(self._group.present)
 
     def present(self) -> list[int]:
@@ -120,8 +120,10 @@ class Replicas:
     def update_presence(self) -> None:
         """Updates the replicas before a step: removes lost ranks, restarts lost ranks, and adds ranks that are ready."""
         present_ranks = self._group.present
-        self._opening = {ranks: handle for ranks, handle in self._opening.items() if {*ranks} <= {*present_ranks}}
-        self._arrived &= {*present_ranks}
+        self._opening_calls = {
+            ranks: handle for ranks, handle in self._opening_calls.items() if {*ranks} <= {*present_ranks}
+        }
+        self._admitted_ranks &= {*present_ranks}
         if lost_ranks := sorted({*self.ranks} - {*self.present()}):
             self.ranks = [rank for rank in self.ranks if rank not in lost_ranks]
             note(f"{self._describe_lost(lost_ranks)}; {self._cost}")
@@ -129,34 +131,34 @@ class Replicas:
                 rank for rank in lost_ranks if rank < self._group.world_size
             }  # ranks that joined during the run are not restarted
         self._restart_lost()
-        self._arrived |= {*self._group.admit()}
-        for leader in self._complete_replicas(self._arrived)[:: self._size]:
+        self._admitted_ranks |= {*self._group.admit()}
+        for leader in self._complete_replicas(self._admitted_ranks)[:: self._size]:
             ranks = self._replica(leader)
-            self._arrived -= {*ranks}
-            self._opening[ranks] = self._opens(*ranks)
-        for ranks in [ranks for ranks, handle in self._opening.items() if handle.done()]:
-            self._opening.pop(ranks).wait()
+            self._admitted_ranks -= {*ranks}
+            self._opening_calls[ranks] = self._opens(*ranks)
+        for ranks in [ranks for ranks, handle in self._opening_calls.items() if handle.done()]:
+            self._opening_calls.pop(ranks).wait()
             self._joins(*ranks)
             for rank in ranks:
                 self._group.took_in(rank)
             self.ranks = sorted([*self.ranks, *ranks])
-            note(f"{self._named(ranks)} takes part from the next step on")
+            note(f"{self._format_ranks(ranks)} takes part from the next step on")
 
     def _restart_lost(self) -> None:
         """Restarts lost ranks with ended processes; the next call retries the remaining ranks."""
-        if not self._awaiting_restart or self._restarted >= self._restarts():
+        if not self._awaiting_restart or self._num_restarts >= self._restarts():
             return
         if restarted_ranks := self._restart():
-            self._restarted += len(restarted_ranks) // self._size
+            self._num_restarts += len(restarted_ranks) // self._size
             self._awaiting_restart -= {*restarted_ranks}
-            note(f"{self._named(restarted_ranks)} starts again")
+            note(f"{self._format_ranks(restarted_ranks)} starts again")
 
     def _describe_lost(self, ranks: Collection[int]) -> str:
         """Formats the lost ranks: ranks that ended, and ranks that left on request."""
         reasons = {rank: self._group.why_left(rank) for rank in ranks}
         ended_ranks = [rank for rank in ranks if not reasons[rank]]
-        phrases = [f"{self._named([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
-        return ", ".join([*([f"{self._named(ended_ranks)} ended"] if ended_ranks else []), *phrases])
+        phrases = [f"{self._format_ranks([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
+        return ", ".join([*([f"{self._format_ranks(ended_ranks)} ended"] if ended_ranks else []), *phrases])
 
-    def _named(self, ranks: Collection[int]) -> str:
+    def _format_ranks(self, ranks: Collection[int]) -> str:
         return ", ".join(f"{self._group.name}[{rank}]" for rank in ranks)

@@ -11,7 +11,7 @@ from typing import Any
 from rlhpc.checkpoint.manifest import read_manifest, verify
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import read_json_file
-from rlhpc.jobs.status import best_words
+from rlhpc.jobs.status import best_checkpoint_text
 from rlhpc.metrics.accounting import write_accounting
 from rlhpc.metrics.accounting_page import accounting_tables, joined_section
 from rlhpc.metrics.charts import standalone
@@ -51,12 +51,12 @@ def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) 
     if not placement or not any(placement.values()):
         return missing("No placement recorded in provenance.json.")
     try:
-        return _grid(placement)
+        return _render_grid(placement)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         return missing(f"The placement in provenance.json cannot be read: {escape(str(error))}")
 
 
-def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def _render_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     # The key of a node is its rank and its name, because virtual nodes on one machine may share the name.
     cells: dict[tuple[int, str], dict[int, dict[str, list[int]]]] = {}
     for component, ranks in placement.items():
@@ -77,12 +77,12 @@ def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         for slot in slots:
             ranks_by_component = cells[node_rank, name].get(slot, {})
             chips = "".join(
-                _chips(component, ranks, colors[component]) for component, ranks in ranks_by_component.items()
+                _render_chips(component, ranks, colors[component]) for component, ranks in ranks_by_component.items()
             )
             rows_html += f"<td>{chips}</td>" if chips else '<td class="free"></td>'
         rows_html += "</tr>"
     legend = "".join(
-        f"<span>{_chip(component, colors[component])}{len(ranks)} process{'es' if len(ranks) != 1 else ''}</span>"
+        f"<span>{_render_chip(component, colors[component])}{len(ranks)} process{'es' if len(ranks) != 1 else ''}</span>"
         for component, ranks in placement.items()
     )
     return (
@@ -91,11 +91,11 @@ def _grid(placement: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     )
 
 
-def _chips(component: str, ranks: Sequence[int], color: int) -> str:
+def _render_chips(component: str, ranks: Sequence[int], color: int) -> str:
     """Renders one chip per rank; for more than six ranks, one chip with all ranges of ranks."""
     sorted_ranks = sorted(ranks)
     if len(sorted_ranks) <= 6:
-        return "".join(_chip(f"{component} {rank}", color) for rank in sorted_ranks)
+        return "".join(_render_chip(f"{component} {rank}", color) for rank in sorted_ranks)
     stretches: list[list[int]] = []
     for rank in sorted_ranks:
         if stretches and rank == stretches[-1][-1] + 1:
@@ -103,15 +103,15 @@ def _chips(component: str, ranks: Sequence[int], color: int) -> str:
         else:
             stretches.append([rank])
     spans = ", ".join(f"{stretch[0]}–{stretch[-1]}" if len(stretch) > 1 else str(stretch[0]) for stretch in stretches)
-    return _chip(f"{component} {spans}", color)
+    return _render_chip(f"{component} {spans}", color)
 
 
-def _chip(text: str, color: int) -> str:
+def _render_chip(text: str, color: int) -> str:
     return f'<span class="chip" style="background:var(--c{color})">{escape(text)}</span>'
 
 
 #: Maximum number of lines about values of a wrong type.
-_NAMED = 20
+_MAX_LISTED = 20
 
 
 def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
@@ -161,33 +161,35 @@ def write_report(paths: RunPaths, output: Path | None = None) -> Path:
     report_sections = task_type_of_run(paths).reporting.parts(paths, rows, linked=output is None)
     html = page(
         title=paths.root.name,
-        subtitle=_subtitle(report_sections.subject, rows, provenance),
+        subtitle=_render_subtitle(report_sections.subject, rows, provenance),
         body=[
             report_sections.cards,
-            _left_out(paths),
+            _render_omitted(paths),
             section("Evaluation", report_sections.evaluation),
             section("Learning curves", figures(report_sections.curves) if rows else missing(_NO_METRICS)),
             section("Placement", placement_grid(provenance.get("placement"))),
-            section("Time", _time(rows, report_sections.times)),
+            section("Time", _render_times(rows, report_sections.times)),
             section("Accounting", accounting_tables(accounting)) if accounting else "",
             section("Ranks that joined", joined_html) if (joined_html := joined_section(paths)) else "",
-            section("Checkpoints", _checkpoints(paths, rows, report_sections.evaluated, *report_sections.trained)),
-            section("Configuration", _configuration(paths)),
-            section("Provenance", _provenance(provenance)),
+            section(
+                "Checkpoints", _render_checkpoints(paths, rows, report_sections.evaluated, *report_sections.trained)
+            ),
+            section("Configuration", _render_configuration(paths)),
+            section("Provenance", _render_provenance(provenance)),
         ],
     )
     return write_page(html, output or paths.report)
 
 
-def _left_out(paths: RunPaths) -> str:
+def _render_omitted(paths: RunPaths) -> str:
     """Renders the list of values that the report omits because of a wrong type."""
     lines = left_out(paths)
-    if len(lines) > _NAMED:
-        lines = [*lines[:_NAMED], f"and {len(lines) - _NAMED} files more"]
+    if len(lines) > _MAX_LISTED:
+        lines = [*lines[:_MAX_LISTED], f"and {len(lines) - _MAX_LISTED} files more"]
     return missing(f"Left out, of a wrong type: {escape('; '.join(lines))}") if lines else ""
 
 
-def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
+def _render_subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, Any]) -> str:
     created, host = provenance.get("created"), provenance.get("host")
     phrases = [
         subject,
@@ -199,7 +201,7 @@ def _subtitle(subject: str, rows: Sequence[Mapping[str, Any]], provenance: Mappi
     return " · ".join(phrase for phrase in phrases if phrase)
 
 
-def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
+def _render_times(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
     if not rows:
         return missing("No metrics yet.")
     phases = {name: sum(values) for name, values in phase_columns(rows).items()}
@@ -215,7 +217,7 @@ def _time(rows: Sequence[Mapping[str, Any]], charts: list[str]) -> str:
     )
 
 
-def _checkpoints(
+def _render_checkpoints(
     paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluated: Mapping[int, str], metric: str, label: str
 ) -> str:
     checkpoints = paths.checkpoint_steps()
@@ -225,7 +227,7 @@ def _checkpoints(
     table_rows: list[list[Cell]] = []
     for step, path in checkpoints:
         faults = verify(path, checksums=False)
-        num_files, num_bytes = _contents(path)
+        num_files, num_bytes = _count_files(path)
         train_metric = by_step.get(step, {}).get(metric)
         table_rows.append(
             [
@@ -239,12 +241,12 @@ def _checkpoints(
             ]
         )
     header = ["checkpoint", "state", "saved", "files", "size", label, "evaluation"]
-    best = best_words(read_json_file(paths.driver_state) or {})
+    best = best_checkpoint_text(read_json_file(paths.driver_state) or {})
     best_note = f'<p class="legend">Best: {escape(best)} (<code>runner.keep_best</code>).</p>' if best else ""
     return f'<div class="scroll">{table(header, table_rows, text_columns={0, 1, 2})}</div>{best_note}'
 
 
-def _contents(checkpoint: Path) -> tuple[int, int]:
+def _count_files(checkpoint: Path) -> tuple[int, int]:
     try:
         files = read_manifest(checkpoint)["files"]
     except CheckpointError:
@@ -253,7 +255,7 @@ def _contents(checkpoint: Path) -> tuple[int, int]:
     return len(files), sum(file_entry["size"] for file_entry in files.values())
 
 
-def _configuration(paths: RunPaths) -> str:
+def _render_configuration(paths: RunPaths) -> str:
     try:
         config_text = read_file(paths.config).decode(errors="replace")
     except OSError:
@@ -262,7 +264,7 @@ def _configuration(paths: RunPaths) -> str:
     return f"<details><summary>config.yaml, as run ({lines} lines)</summary><pre>{escape(config_text)}</pre></details>"
 
 
-def _provenance(record: Mapping[str, Any]) -> str:
+def _render_provenance(record: Mapping[str, Any]) -> str:
     if not record:
         return missing("provenance.json is missing.")
     git = record.get("git") or {}

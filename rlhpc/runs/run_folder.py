@@ -26,7 +26,7 @@ from rlhpc.runtime.host import node_name
 from rlhpc.runtime.ownership import require_own_run_folder, require_private
 from rlhpc.runtime.standard_streams import tell
 
-_STATUS_EVERY_S = 2.0
+_STATUS_INTERVAL_S = 2.0
 
 
 def note(text: str) -> None:
@@ -121,7 +121,7 @@ class RunFolder:
     def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
         """Replaces status.json, at most every two seconds unless `force` is true. `facts` are additional fields."""
         now = time.time()
-        if not force and now - self._status_written < _STATUS_EVERY_S:
+        if not force and now - self._status_written < _STATUS_INTERVAL_S:
             return
         self._status_written = now
         record = {

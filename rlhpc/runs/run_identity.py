@@ -17,11 +17,11 @@ from rlhpc.runs.task_type import task_type_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, replace_durably
 
-_NAME = (
+_NAME_ADVICE = (
     "Give this one a name of its own (runner.name=…) or another folder (runner.run_dir=…), or go back to the old values"
 )
 _WAY_OUT = (
-    f"{_NAME}; to continue this very run with the new ones from its last checkpoint on, add --resume-with "
+    f"{_NAME_ADVICE}; to continue this very run with the new ones from its last checkpoint on, add --resume-with "
     "(in the workflow: --config resume_with=true)"
 )
 
@@ -105,7 +105,7 @@ class SubmittedConfig:
                 self.path,
                 self._cfg,
                 subject=f"segment {self._files.segment} of {root} has a job, which",
-                way_out=f"{_NAME}; or end the job first (rlhpc cancel {root})",
+                way_out=f"{_NAME_ADVICE}; or end the job first (rlhpc cancel {root})",
             )
             return
         write_config(self.path, self._cfg, f"As submitted from {expand_home(self._source).absolute()}")

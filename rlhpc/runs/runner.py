@@ -32,7 +32,7 @@ from rlhpc.runtime.files import read_json
 from rlhpc.runtime.session import Session
 
 #: Number of recent steps, and of recent saves, in the estimates of their durations.
-_RECENT = 100
+_MAX_RECENT = 100
 
 
 def _p95(seconds: Collection[float]) -> float:
@@ -66,14 +66,14 @@ class Runner(Generic[Cfg]):
         self.stop = stop or StopRequest()
         self.step, self.elapsed, self.stop_reason = 0, 0.0, ""
         self.timeout = cfg.runner.step_timeout_s
-        self._steps_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
-        self._saves_s: collections.deque[float] = collections.deque(maxlen=_RECENT)
+        self._step_durations_s: collections.deque[float] = collections.deque(maxlen=_MAX_RECENT)
+        self._save_durations_s: collections.deque[float] = collections.deque(maxlen=_MAX_RECENT)
         self.best = BestCheckpoint(cfg.runner.keep_best, cfg.runner.patience)
         self.saves = Saves(groups, cfg.runner.async_save, self.timeout)
         self._saved_step, self._pause_s = -1, 0.0
-        self._ready = False
+        self._is_ready = False
         self.recoveries = 0
-        self._num_unsuccessful, self._recovered_from = 0, -1
+        self._num_recoveries_in_a_row, self._recovery_step = 0, -1
         self._elapsed_before, self._started_s = 0.0, active_s()
 
     # -- hooks of a subclass --------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class Runner(Generic[Cfg]):
             self._restore_run_state(self.folder.resume.path)
         elif (start := select(self.cfg, "runner.init_from")) is not None:  # only some task types have this key
             self._start_from(start)
-        self._ready = True
+        self._is_ready = True
         self.folder.mark("ready")
 
     def _start_from(self, path: str) -> None:
@@ -190,7 +190,7 @@ class Runner(Generic[Cfg]):
             global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and the fields of
             `result`.
         """
-        if not self._ready:
+        if not self._is_ready:
             self.init_workers()
         folder = self.folder
         resumed_step = None if folder.resume.path is None else self.step
@@ -216,18 +216,18 @@ class Runner(Generic[Cfg]):
             "elapsed_s": self.elapsed,
         }
 
-    def _train(self, resumed: int | None, on_step: Callable[[dict[str, float]], None] | None) -> None:
+    def _train(self, resumed_step: int | None, on_step: Callable[[dict[str, float]], None] | None) -> None:
         """Runs the loop from the current step to the end of this start."""
         cfg, folder = self.cfg, self.folder
         recorded_config = public_config(plain(cfg, resolve=False), plain(cfg))
         self._started_s, self._elapsed_before = active_s(), self.elapsed
         # A resumed run that had reached its goal stops at once, unless the user has changed the goal.
-        self.stop_reason = self._end() if self.stop_reason in ("stop_return", PATIENCE) else ""
+        self.stop_reason = self._find_stop_reason() if self.stop_reason in ("stop_return", PATIENCE) else ""
         with (
             MetricLogger(
                 folder.paths,
                 cfg.runner.logger.logger_backends,
-                resumed,
+                resumed_step,
                 plain(cfg.runner.logger.kwargs),
                 recorded_config,
             ) as logger,
@@ -253,7 +253,7 @@ class Runner(Generic[Cfg]):
                 is_best = self.best.record(self.step, row)
                 folder.write_status("running", self.step, eta_s=bar.eta_s(), elapsed_s=self.elapsed,
                                     **self.facts(row), **self.best.facts())  # fmt: skip
-                self.stop_reason = self._end()
+                self.stop_reason = self._find_stop_reason()
                 if self.stop_reason == PATIENCE:
                     bar.message(f"rlhpc: ends at step {self.step}: {self.best.reason()}")
                 if is_best or self._save_is_due():
@@ -267,7 +267,7 @@ class Runner(Generic[Cfg]):
         started_s = active_s()
         row = self.one_step()
         seconds = active_s() - started_s
-        self._steps_s.append(seconds)
+        self._step_durations_s.append(seconds)
         self._count_time()
         row["time/wall_s"] = self.elapsed
         if self._pause_s:
@@ -300,9 +300,9 @@ class Runner(Generic[Cfg]):
         if newest_checkpoint.path is None and not is_stateless and pending_step is None:
             raise error
         step = self.step if is_stateless else max(newest_checkpoint.step, pending_step or 0)
-        self._num_unsuccessful = self._num_unsuccessful + 1 if step <= self._recovered_from else 1
-        self._recovered_from = step
-        if self._num_unsuccessful > self.max_recoveries:
+        self._num_recoveries_in_a_row = self._num_recoveries_in_a_row + 1 if step <= self._recovery_step else 1
+        self._recovery_step = step
+        if self._num_recoveries_in_a_row > self.max_recoveries:
             raise error
         lost_ranks = session.recover()
         ranks = ", ".join(f"{role}[{rank}]" for role, role_ranks in lost_ranks.items() for rank in role_ranks)
@@ -327,16 +327,16 @@ class Runner(Generic[Cfg]):
 
     # -- when to stop ---------------------------------------------------------------------------------------------
 
-    def _end(self) -> str:
+    def _find_stop_reason(self) -> str:
         """Returns the reason to stop after this step: the goal or `runner.patience`; "" to continue."""
         return self.goal() or (PATIENCE if self.best.is_over() else "")
 
     def _check_walltime(self) -> None:
         """Requests a stop if the job's remaining walltime is too short for another step and a save."""
-        reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._saves_s))
+        reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._save_durations_s))
 
         def is_enough(end: float | None) -> bool:
-            return end is None or time.time() + _p95(self._steps_s) + reserve <= end
+            return end is None or time.time() + _p95(self._step_durations_s) + reserve <= end
 
         if not is_enough(end_of_job()) and not is_enough(end_of_job(at_once=True)):
             self.stop.request("the job's walltime leaves no room for another step")
@@ -373,7 +373,7 @@ class Runner(Generic[Cfg]):
         """Calls `commit`; if it committed a save, records the duration and prunes older checkpoints."""
         started_s = active_s()
         if (seconds := commit()) is not None:
-            self._saves_s.append(seconds)
+            self._save_durations_s.append(seconds)
             self.best.link(self.folder.paths)
             prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._retained_steps(), checksums=False)
             self._pause_s += active_s() - started_s

@@ -17,7 +17,7 @@ from rlhpc.runs.task_type import TaskType
 #: Maximum number of configurations in one chart; a reader could not distinguish more.
 MAX_DRAWN = 8
 #: Minimum number of seeds for the share of pairs: for two and two seeds without overlap, it would be 100 %.
-_ENOUGH_SEEDS = 5
+_MIN_SEEDS = 5
 _METHOD = (
     "Intervals are 95 % intervals by Student's t over seeds, within each configuration, and wide where there are few "
     "seeds; IQM is the mean of the middle half of the seeds (of fewer than four seeds, all of them), and P(best &gt; this) "
@@ -80,14 +80,14 @@ def scores_at(runs: Sequence[RunMetrics], metric: str) -> tuple[int | None, list
         The step, and a score for each run; (None, []) without a common step.
     """
     logged = [dict(zip(*series(run.rows, metric), strict=True)) for run in runs]
-    for scores in ([_evaluated(run, metric) for run in runs], logged):
+    for scores in ([_eval_scores(run, metric) for run in runs], logged):
         if common_steps := set.intersection(*map(set, scores)) if scores else set():
             step = max(common_steps)
             return int(step), [by_step[step] for by_step in scores]
     return None, []
 
 
-def _evaluated(run: RunMetrics, metric: str) -> dict[float, float]:
+def _eval_scores(run: RunMetrics, metric: str) -> dict[float, float]:
     name = metric.removeprefix("eval/")
     if name == metric:
         return {}
@@ -130,7 +130,7 @@ def render_scores(configurations: Sequence[ConfigScores], title: str, goal: str,
     table_rows: list[list[Cell]] = []
     for config_scores, average, iqm in zip(order, means, iqms, strict=True):
         comparison = "–"
-        if config_scores is not best and min(len(config_scores.scores), len(best.scores)) < _ENOUGH_SEEDS:
+        if config_scores is not best and min(len(config_scores.scores), len(best.scores)) < _MIN_SEEDS:
             comparison = "too few seeds"
         elif config_scores is not best:
             comparison = f"{improvement([sign * s for s in best.scores], [sign * s for s in config_scores.scores]):.0%}"

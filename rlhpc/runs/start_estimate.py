@@ -17,7 +17,7 @@ from rlhpc.config.sites import find_site
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan, count_noun
 from rlhpc.jobs.shared_files import read_json_file
-from rlhpc.jobs.slurm import Allowance, Start, allowance, has_gpus, minutes_of, would_start
+from rlhpc.jobs.slurm import Allowance, EstimatedStart, allowance, has_gpus, minutes_of, would_start
 from rlhpc.runs.config_changes import training_fingerprint
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.tuning.costs import Costs
@@ -79,7 +79,7 @@ class StartTimes:
     """Estimated start and end of a run in a job shape. Assumes that every job after the first starts at once."""
 
     shape: JobShape
-    start: Start
+    start: EstimatedStart
 
     @property
     def end(self) -> float | None:
@@ -130,7 +130,7 @@ def estimate_starts(
     request: TuneRequest,
     nodes: Sequence[int],
     partitions: Sequence[str],
-    query_start: Callable[[str], Start] = would_start,
+    query_start: Callable[[str], EstimatedStart] = would_start,
 ) -> StartEstimate:
     """Asks the scheduler for the start of each job shape; returns the estimate.
 
@@ -148,7 +148,7 @@ def estimate_starts(
         raise ConfigError(
             "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
         )
-    space, reason = _costs(request, cfg)
+    space, reason = _read_costs(request, cfg)
     now, impossible_shapes, answers = time.time(), list[str](), list[StartTimes]()
     for count, partition in _alternatives(request, cfg, nodes, partitions):
         try:
@@ -189,7 +189,7 @@ def _site_partitions(site: str | None) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
+def _read_costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
     """Returns (search space with the costs that `rlhpc tune` measured for this run, ""), or (None, reason)."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     record = read_json_file(paths.tuned)
@@ -310,7 +310,7 @@ def render(estimate: StartEstimate) -> str:
             *(f"not possible on {shape_text}" for shape_text in estimate.impossible_shapes),
             *([estimate.unknown_duration] if estimate.unknown_duration else []),
             *verdict(estimate),
-            *_account(estimate),
+            *_account_lines(estimate),
         ]
     )
 
@@ -362,28 +362,28 @@ def moment(at: float, now: float) -> str:
     return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local_time)
 
 
-def _account(estimate: StartEstimate) -> list[str]:
+def _account_lines(estimate: StartEstimate) -> list[str]:
     """Formats the remaining limits of the account, and the shapes that exceed them."""
     account_allowance = estimate.allowance
     if account_allowance is None:
         return ["what the account may use is not known: sshare does not tell"]
     fair_share_text = "" if account_allowance.fair_share is None else f"; fair share {account_allowance.fair_share:.2f}"
     limit_texts = [
-        f"{(limit - used_minutes) / 60:.3g} of {limit / 60:.3g} {_word(resource)}-hours left"
+        f"{(limit - used_minutes) / 60:.3g} of {limit / 60:.3g} {_resource_name(resource)}-hours left"
         for resource, (limit, used_minutes) in account_allowance.minutes.items()
         if limit > 0
     ]
     lines = [f"account {account_allowance.account}: {', '.join(limit_texts) or 'no limit'}{fair_share_text}"]
     for answer in estimate.answers:
-        lines += [f"  {excess_text}" for excess_text in _beyond(answer.shape, account_allowance.minutes)]
+        lines += [f"  {excess_text}" for excess_text in _excess_warnings(answer.shape, account_allowance.minutes)]
     return lines
 
 
-def _word(resource: str) -> str:
+def _resource_name(resource: str) -> str:
     return {"gres/gpu": "GPU", "cpu": "CPU"}.get(resource, resource)
 
 
-def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
+def _excess_warnings(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
     """Returns a warning for each limit of the account that a run in this shape would exceed."""
     requirements: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
     warnings = []
@@ -395,6 +395,6 @@ def _beyond(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list
         if hours > (limit - used_minutes) / 60:
             warnings.append(
                 f"{count_noun(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
-                f"{_word(resource)}-hours are more than that"
+                f"{_resource_name(resource)}-hours are more than that"
             )
     return warnings

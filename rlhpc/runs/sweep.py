@@ -27,7 +27,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home, replace_durably, unwritable
 
 #: Configuration sections that determine an expert's episodes.
-_RECORDED = ("env",)
+_RECORDING_SECTIONS = ("env",)
 
 
 @dataclass(frozen=True)
@@ -169,14 +169,14 @@ def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
 
 
 def _load(
-    source: str, run_overrides: Sequence[str], point: Point, sweep_source: str, common: Sequence[str], site: str | None, *,
-    check: bool = True,
+    source: str, run_overrides: Sequence[str], point: Point, sweep_source: str, common_overrides: Sequence[str],
+    site: str | None, *, check: bool = True,
 ) -> RunConfig:  # fmt: skip
     try:
         return load_config(source, run_overrides, check=check, site=site)
     except ConfigError as error:
         try:
-            load_config(source, common, check=check, site=site)
+            load_config(source, common_overrides, check=check, site=site)
         except ConfigError as common_error:
             if str(common_error) == str(error):
                 raise error from None  # the sweep's values are not the cause
@@ -195,20 +195,20 @@ def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfi
     return path, load_config(path, sft[1], site=site)
 
 
-def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Path:
+def sft_export(source: str, cfg: RunConfig, sft_source: tuple[str, RunConfig]) -> Path:
     """Returns the folder into which the workflow exports the policy of the SFT run: `export/chosen`, unless the RL run's
     `actor.model.model_path` names the export of the SFT run's last step.
 
     Args:
         source: File of the RL run.
         cfg: Configuration of the RL run.
-        first: Result of `sft_of`.
+        sft_source: Result of `sft_of`.
 
     Raises:
         ConfigError: The RL run names the export of one step, but the SFT run may choose another step; or the SFT run has
             several segments.
     """
-    path, sft = first
+    path, sft = sft_source
     if sft.runner.segments > 1:
         raise ConfigError(f"{path}: runner.segments must be 1 for a run that another one starts from")
     run = RunPaths.of(sft.runner.run_dir, sft.runner.name)
@@ -233,7 +233,7 @@ def sft_export(source: str, cfg: RunConfig, first: tuple[str, RunConfig]) -> Pat
 
 
 def _move_preparations(
-    run: SweepRun, source: str, paths: SweepPaths, sweep_source: str, common: Sequence[str], site: str | None
+    run: SweepRun, source: str, paths: SweepPaths, sweep_source: str, common_overrides: Sequence[str], site: str | None
 ) -> SweepRun:
     """Returns the run with overrides that rename preparations with the run's name in their path.
 
@@ -260,14 +260,14 @@ def _move_preparations(
         ]
     demos = task_type.offline.preparation(run.cfg).demos
     if demos is not None and name in demos[0]:
-        demo_facts = [_recording(run.cfg), run.cfg.runner.seed]
+        demo_facts = [_recording_values(run.cfg), run.cfg.runner.seed]
         moved_overrides += _iter_moved_overrides(
             run.cfg, Path(demos[0]), paths.root / f"demos-{digest(demo_facts)}{Path(demos[0]).suffix}"
         )
     if not moved_overrides:
         return run
     overrides = (*run.overrides, *moved_overrides)
-    return SweepRun(run.point, overrides, _load(source, overrides, run.point, sweep_source, common, site))
+    return SweepRun(run.point, overrides, _load(source, overrides, run.point, sweep_source, common_overrides, site))
 
 
 def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
@@ -281,12 +281,12 @@ def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]
                 yield override(key, f"{new_path}{path.removeprefix(old_path)}")
 
 
-def _recording(cfg: RunConfig) -> Any:
+def _recording_values(cfg: RunConfig) -> Any:
     """Returns all values except the seed that determine an expert's recorded episodes."""
     content = plain(cfg)
     demos = task_type_of(cfg).offline.preparation(cfg).demos
     return [
-        {key: content.get(key) for key in _RECORDED},
+        {key: content.get(key) for key in _RECORDING_SECTIONS},
         *(demos[1:] if demos else ()),
         task_type_of(cfg).offline.recording(cfg)[1],
     ]
@@ -296,7 +296,7 @@ def recording_key(cfg: RunConfig) -> str:
     """Returns the fingerprint of an expert's recorded demonstrations, without the seed. Runs of a sweep with the same
     fingerprint share the demonstrations.
     """
-    return digest(_recording(cfg))
+    return digest(_recording_values(cfg))
 
 
 def _share_preparations(

@@ -31,7 +31,7 @@ from rlhpc.runs.seed_scores import (
 from rlhpc.runs.sweep import read_sweep
 from rlhpc.runs.task_type import task_type_of_run
 
-_BAD = ("failed", "dead", "cancelled")
+_FAILED_STATES = ("failed", "dead", "cancelled")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def rank_sweep(sweep: SweepPaths, suite: str | None = None, metric: str | None =
     suite = suite or str(record.get("suite") or "default")
     run_states = states([sweep.run(run["name"]) for run in run_records])
     state = {run["name"]: run_state for run, (_, run_state) in zip(run_records, run_states, strict=True)}
-    runs = {run["name"]: _read(sweep.run(run["name"]), suite) for run in run_records}
+    runs = {run["name"]: _read_run(sweep.run(run["name"]), suite) for run in run_records}
     finished_runs = {name: run for name, run in runs.items() if state[name].state == "finished" and run is not None}
     compared_runs = [*finished_runs.values()]
     metric = metric or record.get("metric")
@@ -133,7 +133,7 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
         if group := [run for name in names if (run := ranking.runs[name]) is not None]:
             groups[config_scores.label] = group
     states_of_runs = [run_state.state for run_state in ranking.states.values()]
-    finished, failed = states_of_runs.count("finished"), sum(state in _BAD for state in states_of_runs)
+    finished, failed = states_of_runs.count("finished"), sum(state in _FAILED_STATES for state in states_of_runs)
     cards = [
         card("runs finished", f"{finished} of {len(run_records)}", f"{len(ordered)} configurations"),
         card("failed", str(failed), "named below" if failed else "none"),
@@ -166,7 +166,7 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     return write_page(html, output)
 
 
-def _read(paths: RunPaths, suite: str) -> RunMetrics | None:
+def _read_run(paths: RunPaths, suite: str) -> RunMetrics | None:
     rows = read_metrics(paths.metrics)
     return RunMetrics(paths, rows, read_results(paths, suite)) if rows else None
 
@@ -197,7 +197,8 @@ def _runs_table(sweep: SweepPaths, output: Path, ranking: SweepRanking) -> str:
         run_cell = f'<a href="{escape(link, quote=True)}">{escape(name)}</a>' if report.is_file() else escape(name)
         state_text = run_state.state if has_started else "not started"
         lines.append(
-            f'<tr><td class="t">{run_cell}</td><td class="t{" bad" if state_text in _BAD else ""}">{escape(state_text)}</td>'
+            f'<tr><td class="t">{run_cell}</td>'
+            f'<td class="t{" bad" if state_text in _FAILED_STATES else ""}">{escape(state_text)}</td>'
             f"<td>{f'{steps[-1]:.0f}' if steps else '–'}</td><td>{'–' if score is None else number(score)}</td>"
             f'<td class="t">{escape(run_state.reason if has_started else "")}</td></tr>'
         )

@@ -328,7 +328,7 @@ def find_task_type(name: str | None = None, source: str = "configuration") -> Ta
     """
     type_name = DEFAULT if name is None else name
     if path := TASK_TYPES.path(type_name):
-        return _checked(import_attribute(path, f"{source}: {TASK_TYPES.key}"), type_name, source)
+        return _require_task_type(import_attribute(path, f"{source}: {TASK_TYPES.key}"), type_name, source)
     raise ConfigError(
         f"{source}: {TASK_TYPES.key} is {short_repr(type_name)}{nearest(type_name, task_type_names())} "
         f"allowed: {', '.join(task_type_names())}, or {TASK_TYPES.form}"
@@ -340,7 +340,7 @@ def task_type_keys(name: str | None = None, source: str = "configuration") -> Co
     return find_task_type(name, source).keys
 
 
-def _checked(item: Any, name: str, source: str) -> TaskType[Any]:
+def _require_task_type(item: Any, name: str, source: str) -> TaskType[Any]:
     if isinstance(item, TaskType):
         return item
     if isinstance(item, Kind):
@@ -357,15 +357,15 @@ def task_type_of(cfg: Cfg) -> TaskType[Cfg]:
 
 def task_type_of_run(paths: RunPaths) -> TaskType[Any]:
     """Returns the task type of a run, from its config.yaml; the default if the file cannot be read."""
-    return _kind_of_file(paths.config) or find_task_type()
+    return _task_type_of_file(paths.config) or find_task_type()
 
 
 def task_type_of_checkpoint(checkpoint: Path) -> TaskType[Any]:
     """Returns the task type of a checkpoint's run, from its config.yaml; the default if the file cannot be read."""
-    return _kind_of_file(checkpoint / CONFIG) or find_task_type()
+    return _task_type_of_file(checkpoint / CONFIG) or find_task_type()
 
 
-def _kind_of_file(config: Path) -> TaskType[Any] | None:
+def _task_type_of_file(config: Path) -> TaskType[Any] | None:
     try:
         name = str(read_yaml(read_file(config))["runner"]["task_type"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):

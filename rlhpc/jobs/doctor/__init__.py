@@ -13,39 +13,39 @@ from pathlib import Path
 from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor import slurm_checks
 from rlhpc.jobs.doctor.node_probe import space
-from rlhpc.jobs.doctor.probe_jobs import Probed, look_here, plan_jobs, run_probes, wake_up_s
-from rlhpc.jobs.doctor.slurm_facts import Finding, Site, SlurmFacts, render, to_json, worst
+from rlhpc.jobs.doctor.probe_jobs import Probed, plan_jobs, probe_this_machine, run_probes, wake_up_s
+from rlhpc.jobs.doctor.slurm_facts import Finding, Site, SlurmFacts, render, to_json, worst_level
 from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.cluster_config import SectionSource
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.slurm import ask
 
-__all__ = ["Finding", "examine", "render", "to_json", "worst"]
+__all__ = ["Finding", "examine", "render", "to_json", "worst_level"]
 
 _PACKAGES = ("snakemake", "snakemake-executor-plugin-slurm", "snakemake-executor-plugin-slurm-jobstep", "submitit")
 _USUAL_CONF = Path("/etc/slurm/slurm.conf")
 
 
-def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most_nodes: int = 8) -> list[Finding]:
+def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, max_nodes: int = 8) -> list[Finding]:
     """Runs all checks and returns their findings.
 
     Args:
         section: Section `cluster` of a site file; None examines the default partition.
         folder: Folder for runs; if the folder does not exist, the nearest existing parent is examined.
         start_s: Maximum seconds to wait for the probe jobs to start.
-        most_nodes: Maximum number of nodes to examine in each partition; 0 submits no probe jobs.
+        max_nodes: Maximum number of nodes to examine in each partition; 0 submits no probe jobs.
     """
     site = Site.of(section)
     folder = nodes.nearest_folder(expand_home(folder).absolute())
     commands = slurm_checks.commands(shutil.which)
     findings = [commands, *_check_machine(folder)]
     if commands.level != "pass":
-        probed = look_here(site, folder, len(visible_accelerators(os.environ)))
+        results = probe_this_machine(site, folder, len(visible_accelerators(os.environ)))
         return [
             *findings,
-            *nodes.gpus_in_torch(probed, os.environ),
-            *_check_simulation(probed, site),
-            *nodes.limits(probed),
+            *nodes.gpus_in_torch(results, os.environ),
+            *_check_simulation(results, site),
+            *nodes.limits(results),
         ]
     facts = SlurmFacts.gather(getpass.getuser())
     findings += [slurm_checks.version(facts), slurm_checks.controller(facts)]
@@ -55,32 +55,32 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, most
         *slurm_checks.partitions(facts, site), *slurm_checks.accounts(facts, site), *slurm_checks.resources(facts, site),
         slurm_checks.het_jobs(facts, _find_refusal(facts, site)),
     ]  # fmt: skip
-    jobs = plan_jobs(site, facts, most_nodes) if most_nodes else []
+    jobs = plan_jobs(site, facts, max_nodes) if max_nodes else []
     start_s += wake_up_s(jobs, facts)
-    probed = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
+    results = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
     return [
         *findings,
-        slurm_checks.requeue(facts, probed.jobs, os.environ, site),
+        slurm_checks.requeue(facts, results.jobs, os.environ, site),
         slurm_checks.accounting(facts),
         slurm_checks.min_job_age(facts),
         *slurm_checks.walltime(facts, site),
         *slurm_checks.preemption(facts, site),
-        *nodes.started(probed.jobs),
-        *nodes.shared_folder(probed),
-        *nodes.interface(probed, site),
-        *nodes.ports(probed),
-        *nodes.gpu_masks(probed, os.environ),
-        *nodes.gpus_in_torch(probed, os.environ),
-        *nodes.python(probed),
-        *_check_simulation(probed, site),
-        *nodes.clocks(probed),
-        *nodes.limits(probed),
+        *nodes.started(results.jobs),
+        *nodes.shared_folder(results),
+        *nodes.interface(results, site),
+        *nodes.ports(results),
+        *nodes.gpu_masks(results, os.environ),
+        *nodes.gpus_in_torch(results, os.environ),
+        *nodes.python(results),
+        *_check_simulation(results, site),
+        *nodes.clocks(results),
+        *nodes.limits(results),
     ]
 
 
-def _check_simulation(probed: Probed, site: Site) -> list[Finding]:
+def _check_simulation(results: Probed, site: Site) -> list[Finding]:
     """Checks shared memory, local disks and Vulkan drivers of the nodes."""
-    return [*nodes.shared_memory(probed), *nodes.node_disks(probed, site), *nodes.simulators(probed)]
+    return [*nodes.shared_memory(results), *nodes.node_disks(results, site), *nodes.simulators(results)]
 
 
 def _check_machine(folder: Path) -> Iterator[Finding]:

@@ -15,11 +15,11 @@ from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.devices import VIRTUAL, explain_unseen
 from rlhpc.runtime.text import format_bytes
 
-_LEAST_FILES = 4096
-_LEAST_SHM = 2**30
-_SLOW_MS = 2000.0
-_CLOCK_S = 5.0
-_FAST = re.compile(r"^(ib|hsn|opa|roce)\d")
+_MIN_FILES = 4096
+_MIN_SHM_BYTES = 2**30
+_MAX_LATENCY_MS = 2000.0
+_MAX_CLOCK_OFFSET_S = 5.0
+_FAST_INTERFACE = re.compile(r"^(ib|hsn|opa|roce)\d")
 
 
 def started(jobs: Iterable[ProbeJob]) -> Iterator[Finding]:
@@ -39,15 +39,17 @@ def started(jobs: Iterable[ProbeJob]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def shared_folder(probed: Probed) -> Iterator[Finding]:
+def shared_folder(results: Probed) -> Iterator[Finding]:
     """Checks that every node sees files written on this host, and that this host sees files written on every node."""
-    subject, folder = "shared folder", probed.folder
-    if probed.folder_error:
-        yield Finding("fail", subject, f"cannot write in {folder}: {probed.folder_error}", "name another with --folder")
+    subject, folder = "shared folder", results.folder
+    if results.folder_error:
+        yield Finding(
+            "fail", subject, f"cannot write in {folder}: {results.folder_error}", "name another with --folder"
+        )
         return
     problems: dict[str, list[str]] = {}
     latencies = {}
-    for job in probed.jobs:
+    for job in results.jobs:
         for node, report in job.hello.items():
             canary, second_node = report["canary"], job.peers.get(node, {}).get("second", {})
             canary_view = job.canary_views.get(node, {})
@@ -71,24 +73,24 @@ def shared_folder(probed: Probed) -> Iterator[Finding]:
         summary = f"{folder}: seen alike from {names(latencies)}, within {math.ceil(latencies[slowest])} ms ({slowest})"
         yield decide(
             subject, summary,
-            (latencies[slowest] > _SLOW_MS, "warn", summary,
+            (latencies[slowest] > _MAX_LATENCY_MS, "warn", summary,
              "slow: ask for acdirmax/lookupcache settings, or use another filesystem"),
         )  # fmt: skip
 
 
-def _connections(probed: Probed) -> dict[tuple[str, str], dict[str, Any]]:
+def _connections(results: Probed) -> dict[tuple[str, str], dict[str, Any]]:
     """Returns the connections between different nodes, keyed by (node, peer)."""
     return {
         (node, peer): connection
-        for node, report in probed.peers.items()
+        for node, report in results.peers.items()
         for peer, connection in report["reach"].items()
         if peer != node
     }
 
 
-def interface(probed: Probed, site: Site) -> Iterator[Finding]:
+def interface(results: Probed, site: Site) -> Iterator[Finding]:
     """Checks that every node has the site's network interface. If the site names none, reports the interface of the route."""
-    subject, hellos = "interface", probed.hellos
+    subject, hellos = "interface", results.hellos
     if site.interface and hellos:
         missing_nodes = [node for node, report in hellos.items() if site.interface not in report["interfaces"]]
         available_interfaces = sorted({name for node in missing_nodes for name in hellos[node]["interfaces"]})
@@ -99,13 +101,13 @@ def interface(probed: Probed, site: Site) -> Iterator[Finding]:
         )  # fmt: skip
         return
     nodes_by_interface: dict[str, set[str]] = {}
-    for (node, _), connection in _connections(probed).items():
+    for (node, _), connection in _connections(results).items():
         if connection.get("interface"):
             nodes_by_interface.setdefault(connection["interface"], set()).add(node)
     if not nodes_by_interface:
         return
     routes = "; ".join(f"{name}: {names(nodes)}" for name, nodes in sorted(nodes_by_interface.items()))
-    interfaces = [{name for name in report["interfaces"] if _FAST.match(name)} for report in hellos.values()]
+    interfaces = [{name for name in report["interfaces"] if _FAST_INTERFACE.match(name)} for report in hellos.values()]
     fast_interfaces = sorted(set.intersection(*interfaces) - set(nodes_by_interface))
     is_local = any(name.startswith(("lo", "docker", "virbr")) for name in nodes_by_interface)
     yield decide(
@@ -116,15 +118,15 @@ def interface(probed: Probed, site: Site) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def ports(probed: Probed) -> Iterator[Finding]:
+def ports(results: Probed) -> Iterator[Finding]:
     """Checks that nodes can connect to one another, in both directions, on ports that the kernel selects."""
-    connections = _connections(probed)
+    connections = _connections(results)
     errors = [(*pair, connection["error"]) for pair, connection in connections.items() if "error" in connection]
     slowest_ms = max((connection.get("ms", 0.0) for connection in connections.values()), default=0.0)
     node, peer, problem = errors[0] if errors else ("", "", "")
-    if probed.hellos:
+    if results.hellos:
         yield decide(
-            "ports", f"{names(probed.peers)} reach one another both ways, within {math.ceil(slowest_ms)} ms",
+            "ports", f"{names(results.peers)} reach one another both ways, within {math.ceil(slowest_ms)} ms",
             (not connections, "warn", "only one node was looked at, so no connection was tried", "use --nodes 2 or more"),
             (errors, "fail",
              f"{len(errors)} of {len(connections)} connections between nodes fail: {node} → {peer}: {problem}",
@@ -132,13 +134,13 @@ def ports(probed: Probed) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
+def gpu_masks(results: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks that CUDA_VISIBLE_DEVICES on each node names as many GPUs as the job requested."""
     problems: dict[str, list[str]] = {}
     correct_nodes: list[str] = []
     unmasked_nodes: list[str] = []
     shell_mask = environ.get("CUDA_VISIBLE_DEVICES")
-    for job in probed.jobs:
+    for job in results.jobs:
         for node, report in job.hello.items():
             mask = report["mask"]
             count = len(visible_accelerators({"CUDA_VISIBLE_DEVICES": mask})) if mask is not None else None
@@ -161,12 +163,12 @@ def gpu_masks(probed: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("pass", "GPU mask", f"as asked for on {names(correct_nodes)}")
 
 
-def gpus_in_torch(probed: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
+def gpus_in_torch(results: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Checks that torch can use the GPUs that Slurm granted on each node."""
     subject = "GPUs in torch"
     jobs_by_node = {
         node: job
-        for job in probed.jobs
+        for job in results.jobs
         if job.gpus
         for node, report in job.hello.items()
         if report["packages"]["torch"]
@@ -230,7 +232,7 @@ def _torch_problem(report: Mapping[str, Any], granted: int, mask: str | None) ->
     return f"{stage} ended with exit code {report['code']}: {report.get('words', '')}", advice
 
 
-def python(probed: Probed, executable: str = sys.executable) -> list[Finding]:
+def python(results: Probed, executable: str = sys.executable) -> list[Finding]:
     """Checks that the nodes have the same Python version as this host, and the required packages."""
 
     def find_problem(report: Mapping[str, Any]) -> str | None:
@@ -242,27 +244,27 @@ def python(probed: Probed, executable: str = sys.executable) -> list[Finding]:
         return f"have no {', '.join(missing_packages)} in {report['executable']}" if missing_packages else None
 
     return _check_nodes(
-        probed, "Python", find_problem, "fail", "install rlhpc on a filesystem of all nodes",
+        results, "Python", find_problem, "fail", "install rlhpc on a filesystem of all nodes",
         f"{'.'.join(map(str, sys.version_info[:3]))} with its packages",
     )  # fmt: skip
 
 
-def shared_memory(probed: Probed) -> list[Finding]:
+def shared_memory(results: Probed) -> list[Finding]:
     def find_problem(report: Mapping[str, Any]) -> str | None:
         space = report["space"]["/dev/shm"]
         if "error" in space or not space["writable"]:
             return "cannot use /dev/shm"
-        return f"have {format_bytes(space['free'], 0)} left in /dev/shm" if space["free"] < _LEAST_SHM else None
+        return f"have {format_bytes(space['free'], 0)} left in /dev/shm" if space["free"] < _MIN_SHM_BYTES else None
 
-    free_bytes = [report["space"]["/dev/shm"].get("free", 0) for report in probed.hellos.values()]
+    free_bytes = [report["space"]["/dev/shm"].get("free", 0) for report in results.hellos.values()]
     return _check_nodes(
-        probed, "/dev/shm", find_problem, "warn",
+        results, "/dev/shm", find_problem, "warn",
         "data between ranks goes to files instead; set cluster.scratch to a fast disk",
         f"{format_bytes(min(free_bytes, default=0), 0)} or more free",
     )  # fmt: skip
 
 
-def node_disks(probed: Probed, site: Site) -> list[Finding]:
+def node_disks(results: Probed, site: Site) -> list[Finding]:
     def find_problem(report: Mapping[str, Any]) -> str | None:
         for name in ("/tmp", "scratch"):
             space = report["space"].get(name)
@@ -275,7 +277,7 @@ def node_disks(probed: Probed, site: Site) -> list[Finding]:
 
     success_text = f"room in /tmp{f' and {site.scratch}' if site.scratch else ''}"
     return _check_nodes(
-        probed,
+        results,
         "node-local disk",
         find_problem,
         "fail",
@@ -284,9 +286,9 @@ def node_disks(probed: Probed, site: Site) -> list[Finding]:
     )
 
 
-def simulators(probed: Probed) -> list[Finding]:
+def simulators(results: Probed) -> list[Finding]:
     """Checks that nodes have Vulkan and a Vulkan driver: the nodes with a requested GPU or, without any, all nodes."""
-    hellos = {node: report for job in probed.jobs if job.gpus for node, report in job.hello.items()} or probed.hellos
+    hellos = {node: report for job in results.jobs if job.gpus for node, report in job.hello.items()} or results.hellos
 
     def find_problem(report: Mapping[str, Any]) -> str | None:
         if not report["vulkan"]["loader"]:
@@ -295,16 +297,18 @@ def simulators(probed: Probed) -> list[Finding]:
 
     drivers = sorted({name for report in hellos.values() for name in report["vulkan"]["drivers"]})
     return _check_nodes(
-        probed, "Vulkan", find_problem, "warn",
+        results, "Vulkan", find_problem, "warn",
         "simulators that render need it: install libvulkan1 and the GPU's driver with it", ", ".join(drivers), hellos,
     )  # fmt: skip
 
 
-def clocks(probed: Probed) -> Iterator[Finding]:
-    offsets = {node: node_offset for job in probed.jobs for node, node_offset in job.offsets.items()}
+def clocks(results: Probed) -> Iterator[Finding]:
+    offsets = {node: node_offset for job in results.jobs for node, node_offset in job.offsets.items()}
     if not offsets:
         return
-    wrong_nodes = [node for node, (offset_s, error_s) in offsets.items() if abs(offset_s) - error_s > _CLOCK_S]
+    wrong_nodes = [
+        node for node, (offset_s, error_s) in offsets.items() if abs(offset_s) - error_s > _MAX_CLOCK_OFFSET_S
+    ]
     furthest = max(wrong_nodes or offsets, key=lambda node: abs(offsets[node][0]))
     max_offset_s = max(abs(offset_s) + error_s for offset_s, error_s in offsets.values())
     yield decide(
@@ -315,20 +319,20 @@ def clocks(probed: Probed) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def limits(probed: Probed) -> list[Finding]:
+def limits(results: Probed) -> list[Finding]:
     def find_problem(report: Mapping[str, Any]) -> str | None:
         node_limits = report["limits"]
-        if 0 <= node_limits["nofile"] < _LEAST_FILES:
+        if 0 <= node_limits["nofile"] < _MIN_FILES:
             return f"allow {node_limits['nofile']} open files (ulimit -n)"
-        if 0 <= node_limits["nproc"] < _LEAST_FILES:
+        if 0 <= node_limits["nproc"] < _MIN_FILES:
             return f"allow {node_limits['nproc']} processes and threads (ulimit -u)"
-        if 0 <= node_limits["memlock"] < 2**30 and any(_FAST.match(name) for name in report["interfaces"]):
+        if 0 <= node_limits["memlock"] < 2**30 and any(_FAST_INTERFACE.match(name) for name in report["interfaces"]):
             return f"allow {format_bytes(node_limits['memlock'], 0)} of locked memory (ulimit -l), too little for InfiniBand"
         return None
 
     success_text = "enough open files, processes and locked memory"
     return _check_nodes(
-        probed,
+        results,
         "limits",
         find_problem,
         "warn",
@@ -338,7 +342,7 @@ def limits(probed: Probed) -> list[Finding]:
 
 
 def _check_nodes(
-    probed: Probed,
+    results: Probed,
     subject: str,
     find_problem: Callable[[Mapping[str, Any]], str | None],
     level: Level,
@@ -348,7 +352,7 @@ def _check_nodes(
 ) -> list[Finding]:
     """Returns a finding for each problem of some nodes; one `pass` without problems, [] without reports."""
     nodes_by_problem: dict[str, list[str]] = {}
-    hellos = probed.hellos if hellos is None else hellos
+    hellos = results.hellos if hellos is None else hellos
     for node, report in hellos.items():
         if problem := find_problem(report):
             nodes_by_problem.setdefault(problem, []).append(node)
@@ -356,8 +360,8 @@ def _check_nodes(
     return findings or ([Finding("pass", subject, passed)] if hellos else [])
 
 
-_LEAST_SPACE = 5 * 2**30
-_LEAST_INODES = 20_000
+_MIN_SPACE_BYTES = 5 * 2**30
+_MIN_INODES = 20_000
 
 
 def environment(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -398,7 +402,7 @@ def disk(subject: str, path: str, status: Mapping[str, Any]) -> Finding:
         return Finding("fail", subject, f"{path}: {status['error']}", "make the folder, or name another")
     summary = f"{path}: {format_bytes(status['free'], 0)} of {format_bytes(status['total'], 0)} free"
     summary += f", {status['inodes_free']} of {status['inodes']} inodes" if status["inodes"] else ""
-    is_full = status["free"] < _LEAST_SPACE or (status["inodes"] and status["inodes_free"] < _LEAST_INODES)
+    is_full = status["free"] < _MIN_SPACE_BYTES or (status["inodes"] and status["inodes_free"] < _MIN_INODES)
     return decide(
         subject, summary,
         (not status["writable"], "fail", f"{path} is not writable", "name a folder of your own"),

@@ -27,12 +27,12 @@ import time
 from typing import Any
 
 MARK = "RLHPC-DOCTOR"
-_PIECE = 600
+_PIECE_LENGTH = 600
 
 
 def say(stage: str, content: dict[str, Any]) -> None:
     encoded = base64.b64encode(json.dumps(content).encode()).decode()
-    pieces = [encoded[i : i + _PIECE] for i in range(0, len(encoded), _PIECE)]
+    pieces = [encoded[i : i + _PIECE_LENGTH] for i in range(0, len(encoded), _PIECE_LENGTH)]
     task = os.environ.get("SLURM_PROCID", "0")
     for piece_index, piece in enumerate(pieces):
         os.write(1, f"{MARK} {task} {stage} {piece_index} {len(pieces)} {piece}\n".encode())
@@ -147,7 +147,7 @@ def listen(token: str) -> int:
     return int(server.getsockname()[1])
 
 
-def reach(address: str, port: int, token: str) -> dict[str, Any]:
+def try_connection(address: str, port: int, token: str) -> dict[str, Any]:
     """Connects to another node; returns the time in ms and this node's interface and address, or the error."""
     start = time.monotonic()
     try:
@@ -188,7 +188,7 @@ def ask_torch(source: str, timeout_s: float) -> dict[str, Any]:
     return {**report, "code": child.wait()}
 
 
-def look(plan: dict[str, Any]) -> dict[str, Any]:
+def collect_facts(plan: dict[str, Any]) -> dict[str, Any]:
     """Collects facts about this node."""
     folders = {name: name for name in ("/tmp", "/dev/shm")}
     folders |= {"runs": os.path.dirname(plan["canary"]), "home": os.path.expanduser("~")}
@@ -216,14 +216,14 @@ def main() -> None:
     torch_thread = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
     if plan.get("torch"):
         torch_thread.start()
-    say("hello", {**look(plan), "canary": exchange_canaries(plan), "port": port})
+    say("hello", {**collect_facts(plan), "canary": exchange_canaries(plan), "port": port})
     instructions = json.loads(sys.stdin.readline() or "{}")
     say("clock", {"now": time.time()})
     second_status: dict[str, Any] = {}
     if instructions.get("second"):
         second_status = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["timeout_s"])
     peers = instructions.get("peers", ())
-    connections = {name: reach(address, port_number, plan["token"]) for name, address, port_number in peers}
+    connections = {name: try_connection(address, port_number, plan["token"]) for name, address, port_number in peers}
     say("peers", {"second": second_status, "reach": connections})
     if plan.get("torch"):
         torch_thread.join(plan["torch_s"] + 5)

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from rlhpc.jobs.doctor import node_probe, torch_probe
-from rlhpc.jobs.doctor.slurm_facts import Site, SiteNodeGroup, SlurmFacts, is_asleep, seconds_of, usable
+from rlhpc.jobs.doctor.slurm_facts import Site, SiteNodeGroup, SlurmFacts, is_asleep, is_usable, seconds_of
 from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.imports import LEAVE_FOLDER
 from rlhpc.runtime.launchers.srun_commands import step_environment
@@ -30,9 +30,9 @@ from rlhpc.runtime.network import node_addresses
 from rlhpc.runtime.slurm import ask
 
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
-_FILE_S = 10.0
-_ANSWER_S = 40.0
-_TORCH_S = 60.0
+_FILE_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 40.0
+_TORCH_TIMEOUT_S = 60.0
 _MEMORY = "500M"
 #: Memory for torch with its libraries, and for host memory of CUDA and NCCL.
 _MEMORY_WITH_TORCH = "4G"
@@ -77,7 +77,7 @@ class ProbeJob:
         self.error = reason
 
 
-def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
+def plan_jobs(site: Site, facts: SlurmFacts, max_nodes: int) -> list[ProbeJob]:
     """Returns one probe job for each existing partition of the site."""
     by_partition: dict[str | None, list[SiteNodeGroup]] = {}
     for group in site.groups:
@@ -90,13 +90,13 @@ def plan_jobs(site: Site, facts: SlurmFacts, most_nodes: int) -> list[ProbeJob]:
         nodes = facts.nodes_of(partition)
         gpu_nodes = [node for node in nodes if first_group.matches(node.get("Gres", ""))]
         wants_gpus = bool(gpu_nodes) and (first_group.gres is not None or len(gpu_nodes) == len(nodes))
-        num_ready = sum(usable(node) for node in (gpu_nodes if wants_gpus else nodes))
+        num_ready = sum(is_usable(node) for node in (gpu_nodes if wants_gpus else nodes))
         options = [
             f"--{key}={option_value}" for key in ("account", "qos") if (option_value := getattr(first_group, key))
         ]
         if first_group.constraint and len({group.constraint for group in groups}) == 1:
             options.append(f"--constraint={first_group.constraint}")
-        count = max(1, min(most_nodes, num_ready))
+        count = max(1, min(max_nodes, num_ready))
         labels = tuple(group.label for group in groups)
         gpus = min(2, *(first_group.matches(node.get("Gres", "")) for node in gpu_nodes)) if wants_gpus else 0
         gres = f"{first_group.gres or 'gpu'}:{gpus}" if wants_gpus else None
@@ -201,7 +201,7 @@ class _Step:
         return next(reversed(srun_errors or self.output_lines), "nothing")
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.process.poll() is not None
 
     def end(self) -> None:
@@ -234,7 +234,7 @@ class Probed:
         return {node: report for job in self.jobs for node, report in job.peers.items()}
 
 
-def look_here(site: Site, folder: Path, gpus: int) -> Probed:
+def probe_this_machine(site: Site, folder: Path, gpus: int) -> Probed:
     """Examines this machine like the only node of a job.
 
     Args:
@@ -243,10 +243,10 @@ def look_here(site: Site, folder: Path, gpus: int) -> Probed:
         gpus: Number of GPUs that torch should see.
     """
     job = ProbeJob(None, (), (), None, gpus, 1, 1)
-    report = node_probe.look({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
+    report = node_probe.collect_facts({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
     job.hello[report["node"]] = report
     if gpus and not os.environ.get(VIRTUAL):
-        job.torch[report["node"]] = node_probe.ask_torch(source_of(torch_probe), _TORCH_S)
+        job.torch[report["node"]] = node_probe.ask_torch(source_of(torch_probe), _TORCH_TIMEOUT_S)
     return Probed(folder, [job])
 
 
@@ -266,7 +266,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -281,7 +281,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
         folder: Folder for runs; must exist.
         start_s: Maximum seconds for a job to start, after which the job is cancelled.
     """
-    probes = Probed(folder, list(jobs))
+    results = Probed(folder, list(jobs))
     token = secrets.token_hex(16)
     canary = folder / f".rlhpc-doctor-{token[:8]}"
     steps: list[_Step] = []
@@ -291,27 +291,34 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
                 canary.mkdir(mode=0o700)
                 _write(canary / "login", token)
             except OSError as error:
-                probes.folder_error = error.strerror or str(error)
+                results.folder_error = error.strerror or str(error)
             tests_torch = not os.environ.get(VIRTUAL) and any(job.gpus for job in jobs)
-            limit = int(start_s + 2 * _ANSWER_S + tests_torch * _TORCH_S + 20)
+            limit = int(start_s + 2 * _ANSWER_TIMEOUT_S + tests_torch * _TORCH_TIMEOUT_S + 20)
             for job in jobs:
                 _submit(job, site, limit)
             plan = {
-                "token": token, "canary": str(canary), "timeout_s": _FILE_S, "limit_s": limit,
+                "token": token, "canary": str(canary), "timeout_s": _FILE_TIMEOUT_S, "limit_s": limit,
                 "packages": PACKAGES, "scratch": site.scratch,
             }  # fmt: skip
-            torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_S} if tests_torch else {}
+            torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_TIMEOUT_S} if tests_torch else {}
             for job in _iter_started(jobs, start_s):
                 steps.append(_Step(job, site))
                 steps[-1].send({**plan, **torch} if job.gpus else plan)
-            _until(lambda: all(step.over or len(step.job.hello) == step.job.nodes for step in steps), _ANSWER_S)
-            _look_for_files(probes, canary, token)
-            _open_socket(steps, site, canary, token)
-            _until(lambda: all(step.over or len(step.job.peers) == step.job.nodes for step in steps), _ANSWER_S)
+            _wait_until(
+                lambda: all(step.has_ended or len(step.job.hello) == step.job.nodes for step in steps),
+                _ANSWER_TIMEOUT_S,
+            )
+            _check_node_files(results, canary, token)
+            _exchange_addresses(steps, site, canary, token)
+            _wait_until(
+                lambda: all(step.has_ended or len(step.job.peers) == step.job.nodes for step in steps),
+                _ANSWER_TIMEOUT_S,
+            )
             if tests_torch:
                 torch_steps = [step for step in steps if step.job.gpus]
-                _until(
-                    lambda: all(step.over or len(step.job.torch) == step.job.nodes for step in torch_steps), _TORCH_S
+                _wait_until(
+                    lambda: all(step.has_ended or len(step.job.torch) == step.job.nodes for step in torch_steps),
+                    _TORCH_TIMEOUT_S,
                 )
             for step in steps:
                 step.end()
@@ -323,7 +330,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
             for step in steps:
                 step.end()
             shutil.rmtree(canary, ignore_errors=True)
-    return probes
+    return results
 
 
 def _write(path: Path, text: str) -> None:
@@ -366,15 +373,15 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
             time.sleep(_POLL_S)
 
 
-def _look_for_files(probed: Probed, canary: Path, token: str) -> None:
+def _check_node_files(results: Probed, canary: Path, token: str) -> None:
     """Reads the file that each node wrote, and adds the results to the jobs."""
-    for job in probed.jobs:
+    for job in results.jobs:
         for node, report in job.hello.items():
             if "ms" in report["canary"] and "write_error" not in report["canary"]:
-                job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _FILE_S)
+                job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _FILE_TIMEOUT_S)
 
 
-def _open_socket(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
+def _exchange_addresses(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
     """Sends every node the addresses of all nodes, and writes a second file that each node must find."""
     hellos = {node: report for step in steps for node, report in step.job.hello.items()}
     addresses = node_addresses(list(hellos)) if hellos else {}

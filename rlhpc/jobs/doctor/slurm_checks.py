@@ -16,18 +16,18 @@ from rlhpc.jobs.doctor.slurm_facts import (
     gres_of,
     is_asleep,
     is_out_of_service,
+    is_usable,
     names,
     seconds_of,
-    usable,
     version_of,
 )
 from rlhpc.jobs.slurm import minutes_of
 
 COMMANDS = ("sbatch", "srun", "scontrol", "squeue", "scancel")
-_OLDEST_SLURM = (20, 11)
+_MIN_SLURM = (20, 11)
 #: Versions that the tests run on (`tests/slurm/roots.sh`); docs/how-to/administer.md lists the differences.
 TESTED_SLURM = ((22, 5), (24, 11), (26, 5))
-_LEAST_JOB_AGE_S = 120
+_MIN_JOB_AGE_S = 120
 
 
 def commands(find_program: Callable[[str], str | None]) -> Finding:
@@ -47,7 +47,7 @@ def version(facts: SlurmFacts) -> Finding:
     return decide(
         "Slurm version", f"{version_text}; rlhpc is tested with {tested_versions}",
         (not version_number, "fail", facts.version.words, "sbatch --version should print it"),
-        (version_number < _OLDEST_SLURM, "fail", version_text, "srun --overlap came with 20.11; ask for an upgrade"),
+        (version_number < _MIN_SLURM, "fail", version_text, "srun --overlap came with 20.11; ask for an upgrade"),
         (version_number < TESTED_SLURM[0], "warn", version_text,
          f"rlhpc is tested with {tested_versions}; try a short run first"),
     )  # fmt: skip
@@ -68,7 +68,7 @@ def partitions(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
         record, nodes = facts.partition(name), facts.nodes_of(name)
         state = "UP" if record is None else record.get("State", "UP")
         unavailable = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
-        summary = f"up; {len(nodes)} nodes, {sum(map(usable, nodes))} of them free"
+        summary = f"up; {len(nodes)} nodes, {sum(map(is_usable, nodes))} of them free"
         if num_asleep := sum(map(is_asleep, nodes)):
             summary += f", {num_asleep} asleep, which Slurm starts for jobs"
         yield decide(
@@ -194,9 +194,9 @@ def min_job_age(facts: SlurmFacts) -> Finding:
     age, has_database = seconds_of(age_text), _has_database(facts)
     return decide(
         "MinJobAge", age_text or "not told",
-        (age is not None and age < _LEAST_JOB_AGE_S, "warn" if has_database else "fail",
+        (age is not None and age < _MIN_JOB_AGE_S, "warn" if has_database else "fail",
          f"{age_text}: Slurm forgets how a job ended before it is asked" + (", where sacct fails" if has_database else ""),
-         f"ask for MinJobAge={_LEAST_JOB_AGE_S} or more"),
+         f"ask for MinJobAge={_MIN_JOB_AGE_S} or more"),
     )  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def is_out_of_service(node: Record) -> bool:
     return bool(flags & _OUT_OF_SERVICE) or ("NOT_RESPONDING" in flags and not is_asleep(node))
 
 
-def usable(node: Record) -> bool:
+def is_usable(node: Record) -> bool:
     """Returns whether the node's state allows a job to start there at once."""
     flags = state_words(node)
     obstacles = flags & (_OUT_OF_SERVICE | _ASLEEP | _UNAVAILABLE | {"NOT_RESPONDING"})
@@ -254,7 +254,7 @@ def names(nodes: Iterable[str]) -> str:
     )
 
 
-def worst(lines: Sequence[Finding]) -> Level:
+def worst_level(lines: Sequence[Finding]) -> Level:
     return max((line.level for line in lines), key=LEVELS.index, default="pass")
 
 
@@ -282,4 +282,4 @@ def render(lines: Sequence[Finding]) -> str:
 def to_json(lines: Sequence[Finding]) -> str:
     """Formats the findings as JSON: `{"level": …, "lines": [{"level", "what", "found", "do"}, …]}`."""
     findings = [{"level": line.level, "what": line.check, "found": line.result, "do": line.advice} for line in lines]
-    return json.dumps({"level": worst(lines), "lines": findings}, indent=1, ensure_ascii=False)
+    return json.dumps({"level": worst_level(lines), "lines": findings}, indent=1, ensure_ascii=False)

@@ -26,7 +26,7 @@ def newest_cuda() -> str:
     return "" if code else f"{cuda_version.value // 1000}.{cuda_version.value % 1000 // 10}"
 
 
-def look() -> None:
+def probe_torch() -> None:
     import torch
 
     say(torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
@@ -56,7 +56,7 @@ def look() -> None:
 if __name__ == "__main__":
     say(driver=newest_cuda())
     try:
-        look()
+        probe_torch()
     except Exception as error:  # the doctor reports any error
         text = next(iter(str(error).strip().splitlines()), "")
         say(error=f"{type(error).__name__}: {text[:200]}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.jobs.elastic.helper_plan import HelperPlan
-from rlhpc.jobs.slurm import free_of_job
+from rlhpc.jobs.slurm import without_job_variables
 from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
 from rlhpc.runtime.errors import SubmitError
 from rlhpc.runtime.imports import run_module
@@ -24,7 +24,7 @@ from rlhpc.runtime.slurm import ask
 
 _POLL_S = 0.2
 #: Signals on which the job leaves; `rlhpc join` documents their meanings.
-_LEAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+_LEAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass
@@ -50,19 +50,19 @@ class HelperJob:
     def __call__(self) -> None:
         """Runs until all ranks have ended, and exits with the greatest exit code of the ranks."""
         rank_processes = list[subprocess.Popen[bytes]]()
-        for leave_signal in _LEAVE:
-            signal.signal(leave_signal, lambda signum, _: _pass_on(rank_processes, signum))
-        signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE)
+        for leave_signal in _LEAVE_SIGNALS:
+            signal.signal(leave_signal, lambda signum, _: _forward_signal(rank_processes, signum))
+        signal.pthread_sigmask(signal.SIG_BLOCK, _LEAVE_SIGNALS)
         for rank in range(self.ranks):
             # the rank gets SIGTERM if this process is killed
             process = start_bound_to_parent(
                 self._command(), signal.SIGTERM, env=self._environment(rank), stdin=subprocess.DEVNULL
             )
             rank_processes.append(process)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEAVE_SIGNALS)
         while any(process.poll() is None for process in rank_processes):
             if any((process.returncode or 0) < 0 for process in rank_processes):
-                _pass_on(
+                _forward_signal(
                     rank_processes, signal.SIGTERM
                 )  # a rank was killed: the job ends, so that the driver does not wait for it
             time.sleep(_POLL_S)
@@ -90,7 +90,7 @@ class HelperJob:
         return environment
 
 
-def _pass_on(processes: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
+def _forward_signal(processes: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
     for process in processes:
         if process.returncode is None:
             os.kill(process.pid, signum)
@@ -113,7 +113,7 @@ def submit(folder: Path, name: str, plan: HelperPlan, run_root: Path) -> str:
     request = {"folder": str(folder), "name": name, "slurm": plan.submitit_parameters(), "job": asdict(job)}
     sbatch_output = ask(
         *run_module("rlhpc.jobs.elastic.helper_job"), stdin=json.dumps(request), timeout_s=_SUBMIT_S,
-        environment=free_of_job(os.environ), apart=True,
+        environment=without_job_variables(os.environ), apart=True,
     )  # fmt: skip
     output_words = sbatch_output.text.split()
     if not sbatch_output.ok or not output_words or not output_words[-1].isdigit():

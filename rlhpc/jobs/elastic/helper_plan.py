@@ -15,9 +15,9 @@ from rlhpc.runtime.cluster_config import Key, SectionSource
 
 #: Thresholds on the share of a step's time in which the actor waits for rollouts: at or above the first, jobs are added; at or
 #: below the second, jobs are removed.
-WAITS, IDLES = 0.25, 0.05
+GROW_WAIT_SHARE, SHRINK_WAIT_SHARE = 0.25, 0.05
 #: Seconds to pause after a failed job, and the maximum; the pause doubles with each failed job in a row.
-_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 3600.0
+_PAUSE_S, _MAX_PAUSE_S = 30.0, 3600.0
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Rule:
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self._target: int | None = None  # in jobs
-        self._since: float | None = None
+        self._trend_started_at: float | None = None
         self._trend = 0
 
     def decide(self, state: ClusterState) -> Decision:
@@ -136,58 +136,64 @@ class Rule:
                 leave=tuple(job.id for job in live_jobs), reason=f"the budget of {bounds.budget:g} hours is used up"
             )
         if state.requested_ranks is not None:
-            self._target, self._since, reason = (
+            self._target, self._trend_started_at, reason = (
                 self._jobs_for(state.requested_ranks),
                 None,
                 f"{state.requested_ranks} were asked for",
             )
         else:
-            reason = self._follow(state, live_jobs)
+            reason = self._adjust_target(state, live_jobs)
         ranks = self._target * bounds.per_job
         if (surplus := len(live_jobs) - self._target) > 0:
             order = sorted(range(len(live_jobs)), key=lambda at: (live_jobs[at].state != "queued", -at))
             return Decision(leave=tuple(live_jobs[index].id for index in order[:surplus]), target=ranks, reason=reason)
-        num_missing = min(-surplus, self._affordable(state))
-        if num_missing <= 0 or self._pauses(state):
+        num_missing = min(-surplus, self._max_affordable_jobs(state))
+        if num_missing <= 0 or self._is_pausing(state):
             return Decision(target=ranks, reason=reason)
         only_if_soon = state.requested_ranks is None and len(live_jobs) * bounds.per_job >= bounds.min_ranks
         return Decision(num_missing, only_if_soon, target=ranks, reason=reason)
 
-    def not_soon(self, live: int) -> None:
+    def limit_to_live_jobs(self, num_live_jobs: int) -> None:
         """Limits the target to the number of live jobs, because the queue would not start a new job soon. The target may grow
         again after the actor has waited for another `react_s` seconds.
         """
-        self._target, self._since = self._jobs_for(live * self.bounds.per_job), None
+        self._target, self._trend_started_at = self._jobs_for(num_live_jobs * self.bounds.per_job), None
 
     def _jobs_for(self, ranks: int) -> int:
         """Returns the number of whole jobs with up to `ranks` ranks, within the limits."""
         bounds = self.bounds
         return max(bounds.min_jobs, min(ranks, bounds.max_ranks) // bounds.per_job)
 
-    def _follow(self, state: ClusterState, live: Sequence[LiveHelperJob]) -> str:
+    def _adjust_target(self, state: ClusterState, live_jobs: Sequence[LiveHelperJob]) -> str:
         """Adjusts the target to the actor's waiting time; returns the reason as text."""
         assert self._target is not None
         self._target = min(self._target, self._jobs_for(state.useful))
         waited_fraction, unchanged_reason = state.waited, f"there are to be {self._target * self.bounds.per_job}"
         trend = (
-            0 if waited_fraction is None else 1 if waited_fraction >= WAITS else -1 if waited_fraction <= IDLES else 0
+            0
+            if waited_fraction is None
+            else 1
+            if waited_fraction >= GROW_WAIT_SHARE
+            else -1
+            if waited_fraction <= SHRINK_WAIT_SHARE
+            else 0
         )
-        all_running = len(live) >= self._target and all(job.state == "running" and job.ranks for job in live)
+        all_running = len(live_jobs) >= self._target and all(job.state == "running" and job.ranks for job in live_jobs)
         if trend != self._trend or trend == 0 or (trend > 0 and not all_running):
-            self._trend, self._since = trend, state.now
+            self._trend, self._trend_started_at = trend, state.now
             return unchanged_reason
-        if self._since is None:
-            self._since = state.now
-        if state.now - self._since < self.bounds.react_s:
+        if self._trend_started_at is None:
+            self._trend_started_at = state.now
+        if state.now - self._trend_started_at < self.bounds.react_s:
             return unchanged_reason
-        self._since = state.now
+        self._trend_started_at = state.now
         if trend > 0:
             self._target = min(max(1, 2 * self._target), self._jobs_for(state.useful))
             return f"the actor waits for rollouts {waited_fraction:.0%} of the time"
-        self._target = max(self.bounds.min_jobs, min(self._target, len(live)) - 1)
+        self._target = max(self.bounds.min_jobs, min(self._target, len(live_jobs)) - 1)
         return f"the actor waits for rollouts only {waited_fraction:.0%} of the time"
 
-    def _affordable(self, state: ClusterState) -> int:
+    def _max_affordable_jobs(self, state: ClusterState) -> int:
         bounds = self.bounds
         if bounds.budget is None:
             return len(state.jobs) + bounds.max_ranks
@@ -195,16 +201,16 @@ class Rule:
         return max(0, int((bounds.budget - state.spent - reserved_hours) / bounds.hours_per_job + 1e-9))
 
     @staticmethod
-    def _pauses(state: ClusterState) -> bool:
+    def _is_pausing(state: ClusterState) -> bool:
         if not state.num_failed:
             return False
-        return state.now - state.failed_at < min(_PAUSE_S * 2.0 ** (state.num_failed - 1), _LONGEST_PAUSE_S)
+        return state.now - state.failed_at < min(_PAUSE_S * 2.0 ** (state.num_failed - 1), _MAX_PAUSE_S)
 
 
 #: Keys of an entry that become sbatch options of the same name.
 _ENTRY_KEYS: tuple[Key, ...] = ("qos", "constraint")
 #: Keys that become sbatch options, with the cluster's values as defaults.
-_SHARED: tuple[Key, ...] = ("partition", "account")
+_SHARED_KEYS: tuple[Key, ...] = ("partition", "account")
 
 
 def submitit_options(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -281,10 +287,10 @@ def helper_plans(section: SectionSource, placements: Mapping[str, Sequence[Helpe
         section: Section `cluster`.
         placements: Placements of the ranks that the run starts with.
     """
-    return tuple(_plan(section, raw_helper, placements) for raw_helper in read_key(section, "elastic", ()))
+    return tuple(_build_plan(section, raw_helper, placements) for raw_helper in read_key(section, "elastic", ()))
 
 
-def _plan(
+def _build_plan(
     section: SectionSource, raw: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]
 ) -> HelperPlan:
     group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
@@ -296,7 +302,7 @@ def _plan(
         name = read_key(raw, "gres_name", read_key(section, "gres_name", "gpu"))
         gres = ",".join(filter(None, (gres, f"{name}:{count}")))
     time = str(read_key(raw, "time", "01:00:00"))
-    values: dict[str, Any] = {key: read_key(raw, key, read_key(section, key)) for key in _SHARED}
+    values: dict[str, Any] = {key: read_key(raw, key, read_key(section, key)) for key in _SHARED_KEYS}
     values |= {key: read_key(raw, key) for key in _ENTRY_KEYS}
     values |= {"nodes": 1, "ntasks-per-node": 1, "cpus-per-task": read_key(raw, "cpus_per_node")}
     values |= {"mem": read_key(raw, "mem"), "gres": gres or None, "time": time}
@@ -335,7 +341,7 @@ def check_elastic(section: SectionSource, groups: Collection[str], fail: Fail, m
         if group in checked_groups:
             raise fail(f"{key_path}.group", "there is another entry for it: a group has one")
         checked_groups.add(group)
-        bounds = _plan(section, raw_helper, {}).bounds
+        bounds = _build_plan(section, raw_helper, {}).bounds
         if bounds.max_ranks < max(bounds.min_ranks, bounds.per_job):
             raise fail(
                 f"{key_path}.max", f"it must be at least min ({bounds.min_ranks}) and ranks_per_job ({bounds.per_job})"

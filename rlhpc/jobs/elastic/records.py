@@ -21,7 +21,7 @@ from rlhpc.runtime.files import is_count, is_number, read_file, read_json
 #: Maximum number of ended jobs with a separate record; the hours of older jobs are summed.
 _MAX_ENDED_JOBS = 200
 #: Key of a job in the file → name of the field, where the two differ.
-_FIELDS = {"ended": "finished", "why": "leave_reason"}
+_FIELD_NAMES = {"ended": "finished", "why": "leave_reason"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class HelperJobRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as a dict with the keys of the file."""
-        keys = {field: key for key, field in _FIELDS.items()}
+        keys = {field: key for key, field in _FIELD_NAMES.items()}
         return {keys.get(name, name): value for name, value in asdict(self).items()}
 
     def hours(self, now: float) -> float:
@@ -108,13 +108,13 @@ class HelperRecord:
         """Returns the last written record of one group or of all groups; an empty record without a file."""
         record = cls()
         for file in sorted(paths.submit.glob(paths.helper_jobs(group).name)):
-            record._add(read_json_file(file) or {})
+            record._add_rows(read_json_file(file) or {})
         return record
 
-    def _add(self, value: Mapping[str, Any]) -> None:
+    def _add_rows(self, value: Mapping[str, Any]) -> None:
         self.earlier += float(value.get("earlier") or 0.0)
         for row in value.get("jobs") or ():
-            values = {_FIELDS.get(key, key): value for key, value in row.items()}
+            values = {_FIELD_NAMES.get(key, key): value for key, value in row.items()}
             fields = {name: values[name] for name in HelperJobRecord.__dataclass_fields__ if name in values}
             try:
                 self.jobs[str(row["id"])] = HelperJobRecord(**fields)
@@ -149,11 +149,11 @@ def helpers_name(paths: RunPaths, group: str) -> str:
     return job_name(paths, f"helpers-{group}")
 
 
-def end_helpers(paths: RunPaths, *, queued_only: bool = False, softly: bool = False, timeout_s: float = 20.0) -> int:
+def end_helpers(paths: RunPaths, *, queued_only: bool = False, graceful: bool = False, timeout_s: float = 20.0) -> int:
     """Ends the helper jobs of a run; returns the number of live jobs in the record. See `end_named`."""
     record = HelperRecord.read(paths)
     for group in {job.group for job in record.jobs.values()}:
-        end_named(helpers_name(paths, group), queued_only=queued_only, softly=softly, timeout_s=timeout_s)
+        end_named(helpers_name(paths, group), queued_only=queued_only, graceful=graceful, timeout_s=timeout_s)
     return len(record.live())
 
 

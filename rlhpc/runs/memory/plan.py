@@ -97,7 +97,7 @@ log = logging.getLogger(__name__)
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 #: Default size of /dev/shm, as a share of the node's memory.
-_SHM = 0.5
+_SHM_SHARE = 0.5
 
 
 class Accounting(Protocol):
@@ -216,8 +216,8 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
         nodes = [rank.node_rank for rank in ranks]
         available_bytes = accelerator_capacity(cfg, cluster, nodes[0])[0] if accelerated else None
         ranks_by_group[group] = GroupRanks(len(ranks), accelerated, available_bytes, max(map(nodes.count, nodes)))
-    accounts = _accounts(_apply_placement(cfg, cluster), ranks_by_group, build, measure)
-    pools = [*_accelerators(cfg, cluster, plan, accounts), *_hosts(cfg, cluster, plan, accounts)]
+    accounts = _compute_accounts(_apply_placement(cfg, cluster), ranks_by_group, build, measure)
+    pools = [*_accelerator_pools(cfg, cluster, plan, accounts), *_host_pools(cfg, cluster, plan, accounts)]
     available = {
         account.group: _free_bytes(account.group, ranks_by_group[account.group], pools) for account in accounts
     }
@@ -234,7 +234,7 @@ def _apply_placement(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     return placed_cfg
 
 
-def _accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
+def _compute_accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
     task_type = task_type_of(cfg)
     if not task_type.planning.account:
         return ()
@@ -292,7 +292,9 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
 # -- memory pools -----------------------------------------------------------------------------------------------------
 
 
-def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
+def _accelerator_pools(
+    cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]
+) -> list[MemoryPool]:
     bytes_by_device: dict[tuple[int, int], dict[str, float]] = {}
     for account in accounts:
         for rank in plan.placements[account.group] if account.peak is not None else ():
@@ -313,13 +315,13 @@ def _accelerators(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Seq
     ]
 
 
-def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
+def _host_pools(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
     pools: list[MemoryPool] = []
     shm_pools: list[MemoryPool] = []
     for node in range(len(plan.nodes)):
         group_bytes: dict[str, float] = {}
-        shared: dict[str, float] = {}
-        sums: list[float] = []
+        shm_bytes: dict[str, float] = {}
+        certain_bytes: list[float] = []
         for account in accounts:
             local_ranks = [rank for rank in plan.placements[account.group] if rank.node_rank == node]
             if local_ranks and account.peak is not None:
@@ -327,16 +329,16 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
                     account.extra_host_bytes + (0.0 if rank.accelerators else account.peak_bytes)
                     for rank in local_ranks
                 )
-                shared[account.group] = account.shm_bytes
-                sums += [
+                shm_bytes[account.group] = account.shm_bytes
+                certain_bytes += [
                     account.extra_host_bytes + (0.0 if rank.accelerators else account.min_nbytes)
                     for rank in local_ranks
                 ]
         if not group_bytes:
             continue
         available_bytes, source = host_capacity(cfg, cluster, node, here=plan.launcher == "local")
-        in_memory = max(shared.values())  # the maximum, because writers and readers share the same segments
-        host_terms = {name: n for name, n in {**group_bytes, "/dev/shm": in_memory}.items() if n}
+        shm_pool_bytes = max(shm_bytes.values())  # the maximum, because writers and readers share the same segments
+        host_terms = {name: n for name, n in {**group_bytes, "/dev/shm": shm_pool_bytes}.items() if n}
         if host_terms:
             pools.append(
                 MemoryPool(
@@ -344,15 +346,15 @@ def _hosts(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[A
                     host_terms,
                     available_bytes,
                     source,
-                    certain_nbytes=math.fsum(sums) + in_memory,
+                    certain_nbytes=math.fsum(certain_bytes) + shm_pool_bytes,
                 )
             )
-        if in_memory:
+        if shm_pool_bytes:
             shm_pools.append(
                 MemoryPool(
                     f"node{node}, /dev/shm",
-                    {max(shared, key=shared.__getitem__): in_memory},
-                    None if available_bytes is None else _SHM * available_bytes,
+                    {max(shm_bytes, key=shm_bytes.__getitem__): shm_pool_bytes},
+                    None if available_bytes is None else _SHM_SHARE * available_bytes,
                     f"half of {source}" if source else "",
                 )
             )
@@ -460,8 +462,8 @@ def _format_account(account: Account, *, accelerated: bool, capacity: float | No
     lines.append(line(f"a rank holds {owner}, {unit_name}", (moment.name for moment in account.moments)))
     for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
         sizes = ([term.nbytes for term in moment.terms if term.name == name] for moment in account.moments)
-        lines.append(line(f"  {name}", (_number(sum(nbytes) / unit) if nbytes else "" for nbytes in sizes)))
-    lines.append(line("together", (_number(moment.nbytes / unit) for moment in account.moments)))
+        lines.append(line(f"  {name}", (_format_number(sum(nbytes) / unit) if nbytes else "" for nbytes in sizes)))
+    lines.append(line("together", (_format_number(moment.nbytes / unit) for moment in account.moments)))
     if (peak := account.peak) is not None:
         lines.append(
             f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}"
@@ -480,7 +482,7 @@ def _format_account(account: Account, *, accelerated: bool, capacity: float | No
     return lines
 
 
-def _number(size: float) -> str:
+def _format_number(size: float) -> str:
     return f"{size:.2f}" if size < 10 else f"{size:.1f}"
 
 

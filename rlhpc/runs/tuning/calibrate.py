@@ -30,10 +30,10 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError, Stopped
 from rlhpc.runtime.host import node_name
 
 #: Numbers of unmeasured steps at the beginning of a short run, which include set-up, and at its end.
-_FIRST, _LAST = 2, 1
+_NUM_FIRST_SKIPPED, _NUM_LAST_SKIPPED = 2, 1
 _POLL_S, _GRACE_S = 0.1, 30.0
 #: Python program that restricts its process to some cores and then executes a command.
-_BOUND = "import os, sys; os.sched_setaffinity(0, eval(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+_RUN_ON_CORES = "import os, sys; os.sched_setaffinity(0, eval(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ShortRuns:
         """
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        num_steps = _FIRST + self.steps + _LAST
+        num_steps = _NUM_FIRST_SKIPPED + self.steps + _NUM_LAST_SKIPPED
         override_words = [
             *self.always, *overrides, f"runner.run_dir={json.dumps(str(self.folder / 'runs'))}", f"runner.name={name}",
             f"runner.max_steps={num_steps}", "runner.segments=1", "runner.save_interval=-1", "runner.resume_dir=null",
@@ -92,33 +92,33 @@ class ShortRuns:
         ]  # fmt: skip
         command = [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(self.config), *override_words]
         if cores:
-            command = [sys.executable, "-P", "-c", _BOUND, repr(set(cores)), *command]
+            command = [sys.executable, "-P", "-c", _RUN_ON_CORES, repr(set(cores)), *command]
         paths = RunPaths.of(self.folder / "runs", name)
         try:
             with log.open("wb") as output:
-                observation = _watch(command, output, paths, self.deadline_s)
+                observation = _observe_run(command, output, paths, self.deadline_s)
             if observation.code != 0:
-                raise _failure(name, observation.code, log)
+                raise _run_error(name, observation.code, log)
             rows = read_metrics(paths.metrics)
         finally:
             shutil.rmtree(paths.root, ignore_errors=True)
-        return _summed_up(rows, observation)
+        return _summarize(rows, observation)
 
 
 @dataclass
-class _Watched:
+class _Observation:
     code: int = 0
     memory: dict[str, float] = field(default_factory=dict)
     device_memory: dict[str, float] = field(default_factory=dict)
 
 
-def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: float) -> _Watched:
+def _observe_run(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: float) -> _Observation:
     """Runs a command and samples the memory of the run's ranks; returns the exit code and the maximum memory by group.
 
     Raises:
         RlhpcError: The command exceeded the deadline.
     """
-    observation, started_at, sampled_at = _Watched(), time.monotonic(), 0.0
+    observation, started_at, sampled_at = _Observation(), time.monotonic(), 0.0
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
     try:
         while process.poll() is None:
@@ -133,12 +133,12 @@ def _watch(command: Sequence[str], output: Any, paths: RunPaths, deadline_s: flo
                 _sample_memory(paths, observation)
             time.sleep(_POLL_S)
     finally:
-        _end(process)
+        _end_process(process)
     observation.code = process.returncode
     return observation
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes]) -> None:
     """Ends a run that is still running, by SIGTERM and then SIGKILL. The run need not save."""
     for signal_number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the second SIGTERM ends the run at once
         if process.poll() is not None:
@@ -149,7 +149,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_GRACE_S)
 
 
-def _sample_memory(paths: RunPaths, observation: _Watched) -> None:
+def _sample_memory(paths: RunPaths, observation: _Observation) -> None:
     """Samples the memory of the run's ranks on this machine, and updates the maximum per group."""
     local_node, pids = node_name(), dict[int, str]()
     for file in paths.registry.glob("*/members/*.json"):
@@ -198,7 +198,7 @@ def _nvidia_smi(query: str) -> list[str]:
     return completed.stdout.splitlines() if completed.returncode == 0 else []
 
 
-def _failure(name: str, code: int, log: Path) -> RlhpcError:
+def _run_error(name: str, code: int, log: Path) -> RlhpcError:
     """Builds the error for a failed run, with the last error message in the run's log."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     error_line = next((i for i, line in enumerate(lines) if line.startswith("rlhpc: error: ")), None)
@@ -207,13 +207,15 @@ def _failure(name: str, code: int, log: Path) -> RlhpcError:
     return error_class(f"the short run {name} failed (log {log}): {message or f'exit code {code}'}")
 
 
-def _summed_up(rows: Sequence[Mapping[str, Any]], observation: _Watched) -> MeasuredCosts:
+def _summarize(rows: Sequence[Mapping[str, Any]], observation: _Observation) -> MeasuredCosts:
     end_times = [float(row["time/wall_s"]) for row in rows]
     step_times = [
         end_time - previous_end
-        for previous_end, end_time in zip(end_times[_FIRST - 1 :], end_times[_FIRST:], strict=False)
+        for previous_end, end_time in zip(
+            end_times[_NUM_FIRST_SKIPPED - 1 :], end_times[_NUM_FIRST_SKIPPED:], strict=False
+        )
     ]
-    counted_rows = rows[_FIRST : len(rows) - _LAST]
+    counted_rows = rows[_NUM_FIRST_SKIPPED : len(rows) - _NUM_LAST_SKIPPED]
     names = {name for row in counted_rows for name, value in row.items() if isinstance(value, (int, float))}
     medians = {
         name: statistics.median(float(row[name]) for row in counted_rows if isinstance(row.get(name), (int, float)))
@@ -229,7 +231,7 @@ Run = Callable[[str, Sequence[str], frozenset[int]], MeasuredCosts]
 
 #: Relative spread of unchanged runs above which the machine counts as disturbed by other work. Calibration then repeats an
 #: unchanged run after every other run.
-_STEADY = 0.1
+_MAX_STEADY_SPREAD = 0.1
 
 
 @dataclasses.dataclass
@@ -259,7 +261,7 @@ class Calibration:
         }
         self.plain = dataclasses.replace(self.configured, settings=settings)
         self.samples: dict[str, list[tuple[float, float]]] = {phase.name: [] for phase in self.workload.phases}
-        self.first: list[MeasuredCosts] = []
+        self.plain_runs: list[MeasuredCosts] = []
         self.failed_overrides: dict[str, str] = {}
 
     def costs(self) -> Costs:
@@ -269,24 +271,24 @@ class Calibration:
             RlhpcError: The unchanged configuration fails.
         """
         for name in ("plain", "again"):
-            self._add(self._level(self._plain(name), self.first[-1].step_s))
+            self._add_samples(self._without_drift(self._run_plain(name), self.plain_runs[-1].step_s))
         for divisor, overrides in self.workload.smaller.items():
-            if (short_run := self._try(f"part_{divisor}", overrides)) is not None:
-                self._add(short_run, divisor)
+            if (short_run := self._try_run(f"part_{divisor}", overrides)) is not None:
+                self._add_samples(short_run, divisor)
         costs = self._without_factors()
         costs = dataclasses.replace(costs, scaling=self._scaling(costs))
         costs = dataclasses.replace(costs, together_s=self._multi_rank_costs(costs))
         for knob in self.workload.knobs:
             for value in knob.values:
                 if value != self.plain.settings[knob.key]:
-                    costs = self._with(costs, knob, value)
-        self._plain("last")
-        median_step_s = statistics.median(short_run.step_s for short_run in self.first)
-        return dataclasses.replace(costs.times(median_step_s / self.first[0].step_s), spread=self._spread())
+                    costs = self._add_value_costs(costs, knob, value)
+        self._run_plain("last")
+        median_step_s = statistics.median(short_run.step_s for short_run in self.plain_runs)
+        return dataclasses.replace(costs.times(median_step_s / self.plain_runs[0].step_s), spread=self._spread())
 
     def _spread(self) -> float:
         """Returns the relative spread of the step times of all unchanged runs."""
-        steps = [short_run.step_s for short_run in self.first]
+        steps = [short_run.step_s for short_run in self.plain_runs]
         return (max(steps) - min(steps)) / statistics.fmean(steps)
 
     def knobs(self) -> tuple[Knob, ...]:
@@ -298,45 +300,47 @@ class Calibration:
 
     # -- runs -----------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, words: Iterable[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
-        short_run = self.runs.run(name, [*self.workload.measured_with, *words], cores)
-        self.say(f"{' '.join(words) or 'as it is'}: {short_run.step_s:.3g} s a step")
+    def _run(self, name: str, overrides: Iterable[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
+        short_run = self.runs.run(name, [*self.workload.measured_with, *overrides], cores)
+        self.say(f"{' '.join(overrides) or 'as it is'}: {short_run.step_s:.3g} s a step")
         return short_run
 
-    def _try(self, name: str, words: Sequence[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts | None:
+    def _try_run(
+        self, name: str, overrides: Sequence[str], cores: frozenset[int] = frozenset()
+    ) -> MeasuredCosts | None:
         """Makes a short run, and corrects its measurements for drift on a disturbed machine. Returns None if the run fails."""
         try:
-            short_run = self._run(name, words, cores)
-            if self._spread() <= _STEADY:
+            short_run = self._run(name, overrides, cores)
+            if self._spread() <= _MAX_STEADY_SPREAD:
                 return short_run
             # Other work disturbs the machine; the unchanged runs before and after this run measure the drift.
-            step_s_before = self.first[-1].step_s
-            return self._level(short_run, (step_s_before + self._plain("plain").step_s) / 2)
+            step_s_before = self.plain_runs[-1].step_s
+            return self._without_drift(short_run, (step_s_before + self._run_plain("plain").step_s) / 2)
         except Stopped:
             raise
         except RlhpcError as error:
-            self.failed_overrides[" ".join(words)] = str(error).splitlines()[0]
-            self.say(f"{' '.join(words)}: left out: {error}")
+            self.failed_overrides[" ".join(overrides)] = str(error).splitlines()[0]
+            self.say(f"{' '.join(overrides)}: left out: {error}")
             return None
 
-    def _plain(self, name: str) -> MeasuredCosts:
+    def _run_plain(self, name: str) -> MeasuredCosts:
         """Runs the unchanged configuration."""
-        self.first.append(self._run(name, ()))
-        return self.first[-1]
+        self.plain_runs.append(self._run(name, ()))
+        return self.plain_runs[-1]
 
-    def _level(self, measured: MeasuredCosts, now: float) -> MeasuredCosts:
+    def _without_drift(self, measured: MeasuredCosts, plain_step_s: float) -> MeasuredCosts:
         """Returns a run's measurements without the drift of the machine.
 
-        The drift is the ratio of `now`, the step time of an unchanged run at that time in seconds, to the step time of the
-        first unchanged run.
+        The drift is the ratio of `plain_step_s`, the step time of an unchanged run at that time in seconds, to the step time
+        of the first unchanged run.
         """
-        drift = now / self.first[0].step_s
+        drift = plain_step_s / self.plain_runs[0].step_s
         metrics = {
             name: value / drift if name.startswith("time/") else value for name, value in measured.metrics.items()
         }
         return dataclasses.replace(measured, step_s=measured.step_s / drift, metrics=metrics)
 
-    def _add(self, measured: MeasuredCosts, divisor: int = 1) -> None:
+    def _add_samples(self, measured: MeasuredCosts, divisor: int = 1) -> None:
         for phase in self.workload.phases:
             fraction = 1.0 / self.plain.ranks(phase.group) / divisor
             self.samples[phase.name].append((fraction, measured.metrics.get(phase.metric, 0.0)))
@@ -346,7 +350,7 @@ class Calibration:
     def _without_factors(self) -> Costs:
         """Returns costs with curves, overheads, threads, memory and spread, but without scaling and factors."""
         curves = {name: Curve.through(samples) for name, samples in self.samples.items()}
-        levelled_runs = [self._level(short_run, short_run.step_s) for short_run in self.first]
+        levelled_runs = [self._without_drift(short_run, short_run.step_s) for short_run in self.plain_runs]
         turn_phases = [phase for phase in self.workload.phases if phase.turn]
         hop_times = [
             short_run.metrics.get(self.workload.turns, 0.0)
@@ -357,12 +361,12 @@ class Calibration:
             curves,
             hop_s=max(0.0, statistics.median(hop_times)) if turn_phases else 0.0,
             threads=self._model(Costs(curves)).threads(self.plain),
-            memory=_maximum_by_group([short_run.memory for short_run in self.first]),
-            device_memory=_maximum_by_group([short_run.device_memory for short_run in self.first]),
+            memory=_maximum_by_group([short_run.memory for short_run in self.plain_runs]),
+            device_memory=_maximum_by_group([short_run.device_memory for short_run in self.plain_runs]),
             spread=self._spread(),
         )
         predicted_s = self._model(costs).predict(self.plain).step_s
-        return dataclasses.replace(costs, overhead_s=max(0.0, self.first[0].step_s - predicted_s))
+        return dataclasses.replace(costs, overhead_s=max(0.0, self.plain_runs[0].step_s - predicted_s))
 
     def _model(self, costs: Costs) -> QueueingModel:
         return QueueingModel(self.workload, costs, self.shape)
@@ -374,7 +378,7 @@ class Calibration:
         ranks = sum(len(placement.processes) for placement in self.plain.placements.values())
         cpus = sorted(os.sched_getaffinity(0))
         scaling: dict[str, float] = {}
-        if (short_run := self._try("one_thread", (), frozenset(cpus[: max(1, ranks)]))) is None:
+        if (short_run := self._try_run("one_thread", (), frozenset(cpus[: max(1, ranks)]))) is None:
             return scaling
         for phase in self.workload.phases:
             plain_s = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
@@ -402,7 +406,7 @@ class Calibration:
             return {}
         doubled_candidate = dataclasses.replace(self.plain, placements={**self.plain.placements, **placements})
         placement_word = word_of("cluster.component_placement", doubled_candidate.placement())
-        if (short_run := self._try("two_ranks", [placement_word])) is None:
+        if (short_run := self._try_run("two_ranks", [placement_word])) is None:
             return {}
         expected_s = self._model(costs).predict(doubled_candidate).phases
         return {
@@ -411,10 +415,10 @@ class Calibration:
             if phase.group in placements
         }
 
-    def _with(self, costs: Costs, knob: Knob, value: Any) -> Costs:
+    def _add_value_costs(self, costs: Costs, knob: Knob, value: Any) -> Costs:
         """Makes a short run with another value of a key; returns the costs with this value's factors and extra seconds."""
         override_word = word_of(knob.key, value)
-        if (short_run := self._try(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])) is None:
+        if (short_run := self._try_run(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])) is None:
             return costs
         changed_candidate = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
         expected_s = self._model(costs).predict(changed_candidate).phases

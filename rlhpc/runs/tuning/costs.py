@@ -77,7 +77,7 @@ class Costs:
     def times(self, ratio: float) -> Costs:
         """Returns the costs on a machine that takes `ratio` times as long."""
 
-        def all_of(seconds: Mapping[str, float]) -> dict[str, float]:
+        def scaled(seconds: Mapping[str, float]) -> dict[str, float]:
             return {name: value * ratio for name, value in seconds.items()}
 
         curves = {
@@ -86,7 +86,7 @@ class Costs:
         }
         return replace(
             self, curves=curves, overhead_s=self.overhead_s * ratio, hop_s=self.hop_s * ratio,
-            together_s=all_of(self.together_s), extra_s=all_of(self.extra_s),
+            together_s=scaled(self.together_s), extra_s=scaled(self.extra_s),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

@@ -60,33 +60,35 @@ class QueueingModel:
             for group, placement in placements.items()
         }
         threads = {group: max(1, cores // max(1, ranks_per_resource[group])) for group in placements}
-        return self._period(candidate, self._seconds(candidate, threads), {})
+        return self._step_period(candidate, self._phase_seconds(candidate, threads), {})
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Predicts step time, idle share and memory of a candidate."""
         threads = self.threads(candidate)
-        phase_s = self._seconds(candidate, threads)
+        phase_s = self._phase_seconds(candidate, threads)
         loads = self._loads(candidate, phase_s, threads)
         seconds = {
-            phase.name: phase_s[phase.name] * self._crowd(candidate, phase, threads) for phase in self.workload.phases
+            phase.name: phase_s[phase.name] * self._slowdown(candidate, phase, threads)
+            for phase in self.workload.phases
         }
-        step = self._period(candidate, seconds, loads)
+        step = self._step_period(candidate, seconds, loads)
         host, device = self._memory(candidate)
-        return Prediction(step, self._idle(loads, step), host, device, seconds)
+        return Prediction(step, self._idle_share(loads, step), host, device, seconds)
 
     def threads(self, candidate: Candidate) -> dict[str, int]:
         """Returns group → number of threads of a rank, as the runtime assigns them."""
-        ranks_by_node = self._on_nodes(candidate, tuple(candidate.placements))
+        ranks_by_node = self._ranks_by_node(candidate, tuple(candidate.placements))
         return {
             group: min(
-                max(1, self.shape.cores[node] // ranks_by_node[node]) for node in self._on_nodes(candidate, (group,))
+                max(1, self.shape.cores[node] // ranks_by_node[node])
+                for node in self._ranks_by_node(candidate, (group,))
             )
             for group in candidate.placements
         }
 
     # -- seconds of the phases ------------------------------------------------------------------------------------
 
-    def _seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
+    def _phase_seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
         """Returns phase → seconds per step, if each thread of a rank has a core that no other group uses."""
         costs = self.costs
         factors = [costs.factors.get(word_of(key, value), {}) for key, value in candidate.settings.items()]
@@ -101,11 +103,11 @@ class QueueingModel:
             seconds_by_phase[name] = seconds * (measured_threads / candidate_threads) ** costs.scaling.get(name, 0.0)
         return seconds_by_phase
 
-    def _crowd(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
+    def _slowdown(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
         """Returns the slow-down of a phase if its ranks on a node have more threads than the node has cores; 1 otherwise."""
-        if not self._by_cores(candidate, phase):
+        if not self._is_on_cores(candidate, phase):
             return 1.0
-        ranks_by_node = self._on_nodes(candidate, (phase.group,))
+        ranks_by_node = self._ranks_by_node(candidate, (phase.group,))
         return max(
             1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in ranks_by_node.items())
         )
@@ -120,7 +122,7 @@ class QueueingModel:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def _period(self, candidate: Candidate, seconds: Mapping[str, float], loads: Mapping[object, float]) -> float:
+    def _step_period(self, candidate: Candidate, seconds: Mapping[str, float], loads: Mapping[object, float]) -> float:
         busy_by_station: dict[str, float] = collections.defaultdict(float)
         turns = {phase.name: seconds[phase.name] for phase in self.workload.phases if phase.turn}
         chain_s = previous_s = 0.0
@@ -152,10 +154,10 @@ class QueueingModel:
 
     # -- machines -------------------------------------------------------------------------------------------------
 
-    def _by_cores(self, candidate: Candidate, phase: Phase) -> bool:
+    def _is_on_cores(self, candidate: Candidate, phase: Phase) -> bool:
         return phase.on_cores or self.shape.pools[candidate.placements[phase.group].label].by_node
 
-    def _on_nodes(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
+    def _ranks_by_node(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
         """Returns node → number of ranks of these groups."""
         return collections.Counter(
             node for group in groups for node in self.shape.nodes_of(candidate.placements[group])
@@ -167,7 +169,7 @@ class QueueingModel:
         """Returns the busy seconds per step: accelerator → seconds, and node → seconds of all its cores."""
         loads: dict[object, float] = collections.defaultdict(float)
         for phase in self.workload.phases:
-            by_cores = self._by_cores(candidate, phase)
+            by_cores = self._is_on_cores(candidate, phase)
             for resources in self.shape.resources_of(candidate.placements[phase.group]):
                 node, _ = resources[0]
                 width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
@@ -176,7 +178,7 @@ class QueueingModel:
                     loads[resource] += seconds[phase.name]
         return loads
 
-    def _idle(self, loads: Mapping[object, float], step: float) -> float:
+    def _idle_share(self, loads: Mapping[object, float], step: float) -> float:
         if self.shape.accelerators:
             busy_s = sum(load_s for resource, load_s in loads.items() if isinstance(resource, tuple))
             return max(0.0, 1.0 - busy_s / (step * self.shape.accelerators))

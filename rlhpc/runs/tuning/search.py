@@ -18,7 +18,7 @@ from rlhpc.runs.tuning.shapes import Candidate, GroupPlacement, Pool
 
 #: Maximum size of a pool in which the search tries every number of resources and every offset. In larger pools, it tries
 #: divisors and powers of two, and offsets at the ends of other groups.
-_SMALL = 8
+_MAX_EXHAUSTIVE = 8
 #: Size of a group: (number of resources, ranks on each resource).
 Size = tuple[int, int]
 
@@ -53,19 +53,23 @@ class Space:
         """Returns all allowed sizes of a group."""
         pool = self.pool(group)
         total = len(pool.resources)
-        counts = [n for n in range(1, total + 1) if total <= _SMALL or not total % n or n & (n - 1) == 0]
+        counts = [n for n in range(1, total + 1) if total <= _MAX_EXHAUSTIVE or not total % n or n & (n - 1) == 0]
         divides = self.model.workload.divides.get(group, 0)
-        sizes = [(count, ranks_per_resource) for count in counts for ranks_per_resource in self._per(group, pool)]
+        sizes = [
+            (count, ranks_per_resource)
+            for count in counts
+            for ranks_per_resource in self._ranks_per_resource(group, pool)
+        ]
         return [size for size in sizes if not divides or divides % math.prod(size) == 0]
 
-    def _per(self, group: str, pool: Pool) -> list[int]:
+    def _ranks_per_resource(self, group: str, pool: Pool) -> list[int]:
         resources_per_node = max(
             sum(node == other_node for other_node, _ in pool.resources) for node, _ in pool.resources
         )
         cores = max(1, min(self.model.shape.cores[node] for node, _ in pool.resources) // resources_per_node)
         if not pool.by_node and group not in self.model.workload.several:
             return [1]
-        return [n for n in range(1, cores + 1) if cores <= _SMALL or not cores % n or n & (n - 1) == 0]
+        return [n for n in range(1, cores + 1) if cores <= _MAX_EXHAUSTIVE or not cores % n or n & (n - 1) == 0]
 
     def pool(self, group: str) -> Pool:
         """Returns the pool of resources on which a group is placed."""
@@ -90,7 +94,9 @@ class Space:
         for group in groups:
             total, count = len(self.pool(group).resources), len(base.placements[group].resources)
             offsets = range(total - count + 1)
-            starts.append([*offsets] if total <= _SMALL else [o for o in offsets if o in self._offsets(base, group)])
+            starts.append(
+                [*offsets] if total <= _MAX_EXHAUSTIVE else [o for o in offsets if o in self._offsets(base, group)]
+            )
         for first_resources in itertools.product(*starts):
             placements = {}
             for group, first_resource in zip(groups, first_resources, strict=True):
@@ -159,7 +165,7 @@ def search(
     model, best = space.model, dict[object, RankedCandidate]()
     forbidden_keys: set[object] = set()
 
-    def worst() -> float:
+    def worst_step_s() -> float:
         rows = best_first() if len(best) >= count else []
         return rows[count - 1].prediction.step_s if len(rows) >= count else math.inf
 
@@ -177,7 +183,7 @@ def search(
         key=lambda row: row[:2],
     )
     for lower_bound_s, index, base_candidate in bounded_candidates:
-        limit = worst()
+        limit = worst_step_s()
         if lower_bound_s > limit + 1e-9:
             break
         for candidate in space.iter_layouts(base_candidate):

@@ -45,13 +45,18 @@ class GroupPlacement:
     processes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, label: str, first: int, count: int, per: int = 1) -> GroupPlacement:
-        """Returns the placement on `count` consecutive resources, beginning with `first`, with `per` ranks on each."""
-        last_resource = first + count - 1
-        resources = str(first) if count == 1 else f"{first}-{last_resource}"
-        ranks = count * per
-        placement_text = resources if per == 1 else f"{resources}:0-{ranks - 1}"
-        return cls(label, placement_text, tuple((first + rank // per,) for rank in range(ranks)))
+    def of(cls, label: str, first_resource: int, count: int, ranks_per_resource: int = 1) -> GroupPlacement:
+        """Returns the placement on `count` consecutive resources from `first_resource` on.
+
+        Each resource gets `ranks_per_resource` ranks.
+        """
+        last_resource = first_resource + count - 1
+        resources = str(first_resource) if count == 1 else f"{first_resource}-{last_resource}"
+        ranks = count * ranks_per_resource
+        placement_text = resources if ranks_per_resource == 1 else f"{resources}:0-{ranks - 1}"
+        return cls(
+            label, placement_text, tuple((first_resource + rank // ranks_per_resource,) for rank in range(ranks))
+        )
 
     @property
     def resources(self) -> frozenset[int]:

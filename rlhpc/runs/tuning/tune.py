@@ -156,7 +156,7 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    _write(paths, request, record)
+    _write_results(paths, request, record)
     return record
 
 
@@ -178,10 +178,10 @@ def _tune(
     best = search(space, max(_NUM_LISTED, request.verify), lambda candidate: is_allowed(request, candidate, here=True))
     if not best:
         raise ConfigError(
-            f"no placement of {', '.join(workload.groups)} on {_machines(space.model.shape)} is allowed; rlhpc plan "
+            f"no placement of {', '.join(workload.groups)} on {_format_machines(space.model.shape)} is allowed; rlhpc plan "
             "says why of one"
         )
-    record = _record(request, cfg, space, best, calibration.failed_overrides)
+    record = _build_record(request, cfg, space, best, calibration.failed_overrides)
     _verify(record, request, runs, say)
     return record
 
@@ -205,13 +205,13 @@ def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> boo
     return memory is None or not memory.refusals()
 
 
-def _machines(shape: ClusterShape) -> str:
+def _format_machines(shape: ClusterShape) -> str:
     nodes = len(shape.cores)
     node_size = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
     return f"{count_noun(nodes, 'node')} with {node_size}"
 
 
-def _record(
+def _build_record(
     request: TuneRequest,
     cfg: RunConfig,
     space: Space,
@@ -302,7 +302,7 @@ def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: 
         record["winner"] = rows.index((configured_rows or [fastest])[0])
 
 
-def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> None:
+def _write_results(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> None:
     """Writes tune.json, and a configuration that includes the original file and applies the changes of the winner."""
     winner = record["rows"][record["winner"]]
     original_config = find_config(request.config).absolute()
@@ -327,8 +327,10 @@ def _write(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> Non
 
 
 #: Relative spread of equal runs above which the output warns of other work on the machine.
-_NOISY = 0.2
-_BUSY = "that much says that others are at work on this machine: measure again when it is quiet, or with more --steps"
+_MAX_QUIET_SPREAD = 0.2
+_BUSY_WARNING = (
+    "that much says that others are at work on this machine: measure again when it is quiet, or with more --steps"
+)
 
 
 def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
@@ -354,8 +356,8 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
     for index, row in enumerate(record["rows"]):
         cells = [
             f"{index + 1}{'*' if index == record['winner'] else ''}",
-            _placement(row["placement"]) + (" (as configured)" if row["configured"] else ""),
-            " ".join(f"{key}={_word(value)}" for key, value in row["settings"].items()) or "-",
+            _format_placement(row["placement"]) + (" (as configured)" if row["configured"] else ""),
+            " ".join(f"{key}={_format_value(value)}" for key, value in row["settings"].items()) or "-",
             f"{row['step_s']:.3g}",
             f"{row['idle']:.0%}",
             format_bytes(row["device_memory"] if has_accelerators else row["memory"]),
@@ -372,7 +374,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
     lines = [
         f"{count_noun(machines['nodes'], 'node')}{node_text}; hours for {record['samples']} {record['unit']}"
         f"; runs of the same were up to {noise:.0%} apart",
-        *([_BUSY] if noise > _NOISY else []),
+        *([_BUSY_WARNING] if noise > _MAX_QUIET_SPREAD else []),
         *align_columns(table, right_from=3),
         f"* {tuned}",
         f"  {command}",
@@ -380,7 +382,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
     return "\n".join(lines)
 
 
-def _placement(placement: Mapping[str, Any]) -> str:
+def _format_placement(placement: Mapping[str, Any]) -> str:
     """Formats a placement, with one entry for all groups with the same placement."""
     groups_by_placement: dict[str, list[str]] = {}
     for group, placement_section in placement.items():
@@ -393,5 +395,5 @@ def _placement(placement: Mapping[str, Any]) -> str:
     return "; ".join(f"{','.join(groups)}: {placement_text}" for placement_text, groups in groups_by_placement.items())
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -31,9 +31,9 @@ from rlhpc.jobs.submit import (
     DriverRejected,
     JobCancelled,
     JobRecord,
-    NotNow,
     Submission,
     SubmitRequest,
+    TemporaryRefusal,
     WaitInterrupted,
     WaitOptions,
     cancel,
@@ -741,7 +741,7 @@ exit 1
 @pytest.fixture
 def full_slurm(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where sbatch says what is in the file `limit`, until that is `gone`."""
-    monkeypatch.setattr("rlhpc.jobs.submit_backoff.FIRST_S", 0.5)
+    monkeypatch.setattr("rlhpc.jobs.submit_backoff.MIN_PAUSE_S", 0.5)
     (fake_slurm / "sbatch").rename(fake_slurm / "sbatch.real")
     (fake_slurm / "sbatch").write_text(FULL.replace("\n", f"\ncd {fake_slurm}\n", 1))
     (fake_slurm / "sbatch").chmod(0o755)
@@ -774,7 +774,7 @@ def test_waiting_for_room_ends(run: Run, full_slurm: Path) -> None:
     refuse(full_slurm, LIMIT)
     with pytest.raises(DeadlineExceeded, match="waited 1 s for room; nothing was submitted"):
         run.submit(executor="slurm", deadline_s=1.0)
-    with pytest.raises(NotNow):
+    with pytest.raises(TemporaryRefusal):
         run.submit(executor="slurm", patient=False)
     assert run_state(run.paths) == ("waiting", "not submitted yet: QOSMaxSubmitJobPerAccountLimit; waits for room")
     threading.Timer(1.0, cancel, (run.paths,)).start()

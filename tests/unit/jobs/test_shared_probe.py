@@ -88,7 +88,7 @@ def test_while_slurm_is_silent_it_is_asked_less_often(tmp_path: Path, clock: Clo
         if len(slurm.questions) > count:
             asked.append(clock.now)
     pauses = [after - before for before, after in itertools.pairwise(asked)]
-    assert pauses == sorted(pauses) and pauses[0] == 20 and max(pauses) == shared_probe.MOST_S
+    assert pauses == sorted(pauses) and pauses[0] == 20 and max(pauses) == shared_probe.MAX_INTERVAL_S
 
 
 def test_a_command_that_is_asking_holds_nobody_up(tmp_path: Path, clock: Clock) -> None:

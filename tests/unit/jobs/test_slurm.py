@@ -123,15 +123,15 @@ def test_the_end_of_a_job_is_that_of_its_first_component(commands: Commands) -> 
 
 def test_when_a_job_would_start(commands: Commands) -> None:
     commands(sbatch="cat > /dev/null; echo 'sbatch: Job 12 to start at 2030-01-01T00:00:00 using 4 processors' >&2")
-    assert slurm.would_start("#!/bin/bash\n") == slurm.Start(time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1)))
-    seconds, words = slurm.starts_in({"partition": "gpu"})
+    assert slurm.would_start("#!/bin/bash\n") == slurm.EstimatedStart(time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1)))
+    seconds, words = slurm.seconds_to_start({"partition": "gpu"})
     assert seconds is not None and seconds >= 0 and "to start at" in words
     assert any("--test-only --partition=gpu --wrap=true" in call for call in commands())
     commands(
         sbatch="cat > /dev/null; echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
     )
-    assert slurm.would_start("") == slurm.Start(None, "Requested node configuration is not available")
-    assert slurm.starts_in({})[0] is None
+    assert slurm.would_start("") == slurm.EstimatedStart(None, "Requested node configuration is not available")
+    assert slurm.seconds_to_start({})[0] is None
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_jobs_of_a_name(commands: Commands) -> None:
         ("7", "RUNNING", "None", "n1"), ("8", "PENDING", "Priority", ""),
     ]  # fmt: skip
     assert jobs[0].started is not None and jobs[1].started is None
-    assert not slurm.nothing_queued()
+    assert not slurm.has_no_jobs()
     commands(squeue="")
-    assert slurm.jobs_named("mine") == [] and slurm.nothing_queued()
+    assert slurm.jobs_named("mine") == [] and slurm.has_no_jobs()
     commands(squeue="exit 1")
-    assert slurm.jobs_named("mine") is None and not slurm.nothing_queued()
+    assert slurm.jobs_named("mine") is None and not slurm.has_no_jobs()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_jobs_of_a_name(commands: Commands) -> None:
         ({}, ["scancel --me --name=h"]),
         ({"queued_only": True}, ["scancel --me --name=h --state=PENDING"]),
         (
-            {"softly": True},
+            {"graceful": True},
             ["scancel --me --name=h --state=PENDING", "scancel --me --name=h --state=RUNNING --batch --signal=USR1"],
         ),
     ],
@@ -194,7 +194,7 @@ def test_jobs_are_ended_by_their_name(commands: Commands, options: dict[str, boo
 def test_another_job_inherits_nothing_of_this_ones() -> None:
     kept = {"SLURM_CONF": "/etc/slurm.conf", "HOME": "/h"}
     environ = {"SLURM_JOB_ID": "7", "SBATCH_X": "1", "CUDA_VISIBLE_DEVICES": "0", **kept}
-    assert slurm.free_of_job(environ) == kept
+    assert slurm.without_job_variables(environ) == kept
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from rlhpc.jobs import state as ending
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.state import Ending
+from rlhpc.jobs.state import RunEndCheck
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, paths: RunPaths, *found: tuple[str, b
         return [(SimpleNamespace(record=object() if submitted else None), SimpleNamespace(state=state))]
 
     monkeypatch.setattr(ending, "states", states)
-    over = Ending(paths, look_s=0.0)
+    over = RunEndCheck(paths, interval_s=0.0)
     return [over() for _ in found]
 
 
@@ -54,4 +54,4 @@ def test_it_looks_dead_for_a_moment(monkeypatch: pytest.MonkeyPatch, paths: RunP
 def test_a_run_that_has_finished_is_over_at_once(paths: RunPaths) -> None:
     paths.driver_state.parent.mkdir(parents=True)
     paths.driver_state.write_text(json.dumps({"state": "finished"}))
-    assert Ending(paths)()
+    assert RunEndCheck(paths)()

@@ -71,7 +71,7 @@ def test_a_watcher_that_runs_gets_the_request(folder: Path, monkeypatch: pytest.
     monkeypatch.chdir(folder.parent)
     listener = Listener(Path("waits"), WELCOME + b"X0\n")
     wait = wait_for(folder.parent)
-    connection = wait_client._reach(wait)
+    connection = wait_client._connect_or_start(wait)
     assert connection is not None
     with connection:
         assert connection.recv(9) == b"X0\n" and connection.gettimeout() is None
@@ -83,15 +83,15 @@ def test_a_watcher_that_runs_gets_the_request(folder: Path, monkeypatch: pytest.
 def test_no_watcher_is_asked_in_a_folder_that_is_open_to_others(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o755)
-    assert wait_client._reach(wait_for(folder.parent)) is None
+    assert wait_client._connect_or_start(wait_for(folder.parent)) is None
     assert not list(folder.iterdir())
 
 
 def test_a_watcher_is_started_by_one_process_and_ends_when_nobody_waits(folder: Path) -> None:
     with wait_client._open_wait_folder() as folder_fd:
         assert wait_client._connect(folder_fd, b"{}\n") is None
-        assert wait_client._start(folder_fd)
-        assert not wait_client._start(folder_fd)  # another one has the lock
+        assert wait_client._start_server(folder_fd)
+        assert not wait_client._start_server(folder_fd)  # another one has the lock
     deadline = time.monotonic() + 60
     while folder.exists():
         assert time.monotonic() < deadline

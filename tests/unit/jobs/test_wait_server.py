@@ -44,7 +44,7 @@ def states(answers: ReportCache, *ids: str) -> list[str]:
 
 def test_all_jobs_are_in_one_query() -> None:
     probe: Any = Asked()
-    answers = ReportCache(probe, every_s=1000)
+    answers = ReportCache(probe, interval_s=1000)
     answers.enter("1")
     answers.enter("2")
     assert states(answers, "1") == states(answers, "2") == ["RUNNING"]
@@ -56,7 +56,7 @@ def test_all_jobs_are_in_one_query() -> None:
 
 def test_while_one_thread_asks_the_others_take_the_last_answers() -> None:
     probe: Any = Asked()
-    answers = ReportCache(probe, every_s=0)
+    answers = ReportCache(probe, interval_s=0)
     answers.enter("1")
     states(answers, "1")
     probe.free.clear()
@@ -71,7 +71,7 @@ def test_while_one_thread_asks_the_others_take_the_last_answers() -> None:
 
 def test_a_job_is_followed_until_the_last_that_waits_has_left() -> None:
     probe: Any = Asked()
-    answers = ReportCache(probe, every_s=0)
+    answers = ReportCache(probe, interval_s=0)
     answers.enter("1")
     answers.enter("1")
     answers.leave(["1"])

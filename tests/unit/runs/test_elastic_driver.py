@@ -212,7 +212,9 @@ def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: py
     cluster = Cluster(draw, walltime=1200.0)
     for name in ("jobs_named", "submit", "scancel"):
         monkeypatch.setattr(helpers_module, name, getattr(cluster, name))
-    monkeypatch.setattr(helpers_module, "starts_in", lambda options: (draw.choice([0.0, 1e6, None]), "so it says"))
+    monkeypatch.setattr(
+        helpers_module, "seconds_to_start", lambda options: (draw.choice([0.0, 1e6, None]), "so it says")
+    )
     monkeypatch.setattr(helpers_module, "SlurmProbe", lambda **_: cluster)
     monkeypatch.setattr(helpers_module, "time", SimpleNamespace(time=lambda: cluster.now))
     entry = {"max": 8, "partition": "preempt", "react_s": 20.0, "time": "00:20:00", "max_gpu_hours": budget}
@@ -232,7 +234,7 @@ def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: py
             cluster.pass_time(draw.random() * 3000)
             helpers = HelperJobs(paths, plan, 8, lambda job: None, present)
         if draw.random() < 0.05:
-            paths.asked_ranks.write_text(json.dumps({"rollout": draw.choice([0, 2, 8, None])}))
+            paths.requested_ranks.write_text(json.dumps({"rollout": draw.choice([0, 2, 8, None])}))
         cluster.answers = draw.random() < 0.9
         helpers.record_step({"time/step_s": 1.0, "time/rollout_s": draw.random()})
         with contextlib.suppress(SubmitError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.slurm import Allowance, Start, has_gpus
+from rlhpc.jobs.slurm import Allowance, EstimatedStart, has_gpus
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.start_estimate import JobShape, StartEstimate, StartTimes, _shapes, moment, render, verdict, walltimes
 from rlhpc.runs.tuning.tune import TuneRequest
@@ -23,7 +23,7 @@ def answer(
     words = () if own else (f"cluster.num_nodes={gpus // 4}",)
     shape = JobShape(gpus // 4, gpus, "gpu", 600, words, own, "", train_s, usable)
     return StartTimes(
-        shape, Start(None if start is None else NOW + start, "" if start is not None else "no such nodes")
+        shape, EstimatedStart(None if start is None else NOW + start, "" if start is not None else "no such nodes")
     )
 
 
@@ -104,7 +104,7 @@ def test_a_walltime_within_the_reserve_never_ends() -> None:
 
 def partition(name: str, start: float, *, idle_gpus: bool, own: bool = False) -> StartTimes:
     shape = JobShape(1, 0, name, 60, () if own else (f"cluster.partition={name}",), own, "", None, None, idle_gpus)
-    return StartTimes(shape, Start(NOW + start))
+    return StartTimes(shape, EstimatedStart(NOW + start))
 
 
 def test_a_run_without_gpus_takes_none_of_them_where_others_are_as_good() -> None:

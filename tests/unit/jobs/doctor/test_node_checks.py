@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs.doctor import Finding, worst
+from rlhpc.jobs.doctor import Finding, worst_level
 from rlhpc.jobs.doctor import node_checks as here
 from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor.probe_jobs import ProbeJob
@@ -66,7 +66,7 @@ def test_an_unshared_folder() -> None:
     assert "n4 write files there that are not seen here" in lines[2].result and "Disk quota" in lines[3].result
     assert "from n3," in lines[4].result
     found.jobs[0].peers["n3"]["second"] = {"error": "no such file"}
-    assert worst(list(nodes.shared_folder(found))) == "fail"
+    assert worst_level(list(nodes.shared_folder(found))) == "fail"
 
 
 def test_masks() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.jobs.doctor import slurm_checks
 from rlhpc.jobs.doctor.probe_jobs import plan_jobs, wake_up_s
-from rlhpc.jobs.doctor.slurm_facts import CommandOutput, SiteNodeGroup, is_asleep, is_out_of_service, usable
+from rlhpc.jobs.doctor.slurm_facts import CommandOutput, SiteNodeGroup, is_asleep, is_out_of_service, is_usable
 from tests.unit.jobs.doctor.cluster import NODE, facts, hello, levels, probed, site
 
 
@@ -73,7 +73,7 @@ def test_partitions() -> None:
 def test_states_of_nodes(state: str, is_out: bool, asleep: bool, free: bool) -> None:
     """Whole words decide: POWERED_DOWN is not DOWN. A partition of sleeping nodes is a good one."""
     node = CommandOutput(0, NODE.format(name="n1", gres="(null)", state=state, partitions="cpu")).records[0]
-    assert (is_out_of_service(node), is_asleep(node), usable(node)) == (is_out, asleep, free)
+    assert (is_out_of_service(node), is_asleep(node), is_usable(node)) == (is_out, asleep, free)
     partition = replace(facts(ResumeTimeout="900 sec"), nodes=[node, {**node, "NodeName": "n2"}])
     [line] = slurm_checks.partitions(partition, site(SiteNodeGroup("cpu", "cpu")))
     assert line.level == ("fail" if is_out else "pass") and ("2 asleep" in line.result) == asleep

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.jobs.elastic.helper_plan import Bounds, ClusterState, Decision, LiveHelperJob, Rule, helper_plans
 from rlhpc.jobs.plan import build_plan, render_plan
-from rlhpc.jobs.slurm import free_of_job
+from rlhpc.jobs.slurm import without_job_variables
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import find_task_type
 from rlhpc.runtime.errors import ConfigError
@@ -78,7 +78,7 @@ def test_the_least_is_asked_for_whatever_the_queue_says() -> None:
 def test_where_the_queue_is_long_it_asks_again_later() -> None:
     rule = Rule(BOUNDS)
     assert waits(rule, ClusterState(0, waited=0.5)).submit == 1
-    rule.not_soon(0)
+    rule.limit_to_live_jobs(0)
     assert rule.decide(ClusterState(61, waited=0.5)).submit == 0
     assert waits(rule, ClusterState(70, waited=0.5)).submit == 1
 
@@ -256,4 +256,4 @@ def test_ranks_come_where_they_play_ahead() -> None:
 def test_a_job_inherits_nothing_of_its_drivers() -> None:
     given = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SBATCH_QOS": "x", "SLURM_CONF": "/c", "PATH": "/bin",
              "CUDA_VISIBLE_DEVICES": "0", "RLHPC_MODELS": "/m", "SUBMITIT_FOLDER": "/f"}  # fmt: skip
-    assert free_of_job(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "RLHPC_MODELS": "/m"}
+    assert without_job_variables(given) == {"SLURM_CONF": "/c", "PATH": "/bin", "RLHPC_MODELS": "/m"}
