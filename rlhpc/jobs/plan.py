@@ -90,10 +90,10 @@ class JobPlan:
         sbatch still reads them.
         """
         options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm applies them to one component only
-        more_lines = [line for component in self.components[1:] for line in (*component.directives, *options)]
+        other_lines = [line for component in self.components[1:] for line in (*component.directives, *options)]
         return {
             **submitit_options(self.components[0].options),
-            "setup": [*options, *more_lines, *self.setup],
+            "setup": [*options, *other_lines, *self.setup],
             "additional_parameters": {"signal": f"B:USR2@{self.signal_lead_s}"},
         }
 
@@ -132,10 +132,10 @@ def build_plan(
     components = _build_components(groups, section, cluster)
     if is_submitted:
         _check_walltimes(components, read_key(cfg, "runner"), section)
-    owner = {node: c.index for c in components for node in c.nodes}
+    component_by_node = {node: c.index for c in components for node in c.nodes}
     names = [n.name if cluster.source == "slurm" else f"node{n.rank}" for n in cluster.nodes]
     nodes = tuple(
-        PlannedNode(name, owner[n.rank], n.cpus, len(n.accelerators))
+        PlannedNode(name, component_by_node[n.rank], n.cpus, len(n.accelerators))
         for name, n in zip(names, cluster.nodes, strict=True)
     )
     steps: list[SrunStep] = []

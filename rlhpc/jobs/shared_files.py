@@ -31,10 +31,10 @@ def read_json_file(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None if the file is missing or holds no JSON object (yet)."""
     look_again(path.parent)
     try:
-        parsed = read_json(read_file(path).decode())
+        content = read_json(read_file(path).decode())
     except (OSError, ValueError):
         return None
-    return parsed if isinstance(parsed, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -158,22 +158,22 @@ class Saves:
 
     def _is_written(self, save: _Save, wait: bool) -> bool:
         """Returns whether all ranks have written all files."""
-        unreported = {
+        unreported_groups = {
             role: group
             for role, group in self._groups.items()
             if role not in save.checksums and _saves_in_background(group)
         }
-        for role, group in unreported.items():
+        for role, group in unreported_groups.items():
             if role not in save.queries:
                 save.queries[role] = group.saved(wait)
-        for role, group in unreported.items():
+        for role, group in unreported_groups.items():
             if not wait and not save.queries[role].done():  # the role's ranks are busy
                 continue
             answers = save.queries.pop(role).wait(self._timeout)
             if None in answers and wait:  # the pending query did not wait for the files
                 answers = group.saved(True).wait(self._timeout)
             save.record(role, answers)
-        return all(role in save.checksums for role in unreported)
+        return all(role in save.checksums for role in unreported_groups)
 
 
 def merge_checksums(reports: Iterable[Checksums]) -> Checksums:

@@ -48,15 +48,15 @@ def labels_of(named: Sequence[tuple[str | None, RunPaths]]) -> list[tuple[str, R
     members: dict[str, list[RunPaths]] = {}
     for label, paths in named:
         members.setdefault(label if label is not None else label_of(paths.root.name), []).append(paths)
-    mixed = {label: key for label, runs in members.items() if (key := _first_difference(runs))}
+    differing_keys = {label: key for label, runs in members.items() if (key := _first_difference(runs))}
     for label, _ in named:
-        if label is not None and label in mixed:
+        if label is not None and label in differing_keys:
             raise ConfigError(
-                f"runs of label {label!r} differ in {mixed[label]}: they are no seeds of one configuration; give each "
-                "configuration a label of its own (LABEL=FOLDER)"
+                f"runs of label {label!r} differ in {differing_keys[label]}: they are no seeds of one configuration; "
+                "give each configuration a label of its own (LABEL=FOLDER)"
             )
     return [
-        (label if label is not None else paths.root.name if shared in mixed else shared, paths)
+        (label if label is not None else paths.root.name if shared in differing_keys else shared, paths)
         for label, paths in named
         for shared in [label_of(paths.root.name)]
     ]
@@ -230,9 +230,10 @@ def _score_sections(groups: Mapping[str, list[RunMetrics]]) -> list[str]:
         for metric in (name for name in names if name.startswith("eval/")):
             step, values = scores_at(runs, metric)
             if step is not None:
-                remaining = iter(values)
+                remaining_scores = iter(values)
                 config_scores = [
-                    ConfigScores(label, [next(remaining) for _ in seeds], len(seeds)) for label, seeds in groups.items()
+                    ConfigScores(label, [next(remaining_scores) for _ in seeds], len(seeds))
+                    for label, seeds in groups.items()
                 ]
                 title = f"{metric} at step {step}"
                 sections.append(

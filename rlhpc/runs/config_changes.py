@@ -60,16 +60,16 @@ def training_changes(before: RunConfig | Mapping[str, Any], after: RunConfig | M
     old_values, new_values = _plain_leaves(before), _plain_leaves(after)
     task_type = find_task_type(new_values.get("runner.task_type"))
     old_open, new_open = ({open_mapping_of(key) for key in values} for values in (old_values, new_values))
-    shared = {path for path in old_open & new_open if path is not None}
+    shared_mappings = {path for path in old_open & new_open if path is not None}
     for values, other_values in ((old_values, new_values), (new_values, old_values)):
-        for path in shared:
+        for path in shared_mappings:
             if values.get(path) == {}:  # an empty mapping is a key of `values`
                 del values[path]
         values.update(
             {
                 key: None
                 for key in other_values
-                if key not in values and open_mapping_of(key) in shared and other_values[key] != {}
+                if key not in values and open_mapping_of(key) in shared_mappings and other_values[key] != {}
             }
         )
     return [

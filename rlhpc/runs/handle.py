@@ -120,7 +120,7 @@ class TrainingRun:
         The kernel ends the driver together with the thread that started it, and the caller's thread may end at any time.
         """
         environment = {MAX_RESTARTS: "0", "PYTHONPATH": python_path()}
-        attempted, errors = threading.Event(), list[BaseException]()
+        start_attempted, errors = threading.Event(), list[BaseException]()
 
         def run_driver() -> None:
             try:
@@ -130,7 +130,7 @@ class TrainingRun:
                 errors.append(error)
                 return
             finally:
-                attempted.set()
+                start_attempted.set()
             code = self._process.wait()
             if code == UserError.exit_code:
                 self._remove_traces()
@@ -139,7 +139,7 @@ class TrainingRun:
             self._finished.set()
 
         threading.Thread(target=run_driver, name=f"rlhpc {self.name}", daemon=True).start()
-        attempted.wait()
+        start_attempted.wait()
         if errors:
             raise errors[0]
 

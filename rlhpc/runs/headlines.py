@@ -126,8 +126,8 @@ def _insert_k(headline: Headline, runs: Sequence[RunMetrics]) -> Headline | None
     if headline.metric != f"eval/{PASS_AT_K}":
         return headline
     result_names = {name for run in runs for evaluation in run.evaluations for name in evaluation}
-    logged = {name for run in runs for row in run.rows for name in row if name.startswith("eval/pass_at_")}
-    name = largest_pass_at(result_names | logged)
+    logged_names = {name for run in runs for row in run.rows for name in row if name.startswith("eval/pass_at_")}
+    name = largest_pass_at(result_names | logged_names)
     return dataclasses.replace(headline, metric=f"eval/{name}", title=metric_title(name)) if name else None
 
 
@@ -158,12 +158,12 @@ def _share_interval(finals: Sequence[EvaluationPoint]) -> tuple[float, float]:
 
 def mean_text(values: Sequence[float | None], format_number: Callable[[float], str]) -> str:
     """Formats the mean of numbers, with the minimum and the maximum if they differ."""
-    available = [value for value in values if value is not None]
-    if not available:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return NO_VALUE
     formatted_mean, min_text, max_text = (
-        format_number(statistics.fmean(available)),
-        format_number(min(available)),
-        format_number(max(available)),
+        format_number(statistics.fmean(numbers)),
+        format_number(min(numbers)),
+        format_number(max(numbers)),
     )
     return formatted_mean if min_text == max_text else f"{formatted_mean} ({min_text} … {max_text})"

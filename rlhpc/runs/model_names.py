@@ -48,7 +48,7 @@ def model_resource(cfg: RunConfig, path: str | None, maker: str = "") -> Resourc
         return FILES
     if not is_hub_name(path):
         return path_resource(cfg, path, maker)
-    cached = cached_config(path)
-    if cached is not None and has_tokenizer(cached.parent):
+    config_path = cached_config(path)
+    if config_path is not None and has_tokenizer(config_path.parent):
         return FILES
     return Resource(Need.NETWORK, f"{path} is no folder, and not in the Hugging Face cache")

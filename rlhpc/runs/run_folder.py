@@ -149,11 +149,11 @@ class RunFolder:
         Returns:
             The content of the file: segment, global_step, checkpoint, stop_reason.
         """
-        newest = newest_valid(self.paths, checksums=False)
+        newest_checkpoint = newest_valid(self.paths, checksums=False)
         record = {
             "segment": self.segment or 0,
             "global_step": step,
-            "checkpoint": str(newest.path) if newest.path else None,
+            "checkpoint": str(newest_checkpoint.path) if newest_checkpoint.path else None,
             "stop_reason": stop_reason,
         }
         self._write(

@@ -79,8 +79,8 @@ def scores_at(runs: Sequence[RunMetrics], metric: str) -> tuple[int | None, list
     Returns:
         The step, and a score for each run; (None, []) without a common step.
     """
-    logged = [dict(zip(*series(run.rows, metric), strict=True)) for run in runs]
-    for scores in ([_eval_scores(run, metric) for run in runs], logged):
+    logged_scores = [dict(zip(*series(run.rows, metric), strict=True)) for run in runs]
+    for scores in ([_eval_scores(run, metric) for run in runs], logged_scores):
         if common_steps := set.intersection(*map(set, scores)) if scores else set():
             step = max(common_steps)
             return int(step), [by_step[step] for by_step in scores]

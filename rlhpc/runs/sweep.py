@@ -309,7 +309,7 @@ def _share_preparations(
     """
     makers_by_path: dict[str, tuple[SweepRun, Any]] = {}
     for run in runs:
-        shared_preparations = set()
+        assigned_preparations = set()
         sft_source, demos = sft_of(source, run.cfg, site), task_type_of(run.cfg).offline.preparation(run.cfg).demos
         preparations = []
         if sft_source is not None:
@@ -325,8 +325,8 @@ def _share_preparations(
                     "differently; put ${runner.name} into its name"
                 )
             if maker is run:
-                shared_preparations.add(preparation)
-        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(shared_preparations))
+                assigned_preparations.add(preparation)
+        yield SweepRun(run.point, run.overrides, run.cfg, frozenset(assigned_preparations))
 
 
 def rule_prefixes(names: Sequence[str]) -> dict[str, str]:

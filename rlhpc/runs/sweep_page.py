@@ -126,16 +126,16 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
     ranking = rank_sweep(sweep, suite, metric)
     run_records, metric = ranking.record["runs"], ranking.metric
     best = ranked(ranking.configurations, ranking.goal)
-    ordered = [*best, *(config_scores for config_scores in ranking.configurations if config_scores not in best)]
+    ordered_scores = [*best, *(config_scores for config_scores in ranking.configurations if config_scores not in best)]
     groups: dict[str, list[RunMetrics]] = {}
-    for config_scores in ordered:
+    for config_scores in ordered_scores:
         names = [run["name"] for run in run_records if run["label"] == config_scores.label]
         if group := [run for name in names if (run := ranking.runs[name]) is not None]:
             groups[config_scores.label] = group
     states_of_runs = [run_state.state for run_state in ranking.states.values()]
     finished, failed = states_of_runs.count("finished"), sum(state in _FAILED_STATES for state in states_of_runs)
     cards = [
-        card("runs finished", f"{finished} of {len(run_records)}", f"{len(ordered)} configurations"),
+        card("runs finished", f"{finished} of {len(run_records)}", f"{len(ordered_scores)} configurations"),
         card("failed", str(failed), "named below" if failed else "none"),
     ]
     title = f"{metric} at step {ranking.step}"
@@ -146,7 +146,7 @@ def write_sweep_page(sweep: SweepPaths, output: Path, suite: str | None = None, 
                 f"{'highest' if ranking.goal == 'maximize' else 'lowest'} IQM of {title}",
             )
         )  # fmt: skip
-    scores_html = metric and render_scores(ordered, title, ranking.goal, metric)
+    scores_html = metric and render_scores(ordered_scores, title, ranking.goal, metric)
     no_step = missing("No run has a step yet.")
     html = page(
         title=f"Sweep {ranking.record.get('name', sweep.root.name)}",

@@ -66,12 +66,12 @@ def space(path: str) -> dict[str, Any]:
 
 def wait_for(path: str, content: str, timeout_s: float) -> dict[str, Any]:
     """Waits for a file that another host writes; returns the time until the file appeared in ms, or the error."""
-    start, problem = time.monotonic(), "no such file"
-    while time.monotonic() - start < timeout_s:
+    start_time, problem = time.monotonic(), "no such file"
+    while time.monotonic() - start_time < timeout_s:
         try:
             with open(path) as file:
                 if file.read() == content:
-                    return {"ms": 1000 * (time.monotonic() - start)}
+                    return {"ms": 1000 * (time.monotonic() - start_time)}
             problem = "other content"
         except OSError as error:
             problem = error.strerror or str(error)
@@ -103,9 +103,9 @@ def vulkan() -> dict[str, Any]:
     """Returns whether the Vulkan loader exists, and the drivers that are registered with the loader."""
     try:
         ctypes.CDLL("libvulkan.so.1")
-        loader = True
+        has_loader = True
     except OSError:
-        loader = False
+        has_loader = False
     driver_paths = os.environ.get("VK_DRIVER_FILES") or os.environ.get("VK_ICD_FILENAMES")
     folders = ("/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d")
     drivers = (
@@ -113,7 +113,7 @@ def vulkan() -> dict[str, Any]:
         if driver_paths
         else [path for folder in folders for path in glob.glob(folder + "/*.json")]
     )
-    return {"loader": loader, "drivers": sorted(os.path.basename(path) for path in drivers if os.path.exists(path))}
+    return {"loader": has_loader, "drivers": sorted(os.path.basename(path) for path in drivers if os.path.exists(path))}
 
 
 def limits() -> dict[str, int]:
@@ -149,7 +149,7 @@ def listen(token: str) -> int:
 
 def try_connection(address: str, port: int, token: str) -> dict[str, Any]:
     """Connects to another node; returns the time in ms and this node's interface and address, or the error."""
-    start = time.monotonic()
+    start_time = time.monotonic()
     try:
         with socket.create_connection((address, port), timeout=4) as connection:
             connection.sendall(token.encode())
@@ -160,7 +160,7 @@ def try_connection(address: str, port: int, token: str) -> dict[str, Any]:
     if reply != token.encode():
         return {"error": "something else answers there"}
     interface = next((name for name, host in interfaces().items() if host == local_address), "")
-    return {"ms": 1000 * (time.monotonic() - start), "interface": interface, "address": local_address}
+    return {"ms": 1000 * (time.monotonic() - start_time), "interface": interface, "address": local_address}
 
 
 def ask_torch(source: str, timeout_s: float) -> dict[str, Any]:

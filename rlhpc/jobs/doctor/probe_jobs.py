@@ -188,8 +188,8 @@ class _Step:
             self.job.hello[content["node"]] = content
         elif stage == "clock" and task in self._node_of:
             now = time.time()
-            middle_s, half_s = (self.sent_at + now) / 2, (now - self.sent_at) / 2
-            self.job.offsets[self._node_of[task]] = (content["now"] - middle_s, half_s)
+            middle_s, uncertainty_s = (self.sent_at + now) / 2, (now - self.sent_at) / 2
+            self.job.offsets[self._node_of[task]] = (content["now"] - middle_s, uncertainty_s)
         elif task in self._node_of:
             reports = self.job.torch if stage == "torch" else self.job.peers
             reports[self._node_of[task]] = content

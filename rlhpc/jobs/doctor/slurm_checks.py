@@ -67,7 +67,7 @@ def partitions(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
         labels = ", ".join(group.label for group in site.groups if group.partition == name)
         record, nodes = facts.partition(name), facts.nodes_of(name)
         state = "UP" if record is None else record.get("State", "UP")
-        unavailable = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
+        unavailable_nodes = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
         summary = f"up; {len(nodes)} nodes, {sum(map(is_usable, nodes))} of them free"
         if num_asleep := sum(map(is_asleep, nodes)):
             summary += f", {num_asleep} asleep, which Slurm starts for jobs"
@@ -78,8 +78,9 @@ def partitions(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
             (record is None, "fail", f"there is no such partition; there are: {partition_names}",
              f"correct partition of {labels} in the site file"),
             (state != "UP", "fail", f"is {state}", f"use another partition for {labels}, or wait until it is up"),
-            (len(unavailable) == len(nodes), "fail", "no node of it works", "ask the site's administrators"),
-            (unavailable, "warn", f"{summary}; out of service: {names(unavailable)}", "sinfo --list-reasons says why"),
+            (len(unavailable_nodes) == len(nodes), "fail", "no node of it works", "ask the site's administrators"),
+            (unavailable_nodes, "warn", f"{summary}; out of service: {names(unavailable_nodes)}",
+             "sinfo --list-reasons says why"),
         )  # fmt: skip
 
 
@@ -90,8 +91,8 @@ def accounts(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
     )
     rows = [line.strip().split("|") for line in facts.associations.text.splitlines() if line.count("|") >= 2]
     user_accounts = ", ".join(sorted({row[0] for row in rows})) or "none"
-    enforced = "associations" in facts.config.get("AccountingStorageEnforce", "").lower()
-    severity: Level = "fail" if enforced else "warn"
+    is_enforced = "associations" in facts.config.get("AccountingStorageEnforce", "").lower()
+    severity: Level = "fail" if is_enforced else "warn"
     has_answered = facts.associations.code == 0
     for account, qos in account_qos_pairs:
         request = " ".join(filter(None, (account, f"with QOS {qos}" if qos else "")))
@@ -106,7 +107,7 @@ def accounts(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
             (qos and qos not in levels, severity, f"{request}: that QOS is none of {', '.join(levels) or 'none'}",
              "correct qos in the site file"),
         )  # fmt: skip
-    if has_answered and not account_qos_pairs and enforced and not rows:
+    if has_answered and not account_qos_pairs and is_enforced and not rows:
         advice = "ask for an account and name it in the site file"
         yield Finding("fail", "account", "you have none, and jobs need one", advice)
 
@@ -119,12 +120,12 @@ def resources(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
             continue
         counts = [count for node in nodes if (count := group.matches(node.get("Gres", "")))]
         resource_fields = [gres[:2] for node in nodes for gres in gres_of(node.get("Gres", ""))]
-        available = sorted({":".join(filter(None, fields)) for fields in resource_fields})
+        available_gres = sorted({":".join(filter(None, fields)) for fields in resource_fields})
         yield decide(
             f"GPUs of {group.label}",
             f"{group.gres}: {'/'.join(map(str, sorted(set(counts))))} a node, on {len(counts)} of {len(nodes)} nodes",
             (not counts, "fail", f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes "
-             f"have: {', '.join(available) or 'nothing of the kind'}", "correct gres_name in the site file"),
+             f"have: {', '.join(available_gres) or 'nothing of the kind'}", "correct gres_name in the site file"),
         )  # fmt: skip
 
 
@@ -256,6 +257,6 @@ def het_script(groups: Iterable[SiteNodeGroup]) -> str:
         group_options.append(
             " ".join(f"--{key}={option_value}" for key in keys if (option_value := getattr(group, key)))
         )
-    first, second = (*group_options, group_options[0])[:2]
+    first_options, second_options = (*group_options, group_options[0])[:2]
     common = "--nodes=1 --ntasks=1 --mem=500M --time=1"
-    return f"#!/bin/bash\n#SBATCH {common} {first}\n#SBATCH hetjob\n#SBATCH {common} {second}\ntrue\n"
+    return f"#!/bin/bash\n#SBATCH {common} {first_options}\n#SBATCH hetjob\n#SBATCH {common} {second_options}\ntrue\n"

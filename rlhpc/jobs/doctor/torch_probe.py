@@ -47,10 +47,10 @@ def probe_torch() -> None:
     ]
     if not torch.cuda.nccl.is_available(tensors):
         return
-    start = time.monotonic()
+    start_time = time.monotonic()
     torch.cuda.nccl.all_reduce(tensors)
     is_correct = all(bool((tensor == num_devices * (num_devices + 1) / 2).all()) for tensor in tensors)
-    say(nccl=is_correct, nccl_s=time.monotonic() - start)
+    say(nccl=is_correct, nccl_s=time.monotonic() - start_time)
 
 
 if __name__ == "__main__":

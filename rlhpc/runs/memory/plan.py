@@ -377,12 +377,12 @@ def _merge_equal(pools: Sequence[MemoryPool]) -> list[MemoryPool]:
     def without_numbers(pool: MemoryPool) -> MemoryPool:
         return dataclasses.replace(pool, name=pool.name.split(" ", 1)[1].rstrip("0123456789 "))
 
-    merged: list[MemoryPool] = []
+    merged_pools: list[MemoryPool] = []
     for _, equal_pools in itertools.groupby(pools, without_numbers):
-        first, *further = equal_pools
-        name = f"{first.name} to {further[-1].name}" if further else first.name
-        merged.append(dataclasses.replace(first, name=name))
-    return merged
+        first_pool, *other_pools = equal_pools
+        name = f"{first_pool.name} to {other_pools[-1].name}" if other_pools else first_pool.name
+        merged_pools.append(dataclasses.replace(first_pool, name=name))
+    return merged_pools
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -71,9 +71,9 @@ class QueueingModel:
             phase.name: phase_s[phase.name] * self._slowdown(candidate, phase, threads)
             for phase in self.workload.phases
         }
-        step = self._step_period(candidate, seconds, loads)
+        step_s = self._step_period(candidate, seconds, loads)
         host, device = self._memory(candidate)
-        return Prediction(step, self._idle_share(loads, step), host, device, seconds)
+        return Prediction(step_s, self._idle_share(loads, step_s), host, device, seconds)
 
     def threads(self, candidate: Candidate) -> dict[str, int]:
         """Returns group → number of threads of a rank, as the runtime assigns them."""
@@ -148,9 +148,9 @@ class QueueingModel:
         last_group = self.workload.phases[-1].group  # the driver's work delays the last group's next step
         busy_by_station[last_group] += overhead_s
         concurrent_steps = self.staleness(candidate) + 1
-        extra = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
+        extra_s = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
         period_s = max((chain_s + overhead_s) / concurrent_steps, *busy_by_station.values(), *loads.values())
-        return max(period_s + extra, period_s / 2)  # limits the correction by measurements of another placement
+        return max(period_s + extra_s, period_s / 2)  # limits the correction by measurements of another placement
 
     # -- machines -------------------------------------------------------------------------------------------------
 
@@ -188,14 +188,14 @@ class QueueingModel:
 
     def _memory(self, candidate: Candidate) -> tuple[float, float]:
         """Returns (bytes on the fullest node, bytes on the fullest accelerator)."""
-        host: dict[int, float] = collections.defaultdict(float)
-        device: dict[tuple[int, int], float] = collections.defaultdict(float)
+        host_bytes: dict[int, float] = collections.defaultdict(float)
+        device_bytes: dict[tuple[int, int], float] = collections.defaultdict(float)
         for group, placement in candidate.placements.items():
             for resources in self.shape.resources_of(placement):
-                host[resources[0][0]] += self.costs.memory.get(group, 0.0)
+                host_bytes[resources[0][0]] += self.costs.memory.get(group, 0.0)
                 for resource in resources:
-                    device[resource] += self.costs.device_memory.get(group, 0.0) / len(resources)
-        return max(host.values(), default=0.0), max(device.values(), default=0.0)
+                    device_bytes[resource] += self.costs.device_memory.get(group, 0.0) / len(resources)
+        return max(host_bytes.values(), default=0.0), max(device_bytes.values(), default=0.0)
 
     def fits(self, prediction: Prediction) -> bool:
         """Returns whether the predicted memory fits the machines; memory of unknown size counts as sufficient."""
