@@ -387,10 +387,10 @@ class Attempts:
         )
         self._write()
 
-    def end(self, how: str) -> None:
+    def end(self, outcome: str) -> None:
         """Records how the last attempt ended."""
         if self._rows:
-            self._rows[-1].update(how=how, ended=time.time())
+            self._rows[-1].update(how=outcome, ended=time.time())
             self._write()
 
     def note(self, node: str) -> None:

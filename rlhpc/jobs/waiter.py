@@ -172,11 +172,11 @@ class Waiter:
         self._over_since: float | None = None
         self._last_renewal: tuple[int, int, float | None] = (0, 0, None)
 
-    def wait(self, between: Callable[[], None] = lambda: None) -> dict[str, Any]:
-        """Waits for the segment and returns the result that its driver wrote; calls `between` after each unfinished check."""
+    def wait(self, on_unfinished: Callable[[], None] = lambda: None) -> dict[str, Any]:
+        """Waits for the segment and returns its driver's result; calls `on_unfinished` after each unfinished check."""
         try:
             while (wait_result := self.poll()) is None:
-                between()
+                on_unfinished()
                 time.sleep(self.poll_s)
             return wait_result
         finally:

@@ -91,12 +91,12 @@ class HelperJobs:
             previous = wait_share if self._wait_share is None else self._wait_share
             self._wait_share = (1 - _NEW_STEP_WEIGHT) * previous + _NEW_STEP_WEIGHT * wait_share
 
-    def stop(self, *, again: bool, killed: bool = False) -> None:
+    def stop(self, *, is_restarting: bool, is_killed: bool = False) -> None:
         """Stops the thread at the end of the driver, and ends the helper jobs.
 
         Args:
-            again: True if another driver continues the run. The helper jobs stay alive and wait for that driver.
-            killed: True if only Slurm knows whether another driver follows. Only queued helper jobs end.
+            is_restarting: True if another driver continues the run. The helper jobs stay alive and wait for that driver.
+            is_killed: True if only Slurm knows whether another driver follows. Only queued helper jobs end.
         """
         self._stopping.set()
         if self._thread.is_alive():
@@ -104,8 +104,8 @@ class HelperJobs:
             if self._thread.is_alive():
                 give_up(self._thread)
                 self._thread.join(_ANSWER_TIMEOUT_S)
-        if shutil.which("scancel") is not None and not again:
-            end_helpers(self.paths, queued_only=killed, graceful=not killed, timeout_s=10.0)
+        if shutil.which("scancel") is not None and not is_restarting:
+            end_helpers(self.paths, queued_only=is_killed, graceful=not is_killed, timeout_s=10.0)
 
     @property
     def jobs(self) -> list[HelperJobRecord]:
@@ -307,7 +307,7 @@ class Elastic:
         """
         is_restarting = self._is_restarting or stop.exit_code == EXIT_REQUEUE
         for helpers in self._helpers:
-            helpers.stop(again=is_restarting, killed=stop.exit_code > 128 and in_slurm_job(os.environ))
+            helpers.stop(is_restarting=is_restarting, is_killed=stop.exit_code > 128 and in_slurm_job(os.environ))
         self._attendance.close("its driver ended, and another takes the run up" if is_restarting else "the run ended")
         if self._helpers:
             jobs = [job.to_json() for helpers in self._helpers for job in helpers.jobs]

@@ -270,10 +270,10 @@ def _move_preparations(
     return SweepRun(run.point, overrides, _load(source, overrides, run.point, sweep_source, common_overrides, site))
 
 
-def _iter_moved_overrides(cfg: RunConfig, old: Path, new: Path) -> Iterator[str]:
-    """Yields overrides that replace path `old`, and paths below it, by `new` in all keys."""
-    old_path = os.path.abspath(old)
-    new_path = os.path.relpath(new) if new.is_relative_to(Path.cwd()) else str(new)
+def _iter_moved_overrides(cfg: RunConfig, old_location: Path, new_location: Path) -> Iterator[str]:
+    """Yields overrides that move the values of all keys at or below `old_location` to `new_location`."""
+    old_path = os.path.abspath(old_location)
+    new_path = os.path.relpath(new_location) if new_location.is_relative_to(Path.cwd()) else str(new_location)
     for key, value in leaves(plain(cfg)):
         if value and isinstance(value, str) and not key.startswith(("runner.", "workflow.")):
             path = os.path.abspath(os.path.expanduser(value))

@@ -347,7 +347,7 @@ def _check_nodes(
     find_problem: Callable[[Mapping[str, Any]], str | None],
     level: Level,
     advice: str,
-    passed: str,
+    pass_result: str,
     hellos: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """Returns a finding for each problem of some nodes; one `pass` without problems, [] without reports."""
@@ -357,7 +357,7 @@ def _check_nodes(
         if problem := find_problem(report):
             nodes_by_problem.setdefault(problem, []).append(node)
     findings = [Finding(level, subject, f"{names(nodes)} {text}", advice) for text, nodes in nodes_by_problem.items()]
-    return findings or ([Finding("pass", subject, passed)] if hellos else [])
+    return findings or ([Finding("pass", subject, pass_result)] if hellos else [])
 
 
 _MIN_SPACE_BYTES = 5 * 2**30

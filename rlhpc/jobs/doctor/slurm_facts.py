@@ -240,10 +240,10 @@ class Finding:
 FindingRow = tuple[object, Level, str, str]
 
 
-def decide(subject: str, passed: str, *rows: FindingRow) -> Finding:
-    """Returns the finding of the first row with a true condition; without such a row, a `pass` with the result `passed`."""
+def decide(subject: str, pass_result: str, *rows: FindingRow) -> Finding:
+    """Returns the finding of the first row with a true condition; without such a row, `pass` with `pass_result`."""
     failed = (Finding(level, subject, result, advice) for condition, level, result, advice in rows if condition)
-    return next(failed, Finding("pass", subject, passed))
+    return next(failed, Finding("pass", subject, pass_result))
 
 
 def names(nodes: Iterable[str]) -> str:

@@ -91,7 +91,7 @@ def test_a_decision_has_a_deadline(
     while calls.read_text().count(hang) < 3:
         assert time.monotonic() < end, calls.read_text()
         time.sleep(0.02)
-    helpers.stop(again=False)
+    helpers.stop(is_restarting=False)
     lines = [line for line in capfd.readouterr().err.splitlines() if "cluster.elastic" in line]
     assert lines == [f"rlhpc: cluster.elastic: {said}"]
     assert helpers.jobs == [] and not helpers._thread.is_alive()
