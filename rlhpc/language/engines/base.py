@@ -217,11 +217,13 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
         "takes_partial_updates": bool(getattr(engine, "updates_in_part", False)),
         "takes_shards": hasattr(engine, "wants") and hasattr(engine, "update_shards"),
     }
-    missing = {name: _refused(name) for name in RolloutBackend.__abstractmethods__ if not hasattr(engine, name)}
+    missing = {
+        name: _unsupported_method(name) for name in RolloutBackend.__abstractmethods__ if not hasattr(engine, name)
+    }
     return type(engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **missing, **attributes})
 
 
-def _refused(name: str) -> Callable[..., Any]:
+def _unsupported_method(name: str) -> Callable[..., Any]:
     """Returns a method that raises NotImplementedError, for engines that lack it, such as the engine of an LLM judge."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:

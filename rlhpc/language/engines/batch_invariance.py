@@ -27,7 +27,7 @@ from rlhpc.language.models.vision import sub_attention
 _BLOCK = 32
 
 
-def _blocks(length: int) -> int:
+def _round_up_to_block(length: int) -> int:
     """Rounds a number of tokens up to a multiple of the block size."""
     return -(-length // _BLOCK) * _BLOCK
 
@@ -42,15 +42,15 @@ class KVCache:
         max_rows: Maximum number of rows.
         rows: Number of rows in use.
         length: Number of tokens in each row, `[max_rows]`.
-        present: Rows and columns of the tokens that the next pass computes.
+        next_cells: Rows and columns of the tokens that the next pass computes.
         places: Positions of these tokens: their columns, shifted by preceding images.
-        only: The row whose token the next pass computes; None for all rows.
+        single_row: The row whose token the next pass computes; None for all rows.
         keys, values: Tensor of each layer.
     """
 
-    present: tuple[Tensor, Tensor]
+    next_cells: tuple[Tensor, Tensor]
     places: Tensor
-    only: int | None
+    single_row: int | None
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
@@ -80,7 +80,7 @@ class KVCache:
         starts = [0, *accumulate(lengths)]
         prefilled = [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
         first_row, end_row = self.rows, self.rows + len(source)
-        self._fit(prefilled, end_row, max(lengths[sequence] for sequence in source) + 1)
+        self._grow(prefilled, end_row, max(lengths[sequence] for sequence in source) + 1)
         for tensor, source_tensor in zip((*self.keys, *self.values), prefilled, strict=True):
             tensor[first_row:end_row].zero_()
             target_row = first_row
@@ -94,31 +94,31 @@ class KVCache:
         self._shift[first_row:end_row] = [shifts[sequence] for sequence in source]
         self.rows = end_row
 
-    def reserve(self, only: int | None = None) -> None:
-        """Reserves a column for the next token of each row, or of row `only`; sets `present`, `places` and `only`."""
-        self._fit((*self.keys, *self.values), self.rows, int(self.length[: self.rows].max()) + 1)
-        rows = np.arange(self.rows) if only is None else np.array([only])
+    def reserve(self, single_row: int | None = None) -> None:
+        """Reserves a column for the next token of each row, or of row `single_row`; sets `next_cells` and `places`."""
+        self._grow((*self.keys, *self.values), self.rows, int(self.length[: self.rows].max()) + 1)
+        rows = np.arange(self.rows) if single_row is None else np.array([single_row])
         device = self.keys[0].device
-        self.only = only
-        self.present = torch.from_numpy(rows).to(device), torch.from_numpy(self.length[rows]).to(device)
+        self.single_row = single_row
+        self.next_cells = torch.from_numpy(rows).to(device), torch.from_numpy(self.length[rows]).to(device)
         self.places = torch.from_numpy(self.length[rows] + self._shift[rows]).to(device)
 
-    def drop(self, leaving: Sequence[int]) -> list[tuple[int, int]]:
+    def drop(self, removed_rows: Sequence[int]) -> list[tuple[int, int]]:
         """Removes rows and moves the last rows into their places; returns the moves (from, to), for other per-row data."""
-        row_moves = moves_into_places(self.rows, leaving)
+        row_moves = plan_row_moves(self.rows, removed_rows)
         if row_moves:
             moved_rows, freed_rows = (list(rows) for rows in zip(*row_moves, strict=True))
             max_length = int(self.length[moved_rows].max())
             for tensor in (*self.keys, *self.values):
                 tensor[freed_rows, :, :max_length] = tensor[moved_rows, :, :max_length]
             self.length[freed_rows], self._shift[freed_rows] = self.length[moved_rows], self._shift[moved_rows]
-        self.rows -= len(set(leaving))
+        self.rows -= len(set(removed_rows))
         return row_moves
 
-    def _fit(self, like: Sequence[Tensor], rows: int, columns: int) -> None:
+    def _grow(self, templates: Sequence[Tensor], rows: int, columns: int) -> None:
         """Grows the tensors, if necessary, to at least `rows` rows and `columns` columns, with spare capacity.
 
-        Before the first allocation, `like` holds a tensor for the keys of each layer, then for the values.
+        Before the first allocation, `templates` holds a tensor for the keys of each layer, then for the values.
         """
         capacity = self.keys[0].shape if self.keys else (0, 0, 0)
         if rows <= capacity[0] and columns <= capacity[2]:
@@ -126,10 +126,10 @@ class KVCache:
         if rows > capacity[0]:
             rows = min(self.max_rows, max(2 * capacity[0], rows))
         if columns > capacity[2]:
-            columns = _blocks(columns + columns // 2 + 64)
+            columns = _round_up_to_block(columns + columns // 2 + 64)
         rows, columns = max(rows, capacity[0]), max(columns, capacity[2])
         resized_tensors = list[Tensor]()
-        for tensor in (*self.keys, *self.values) or like:
+        for tensor in (*self.keys, *self.values) or templates:
             # Zeros rather than uninitialized memory, because weight 0 times NaN is NaN.
             resized_tensor = tensor.new_zeros((rows, tensor.shape[1], columns, tensor.shape[3]))
             if self.keys:
@@ -140,9 +140,9 @@ class KVCache:
 
 
 def decoding_cache(store: KVCache) -> Any:
-    """Wraps `store` as a transformers cache for decoding one token of each row in `store.present`.
+    """Wraps `store` as a transformers cache for decoding one token of each row in `store.next_cells`.
 
-    If `store.only` is set, layers return the keys and values of row `store.only`. Otherwise layers return all rows, and the
+    If `store.single_row` is set, layers return the keys and values of this row. Otherwise layers return all rows, and the
     attention function selects the columns of each row.
     """
     from transformers.cache_utils import Cache, DynamicLayer
@@ -156,17 +156,17 @@ def decoding_cache(store: KVCache) -> Any:
             self.is_initialized = True
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            rows, columns = store.present
+            rows, columns = store.next_cells
             keys, values = store.keys[self.index], store.values[self.index]
             keys[rows, :, columns] = key_states[: len(columns), :, 0]
             values[rows, :, columns] = value_states[: len(columns), :, 0]
-            if store.only is None:
+            if store.single_row is None:
                 return keys, values
-            row, end = slice(store.only, store.only + 1), self.get_seq_length() + 1
+            row, end = slice(store.single_row, store.single_row + 1), self.get_seq_length() + 1
             return keys[row, :, :end], values[row, :, :end]
 
         def get_seq_length(self) -> int:
-            return 0 if store.only is None else int(store.length[store.only])
+            return 0 if store.single_row is None else int(store.length[store.single_row])
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
             return self.get_seq_length() + query_length, 0
@@ -174,12 +174,12 @@ def decoding_cache(store: KVCache) -> Any:
     return Cache(layers=[Layer(index) for index in range(len(store.keys))])
 
 
-def moves_into_places(rows: int, leaving: Sequence[int]) -> list[tuple[int, int]]:
+def plan_row_moves(rows: int, removed_rows: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the moves (from, to) that replace removed rows by the last rows."""
-    leaving_rows = set(leaving)
-    num_remaining = rows - len(leaving_rows)
-    freed_rows = [row for row in sorted(leaving_rows) if row < num_remaining]
-    moved_rows = [row for row in range(num_remaining, rows) if row not in leaving_rows]
+    removed_set = set(removed_rows)
+    num_remaining = rows - len(removed_set)
+    freed_rows = [row for row in sorted(removed_set) if row < num_remaining]
+    moved_rows = [row for row in range(num_remaining, rows) if row not in removed_set]
     return list(zip(moved_rows, freed_rows, strict=True))
 
 
@@ -190,14 +190,14 @@ TILE = 32
 #: Multiple to which the rows of a matrix product are padded.
 _PRODUCT_TILE = 8
 #: Alignment in bytes at which libraries use the same kernel for all rows.
-_ALIGNED = 64
+_ALIGNMENT_BYTES = 64
 #: Layer types of configurations that this attention supports.
-_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 #: Rotary position types that depend on the longest sequence of a batch.
-_BY_LONGEST = frozenset({"dynamic", "longrope"})
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-def tiles(count: int, size: int = TILE) -> int:
+def round_up_to_tile(count: int, size: int = TILE) -> int:
     """Rounds a count up to a multiple of the tile size."""
     return -(-count // size) * size
 
@@ -226,7 +226,7 @@ class Decoding:
     """
 
     def __init__(self, store: KVCache, padded_rows: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.product_rows = min(tiles(store.rows, _PRODUCT_TILE), padded_rows)
+        self.product_rows = min(round_up_to_tile(store.rows, _PRODUCT_TILE), padded_rows)
         self.padded_rows = padded_rows
         self._lengths = store.length[: store.rows] + 1
         self._dtype = dtype
@@ -236,13 +236,15 @@ class Decoding:
     def groups(self, window: int | None) -> list[_Group]:
         """Returns groups of rows for which attention reads the same columns; `window` is the sliding window or None."""
         if window not in self._groups:
-            self._groups[window] = list(self._grouped(window))
+            self._groups[window] = list(self._iter_groups(window))
         return self._groups[window]
 
-    def _grouped(self, window: int | None) -> Iterator[_Group]:
+    def _iter_groups(self, window: int | None) -> Iterator[_Group]:
         lengths = self._lengths
         starts = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
-        column_ranges = np.stack([starts // _BLOCK * _BLOCK, [_blocks(int(length)) for length in lengths]], axis=1)
+        column_ranges = np.stack(
+            [starts // _BLOCK * _BLOCK, [_round_up_to_block(int(length)) for length in lengths]], axis=1
+        )
         if self._device.type != "cpu":  # one launch for all rows
             column_ranges[:] = column_ranges[:, 0].min(), column_ranges[:, 1].max()
         for begin, end in np.unique(column_ranges, axis=0).tolist():
@@ -260,17 +262,17 @@ class Decoding:
 
 
 #: Shapes of the current pass: lengths of concatenated sequences (prefill), or `Decoding`; None for equal lengths.
-_present: ContextVar[Sequence[int] | Decoding | None] = ContextVar("present", default=None)
+_pass_shapes: ContextVar[Sequence[int] | Decoding | None] = ContextVar("pass_shapes", default=None)
 
 
 @contextmanager
-def present(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
+def pass_shapes(computation: Sequence[int] | Decoding | None) -> Iterator[None]:
     """Sets the shapes of the model's passes within the block: lengths of a prefill's sequences, or `Decoding`."""
-    token = _present.set(computation)
+    token = _pass_shapes.set(computation)
     try:
         yield
     finally:
-        _present.reset(token)
+        _pass_shapes.reset(token)
 
 
 class DecodingLinear(nn.Linear):
@@ -278,7 +280,7 @@ class DecodingLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Computes `[rows, …, outputs]` from `[rows, …, inputs]`; rows that are not computed are zero."""
-        decoding = _present.get()
+        decoding = _pass_shapes.get()
         if isinstance(decoding, Decoding) and decoding.product_rows < decoding.padded_rows == len(input):
             outputs = super().forward(input[: decoding.product_rows])
             return F.pad(outputs, (0, 0) * (outputs.dim() - 1) + (0, len(input) - len(outputs)))
@@ -311,7 +313,7 @@ def _attend(
     Returns:
         Outputs `[B, T, heads, width]`, and None in place of attention weights.
     """
-    computation = _present.get()
+    computation = _pass_shapes.get()
     outputs = query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
     if isinstance(computation, Decoding):
         with _one_thread(query.device):
@@ -356,7 +358,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, window: int | None, scali
 
 def _attend_last(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """Computes attention of one query token per row, `[rows, heads, 1, d]`, to the row's keys and values."""
-    is_misaligned = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNED
+    is_misaligned = query.shape[3] != value.shape[3] or query[0].numel() * query.element_size() % _ALIGNMENT_BYTES
     if query.device.type == "cpu" and is_misaligned and len(query) > 1:
         # Row by row, because torch's CPU kernel does not support these shapes or the rows are not aligned.
         row_inputs = zip(query.split(1), key.split(1), value.split(1), mask.split(1), strict=True)
@@ -382,7 +384,7 @@ def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     positions = torch.empty_like(by_expert)
     positions[by_expert] = torch.arange(len(by_expert), device=by_expert.device) + padding[expert_ids[by_expert]]
     sizes = padded_counts.tolist()
-    tokens = hidden.new_zeros((tiles(sum(sizes)), hidden.shape[1]))
+    tokens = hidden.new_zeros((round_up_to_tile(sum(sizes)), hidden.shape[1]))
     tokens[positions] = hidden.repeat_interleave(top_k, dim=0)
 
     def product(x: Tensor, name: str) -> Tensor:
@@ -404,7 +406,7 @@ def _expert_products(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_wei
     return outputs.view(count, top_k, -1).sum(dim=1).to(hidden.dtype)
 
 
-def can_join(model: Any, context: int) -> bool:
+def supports_batch_invariance(model: Any, context: int) -> bool:
     """Returns whether the configuration of a causal model permits the attention of this module.
 
     The result is false if tokens interact other than through this attention, or if positions depend on a batch's longest
@@ -419,7 +421,7 @@ def can_join(model: Any, context: int) -> bool:
     rope_parameters = [
         parameters
         for parameters in (rope, *rope.values())
-        if isinstance(parameters, dict) and parameters.get("rope_type") in _BY_LONGEST
+        if isinstance(parameters, dict) and parameters.get("rope_type") in _LENGTH_DEPENDENT_ROPE
     ]
     original_context = min(
         (parameters.get("original_max_position_embeddings") or 0 for parameters in rope_parameters), default=context
@@ -429,12 +431,12 @@ def can_join(model: Any, context: int) -> bool:
         and not getattr(config, "alibi", False)
         and (model.config._attn_implementation == "sdpa" or not getattr(config, "attn_logit_softcapping", None))
         and not any(name.endswith("sinks") for name, _ in model.named_parameters())
-        and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _LAYERS
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) <= _LAYER_TYPES
         and original_context >= context
     )
 
 
-def join(model: Any, device: torch.device) -> None:
+def use_batch_invariance(model: Any, device: torch.device) -> None:
     """Makes a model use this module's attention, and on CPUs also its experts function and `DecodingLinear`."""
     for name, module in list(model.named_modules()) if device.type == "cpu" else ():
         if type(module) is nn.Linear:

@@ -22,7 +22,7 @@ T = TypeVar("T", bound="torch.Tensor | Elements")
 
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Number of concurrent sequences if neither the configuration nor the engine sets one.
-_BATCH = 64
+_DEFAULT_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class EngineOptions:
     @property
     def batch(self) -> int:
         """Number of concurrent sequences, `max_batch_size` or a default."""
-        return _BATCH if self.max_batch_size is None else self.max_batch_size
+        return _DEFAULT_BATCH_SIZE if self.max_batch_size is None else self.max_batch_size
 
 
 def choices_of(cfg: LanguageConfig, engine: RolloutBackend) -> int:
@@ -154,7 +154,7 @@ class EngineBase(RolloutBackend):
 
     def __init__(self) -> None:
         self._active_ids: set[int] = set()
-        self._retained: list[Completion] = []
+        self._retained_completions: list[Completion] = []
         self._update_error: str = ""
 
     @abc.abstractmethod
@@ -173,7 +173,7 @@ class EngineBase(RolloutBackend):
     def _drop(self, ids: Collection[int]) -> None:
         """Ends some running requests."""
 
-    def _limit(self, request: Request) -> int:
+    def _max_response_tokens(self, request: Request) -> int:
         """Returns the maximum number of tokens of the response."""
         return min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
 
@@ -184,11 +184,11 @@ class EngineBase(RolloutBackend):
         if len(set(ids)) < len(ids) or not self._active_ids.isdisjoint(ids):
             raise ValueError("two requests under way have the same id")
         for request in new_requests:
-            self._check(request)
+            self._check_request(request)
         self._queue(new_requests)
         self._active_ids.update(ids)
 
-    def _check(self, request: Request) -> None:
+    def _check_request(self, request: Request) -> None:
         prompt, sampling = request.prompt_ids, request.sampling
         if not prompt:
             raise ConfigError(f"request {request.id} has an empty prompt")
@@ -224,7 +224,7 @@ class EngineBase(RolloutBackend):
         """
         if self._update_error:
             raise WeightUpdateError(self._update_error)
-        completions, self._retained = self._retained, []
+        completions, self._retained_completions = self._retained_completions, []
         if len(self._active_ids) > len(completions):
             completions += self._advance()
         self._active_ids.difference_update(completion.id for completion in completions)
@@ -236,14 +236,16 @@ class EngineBase(RolloutBackend):
 
     def abort(self) -> list[Completion]:
         """Ends all requests; see `RolloutBackend.abort`."""
-        completions, self._retained = self._retained, []
+        completions, self._retained_completions = self._retained_completions, []
         self._active_ids.clear()
         return completions + self._abort()
 
     def drop(self, ids: Collection[int]) -> None:
         """Ends the given requests without completions; see `RolloutBackend.drop`."""
         running_ids = self._active_ids.intersection(ids)
-        self._retained = [completion for completion in self._retained if completion.id not in running_ids]
+        self._retained_completions = [
+            completion for completion in self._retained_completions if completion.id not in running_ids
+        ]
         if running_ids:
             self._drop(running_ids)
             self._active_ids -= running_ids
@@ -260,7 +262,7 @@ class EngineBase(RolloutBackend):
                     num_missing -= 1
                 else:
                     other_completions.append(completion)
-        self._retained += other_completions
+        self._retained_completions += other_completions
         self._active_ids.update(completion.id for completion in other_completions)
         return [completion for completion in completions.values() if completion is not None]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
 from rlhpc.language.engines.base import Completion, Request, beyond_context
-from rlhpc.language.engines.batch_invariance import KVCache, moves_into_places
+from rlhpc.language.engines.batch_invariance import KVCache, plan_row_moves
 from rlhpc.language.engines.common import EngineBase, EngineOptions, checked_update
 from rlhpc.language.engines.hf_forward import Forward
 from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
@@ -34,7 +34,7 @@ def uniforms(request: Request, count: int) -> np.ndarray:
     return generator.random(count)
 
 
-class Rows:
+class RowSampling:
     """Sampling parameters of the running rows, as tensors on the device."""
 
     def __init__(self, requests: Sequence[Request], vocabulary: int, device: torch.device) -> None:
@@ -46,13 +46,13 @@ class Rows:
         self.divisor = torch.where(self.greedy, 1.0, self.temperature)
         self.any_greedy = 0.0 in temperature
         self.all_greedy = not any(temperature)
-        self.scaled = any(t not in (0.0, 1.0) for t in temperature)
-        self.filtered = any(p < 1.0 for p in top_p) or any(k < vocabulary for k in top_k)
+        self.has_temperature = any(t not in (0.0, 1.0) for t in temperature)
+        self.has_filters = any(p < 1.0 for p in top_p) or any(k < vocabulary for k in top_k)
         self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1)
         self.top_k = torch.tensor(top_k, dtype=torch.int64, device=device).unsqueeze(1)
 
 
-def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
+def draw(logits: Tensor, rows: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Samples one token for each row.
 
     The cumulative probability exceeds the row's random number first at the sampled token, so a row needs one random number
@@ -68,14 +68,14 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
         the log-probs of temperature 1.
     """
     logits = logits.float()
-    if rows.scaled:
+    if rows.has_temperature:
         logits = logits / rows.divisor
     logprobs = torch.log_softmax(logits, dim=-1)
     if rows.all_greedy:
         tokens = logprobs.argmax(dim=-1, keepdim=True)
         return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
     mass = logprobs.double().exp_()
-    if rows.filtered:
+    if rows.has_filters:
         # The mask keeps the vocabulary's order, so a row samples the same token whether or not other rows are filtered.
         mass = mass.masked_fill_(~_allowed_mask(mass, rows), 0.0)
     tokens = _pick(mass.cumsum_(dim=-1), noise)
@@ -84,7 +84,7 @@ def draw(logits: Tensor, rows: Rows, noise: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-def _allowed_mask(mass: Tensor, rows: Rows) -> Tensor:
+def _allowed_mask(mass: Tensor, rows: RowSampling) -> Tensor:
     """Returns the mask `[N, V]` of the tokens that top-k and top-p allow.
 
     Top-p allows a token if the more likely tokens have less than the fraction `top_p` of the mass, and so at least one token.
@@ -128,9 +128,9 @@ class SequenceTable:
         self._tokens, self._versions = (np.zeros((max_rows, 64), dtype=np.int64) for _ in range(2))
         self._logprobs = np.zeros((max_rows, 64), dtype=np.float32)
         self._noise = np.zeros((max_rows, 64), dtype=np.float64)
-        #: Row of `_ends`, a mask over the vocabulary, for each set of end tokens; at most `max_rows` sets.
+        #: Row of `_end_masks`, a mask over the vocabulary, for each set of end tokens; at most `max_rows` sets.
         self._end_sets: dict[tuple[int, ...], int] = {}
-        self._ends = np.zeros((0, vocabulary), dtype=bool)
+        self._end_masks = np.zeros((0, vocabulary), dtype=bool)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -157,13 +157,13 @@ class SequenceTable:
         free_set = next(
             (end_set for end_set, set_number in self._end_sets.items() if set_number not in used_numbers), None
         )
-        set_number = len(self._ends) if free_set is None else self._end_sets.pop(free_set)
+        set_number = len(self._end_masks) if free_set is None else self._end_sets.pop(free_set)
         stop_mask = np.zeros((1, self._vocabulary), dtype=bool)
         stop_mask[0, [i for i in {*ends, *self._end_ids} if 0 <= i < self._vocabulary]] = True
         if free_set is None:
-            self._ends = np.concatenate([self._ends, stop_mask])
+            self._end_masks = np.concatenate([self._end_masks, stop_mask])
         else:
-            self._ends[set_number] = stop_mask
+            self._end_masks[set_number] = stop_mask
         self._end_sets[ends] = set_number
         return set_number
 
@@ -182,7 +182,7 @@ class SequenceTable:
             version,
         )
         self._count[rows] += 1
-        stopped = self._ends[self._end_set[rows], tokens]
+        stopped = self._end_masks[self._end_set[rows], tokens]
         for row in rows[self._has_stop_texts[rows] & ~stopped].tolist():
             stopped[row - begin] = self._stop_texts.is_complete(self.response(row), self.requests[row].sampling.stop)
         is_finished = stopped | (self._count[rows] >= self._limit[rows])
@@ -209,7 +209,7 @@ class SequenceTable:
         """Moves rows (from, to), then keeps only the first `num_rows` rows."""
         for source, target in moves:
             self.requests[target], self.experts[target] = self.requests[source], self.experts[source]
-            for column in self._records():
+            for column in self._row_arrays():
                 column[target] = column[source]
         del self.requests[num_rows:], self.experts[num_rows:]
 
@@ -217,7 +217,7 @@ class SequenceTable:
         """Removes all rows."""
         self.requests, self.experts = [], []
 
-    def _records(self) -> tuple[np.ndarray, ...]:
+    def _row_arrays(self) -> tuple[np.ndarray, ...]:
         return (
             self._tokens,
             self._logprobs,
@@ -231,7 +231,7 @@ class SequenceTable:
 
 
 #: Denominator of the fraction of rows that must be free to admit waiting requests, so that prefills come in batches.
-_ADMISSION_FRACTION = 8
+_ADMISSION_DENOMINATOR = 8
 
 
 class HFRollout(EngineBase):
@@ -279,14 +279,14 @@ class HFRollout(EngineBase):
         self.vocabulary = int(text_config.vocab_size)
         self.context = context_length(text_config, options)
         self._waiting: deque[Request] = deque()
-        with self._memory():
+        with self._memory_errors_with_settings():
             self._sequences = SequenceTable(self._max_rows, self.vocabulary, self._end_ids, self._stop_texts)
             self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
         self.choices = self._forward.record_routing(self._routers()) if options.returns_experts else 0
         self._stale = False
         self._keeps_cache = options.keeps_cache
         self._sent_tensors: dict[str, Tensor] = {}
-        self._rows: Rows | None = None
+        self._rows: RowSampling | None = None
         self._last_tokens: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
 
     def _routers(self) -> Routing:
@@ -301,7 +301,7 @@ class HFRollout(EngineBase):
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
         class_name = auto_class(load_model_config(options.model_path, options.trust_remote_code))
         try:
-            with self._memory(), no_progress_bar():
+            with self._memory_errors_with_settings(), no_progress_bar():
                 model = getattr(transformers(), class_name).from_pretrained(
                     options.model_path,
                     dtype=getattr(torch, options.dtype),
@@ -316,7 +316,7 @@ class HFRollout(EngineBase):
             ) from error
 
     @contextmanager
-    def _memory(self) -> Iterator[None]:
+    def _memory_errors_with_settings(self) -> Iterator[None]:
         """Converts out-of-memory errors within the block to a ConfigError that names the settings to change."""
         try:
             yield
@@ -331,20 +331,20 @@ class HFRollout(EngineBase):
 
     # --- requests
 
-    def _check(self, request: Request) -> None:
-        super()._check(request)
+    def _check_request(self, request: Request) -> None:
+        super()._check_request(request)
         self._stop_texts.check(request.sampling.stop)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         self._waiting.extend(requests)
 
     def _advance(self) -> list[Completion]:
-        with torch.inference_mode(), self._memory():
+        with torch.inference_mode(), self._memory_errors_with_settings():
             if self._stale:
                 self._recompute_kv_cache()
             free_rows = self._max_rows - self._kv.rows
             completions: list[Completion] = []
-            if self._waiting and free_rows >= min(len(self._waiting), max(1, self._max_rows // _ADMISSION_FRACTION)):
+            if self._waiting and free_rows >= min(len(self._waiting), max(1, self._max_rows // _ADMISSION_DENOMINATOR)):
                 completions += self._admit([self._waiting.popleft() for _ in range(min(free_rows, len(self._waiting)))])
             if self._kv.rows:
                 completions += self._decode()
@@ -366,12 +366,12 @@ class HFRollout(EngineBase):
         )
         first_row = len(self._sequences)
         for request, prompt_index in zip(grouped_requests, source, strict=True):
-            self._sequences.add(request, self._limit(request))
+            self._sequences.add(request, self._max_response_tokens(request))
             self._sequences.experts[-1] += self._forward.experts[prompt_index : prompt_index + 1]
-        sampling = Rows(grouped_requests, self.vocabulary, self._device)
+        sampling = RowSampling(grouped_requests, self.vocabulary, self._device)
         return self._draw(first_row, logits[torch.tensor(source, device=self._device)], sampling)
 
-    def _draw(self, begin: int, logits: Tensor, sampling: Rows) -> list[Completion]:
+    def _draw(self, begin: int, logits: Tensor, sampling: RowSampling) -> list[Completion]:
         """Samples a token for each row from `begin` on; removes the rows that end, and returns their completions."""
         sequences = self._sequences
         noise = torch.from_numpy(sequences.noise(begin)).to(self._device)
@@ -389,7 +389,7 @@ class HFRollout(EngineBase):
         """Removes rows and moves the last rows into their places."""
         num_rows = len(self._sequences)
         # A stale cache is recomputed from the tokens; it may have no rows at all.
-        row_moves = moves_into_places(num_rows, rows) if self._stale else self._kv.drop(rows)
+        row_moves = plan_row_moves(num_rows, rows) if self._stale else self._kv.drop(rows)
         remaining = num_rows - len(rows)
         self._sequences.move(row_moves, remaining)
         if row_moves:
@@ -403,7 +403,7 @@ class HFRollout(EngineBase):
         for row_experts, last_experts in zip(self._sequences.experts, self._forward.experts, strict=False):
             row_experts.append(last_experts)
         if self._rows is None:
-            self._rows = Rows(self._sequences.requests, self.vocabulary, self._device)
+            self._rows = RowSampling(self._sequences.requests, self.vocabulary, self._device)
         return self._draw(0, logits, self._rows)
 
     def _recompute_kv_cache(self) -> None:
@@ -466,7 +466,7 @@ class HFRollout(EngineBase):
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
         """Returns the log-probs of a text; see `RolloutBackend.score`."""
         ids = torch.tensor([list(token_ids)], device=self._device)
-        with torch.inference_mode(), self._memory():
+        with torch.inference_mode(), self._memory_errors_with_settings():
             logprobs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         scores: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
         return scores
@@ -488,7 +488,7 @@ class HFRollout(EngineBase):
 
     def reload(self) -> None:
         """Reverses `offload`; see `RolloutBackend.reload`."""
-        with self._memory():
+        with self._memory_errors_with_settings():
             self._model.to(self._device)
 
     def close(self) -> None:

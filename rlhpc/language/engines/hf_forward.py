@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.engines.batch_invariance import Decoding, KVCache, can_join, decoding_cache, join, present, tiles
+from rlhpc.language.engines.batch_invariance import (
+    Decoding,
+    KVCache,
+    decoding_cache,
+    pass_shapes,
+    round_up_to_tile,
+    supports_batch_invariance,
+    use_batch_invariance,
+)
 from rlhpc.language.models.loading import agrees
 from rlhpc.language.models.vision import sub_attention
 from rlhpc.runtime.torch_adapter import replace_forward
@@ -61,17 +69,17 @@ class Forward:
         self._vocabulary = vocabulary
         self.kv = KVCache(max_rows)
         self._cache: Any = None
-        self._filled: Any = None
+        self._prefill_cache: Any = None
         self.routing: Routing | None = None
         self.experts: list[np.ndarray] = []
         attention = model.config._attn_implementation
         if self._cpu and torch.get_num_threads() > 1:
             _limit_activation_rows(model)
-        self.batched = can_join(model, context)
+        self.batched = supports_batch_invariance(model, context)
         if self.batched:
             with torch.inference_mode():
                 expected_logits = self._probe_logits(attention)
-                join(model, device)
+                use_batch_invariance(model, device)
                 is_close = agrees(self._probe_logits(None), expected_logits, expected_logits.dtype)
                 self.batched = is_close and (not self._cpu or self._is_batch_invariant())
         if not self.batched:
@@ -116,8 +124,8 @@ class Forward:
             logits.append(self._prefill(span_sequences, span_images, position_ids))
             span_source = [index - span.start for index in source if span.start <= index < span.stop]
             shifts = [0] * len(span_sequences) if position_ids is None else [int(position_ids.max()) + 1 - lengths[0]]
-            self.kv.append(self._filled.layers, lengths, span_source, shifts)
-        self._filled = None
+            self.kv.append(self._prefill_cache.layers, lengths, span_source, shifts)
+        self._prefill_cache = None
         return torch.cat(logits)
 
     def decode(self, last: Tensor) -> Tensor:
@@ -127,8 +135,11 @@ class Forward:
             self._cache = decoding_cache(kv)
         if self.batched:
             kv.reserve()
-            count = tiles(kv.rows) if self._cpu else self._max_rows
-            with present(Decoding(kv, count, self._model.dtype, self._device)), self._recorded_routing([1] * kv.rows):
+            count = round_up_to_tile(kv.rows) if self._cpu else self._max_rows
+            with (
+                pass_shapes(Decoding(kv, count, self._model.dtype, self._device)),
+                self._recorded_routing([1] * kv.rows),
+            ):
                 logits = self._decode(*(_pad(column, count) for column in (last, kv.places)))[: kv.rows]
         else:
             logits_by_row = list[Tensor]()
@@ -140,12 +151,12 @@ class Forward:
         kv.length[: kv.rows] += 1
         return logits
 
-    def _prefill_spans(self, lengths: Sequence[int], alone: Sequence[bool]) -> Iterator[slice]:
+    def _prefill_spans(self, lengths: Sequence[int], has_images: Sequence[bool]) -> Iterator[slice]:
         """Yields slices of sequences that are prefilled jointly."""
         limit = _PREFILL_TOKENS if self.batched and self._cpu else 0
         start = tokens = 0
         for index, length in enumerate(lengths):
-            if index > start and (tokens + length > limit or alone[index] or alone[start]):
+            if index > start and (tokens + length > limit or has_images[index] or has_images[start]):
                 yield slice(start, index)
                 start, tokens = index, 0
             tokens += length
@@ -157,21 +168,21 @@ class Forward:
         from transformers.cache_utils import DynamicCache
 
         lengths = [len(sequence) for sequence in sequences]
-        count = tiles(sum(lengths)) if self.batched else sum(lengths)
+        count = round_up_to_tile(sum(lengths)) if self.batched else sum(lengths)
         ids = torch.tensor([token for sequence in sequences for token in sequence], device=self._device)
         positions, image_inputs = torch.cat([torch.arange(length, device=self._device) for length in lengths]), {}
         if images is not None and places is not None:
             positions = torch.from_numpy(places).to(self._device)
             image_inputs = images.inputs(count, self._device)
         last_tokens: Any = torch.tensor([end - 1 for end in accumulate(lengths)], device=self._device)
-        self._filled = DynamicCache()
-        with present(lengths), self._recorded_routing(lengths):
+        self._prefill_cache = DynamicCache()
+        with pass_shapes(lengths), self._recorded_routing(lengths):
             logits = self._model(
                 input_ids=_pad(ids, count)[None],
                 position_ids=_pad(positions, count).unsqueeze(-2),
-                past_key_values=self._filled,
+                past_key_values=self._prefill_cache,
                 use_cache=True,
-                logits_to_keep=_pad(last_tokens, tiles(len(last_tokens))) if self.batched else 1,
+                logits_to_keep=_pad(last_tokens, round_up_to_tile(len(last_tokens))) if self.batched else 1,
                 **image_inputs,
             ).logits[0]
         outputs: Tensor = logits[: len(lengths)]
@@ -261,7 +272,7 @@ def _limit_activation_rows(model: nn.Module) -> None:
 
 
 def _in_row_chunks(function: Any) -> Any:
-    def computed(x: Tensor) -> Tensor:
+    def apply_in_chunks(x: Tensor) -> Tensor:
         step = _STEP // gcd(x.shape[-1], _STEP)
         num_rows = max(step, _MAX_THREAD_ELEMENTS // x.shape[-1] // step * step)
         flat_x = x.reshape(-1, x.shape[-1])
@@ -270,4 +281,4 @@ def _in_row_chunks(function: Any) -> Any:
             return outputs
         return torch.cat([function(chunk) for chunk in flat_x.split(num_rows)]).view(x.shape)
 
-    return computed
+    return apply_in_chunks

@@ -51,7 +51,7 @@ class MultiPolicyEngine(RolloutBackend):
 
     def add(self, requests: Iterable[Request]) -> None:
         """Adds requests to the engines of their policies; see `RolloutBackend.add`."""
-        for policy, policy_requests in groupby(sorted(requests, key=_policy), _policy):
+        for policy, policy_requests in groupby(sorted(requests, key=_policy_index), _policy_index):
             self._engines[policy].add(list(policy_requests))
 
     def step(self) -> list[Completion]:
@@ -80,7 +80,7 @@ class MultiPolicyEngine(RolloutBackend):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""
         completions = dict[int, Completion]()
-        for policy, policy_requests in groupby(sorted(requests, key=_policy), _policy):
+        for policy, policy_requests in groupby(sorted(requests, key=_policy_index), _policy_index):
             completions |= {
                 completion.id: completion for completion in self._engines[policy].generate(list(policy_requests))
             }
@@ -144,7 +144,7 @@ class MultiPolicyEngine(RolloutBackend):
             engine.close()
 
 
-def _policy(request: Request) -> int:
+def _policy_index(request: Request) -> int:
     return request.sampling.policy
 
 

@@ -65,12 +65,12 @@ class _Checksum:
     """Running checksum of the finished sequences, in order."""
 
     def __init__(self) -> None:
-        self.check = 0
+        self.value = 0
 
-    def update(self, done: Sequence[Completion]) -> None:
-        for completion in done:
+    def update(self, completions: Sequence[Completion]) -> None:
+        for completion in completions:
             tokens = np.asarray((completion.id, *completion.token_ids), np.int64).tobytes()
-            self.check = zlib.crc32(completion.finish_reason.encode(), zlib.crc32(tokens, self.check))
+            self.value = zlib.crc32(completion.finish_reason.encode(), zlib.crc32(tokens, self.value))
 
 
 class Leader(RolloutBackend):
@@ -167,17 +167,17 @@ class Leader(RolloutBackend):
         """Shuts down this rank's engine; the other ranks shut down their own."""
         self._engine.close()
 
-    def _run_jointly(self, command: tuple[Any, ...], act: Callable[[], list[Completion]]) -> list[Completion]:
+    def _run_jointly(self, command: tuple[Any, ...], compute: Callable[[], list[Completion]]) -> list[Completion]:
         self._broadcast(command)
         with _joint_computation(self._link):
-            completions = act()
+            completions = compute()
         self._checksum.update(completions)
         return completions
 
     def _broadcast(self, command: tuple[Any, ...]) -> None:
         commands, self._queued_commands = [*self._queued_commands, command], []
         with _joint_computation(self._link):
-            self._link.broadcast((commands, self._checksum.check))
+            self._link.broadcast((commands, self._checksum.value))
 
 
 class FollowerEngine:
@@ -206,7 +206,7 @@ class FollowerEngine:
                 commands, checksum = self._link.receive()
                 for command, *arguments in commands:
                     # The leader's checksum includes aborts of this message, which this rank has repeated by now.
-                    if command in (_STEP, _GENERATE, _END) and checksum != self._checksum.check:
+                    if command in (_STEP, _GENERATE, _END) and checksum != self._checksum.value:
                         raise EngineDivergenceError(
                             f"rank {self._link.rank} of {self._link.ident} has drawn other tokens than rank 0 with the same "
                             "requests and weights: nobody goes on with either; restart the rollout group, and report "

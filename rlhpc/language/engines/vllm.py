@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 #: Adapter ranks that vLLM's kernels support.
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-_PREFIX = "base_model.model."
+_ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_PEFT_PREFIX = "base_model.model."
 
 
 class Adapters:
@@ -60,9 +60,9 @@ class Adapters:
     def __init__(
         self, rank: int, alpha: int, shapes: Mapping[str, tuple[int, ...]], policies: Sequence[str] = ()
     ) -> None:
-        if rank > _RANKS[-1]:
+        if rank > _ADAPTER_RANKS[-1]:
             raise ConfigError(
-                f"actor.lora.rank is {rank}, and vLLM takes adapters of at most {_RANKS[-1]}; lower it, or set "
+                f"actor.lora.rank is {rank}, and vLLM takes adapters of at most {_ADAPTER_RANKS[-1]}; lower it, or set "
                 "rollout.merge_adapters=true"
             )
         self._rank = rank
@@ -76,7 +76,7 @@ class Adapters:
         return {
             "enable_lora": True,
             "max_loras": max(1, len(self._policies)),
-            "max_lora_rank": next(r for r in _RANKS if r >= self._rank),
+            "max_lora_rank": next(r for r in _ADAPTER_RANKS if r >= self._rank),
         }
 
     def request(self, policy: int) -> Any:
@@ -97,7 +97,7 @@ class Adapters:
         tensors = dict[str, torch.Tensor]()
         for name, tensor in named:
             policy, _, tensor_name = name.rpartition("/")
-            layer, _, factor = tensor_name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            layer, _, factor = tensor_name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
             weight_shape = self._shapes.get(f"{layer}.weight", (0, 0))
             expected_shape = {"lora_A": (self._rank, weight_shape[1]), "lora_B": (weight_shape[0], self._rank)}.get(
                 factor
@@ -155,18 +155,19 @@ class _RunningRequest:
     Attributes:
         request: The request of the caller.
         token_ids, logprobs: Tokens that vLLM has returned so far, and their log-probs.
-        marks: (number of tokens, version) at each update during the request: `version` sampled the tokens up to this number.
+        version_marks: (number of tokens, version) at each update during the request: `version` sampled the tokens up to this
+            number.
     """
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    marks: list[tuple[int, int]] = field(default_factory=list)
+    version_marks: list[tuple[int, int]] = field(default_factory=list)
 
     def completion(self, version: int, reason: str) -> Completion:
         """Returns the completion; `version` sampled the tokens after the last update."""
         versions: list[int] = []
-        for tokens, version_until in (*self.marks, (len(self.token_ids), version)):
+        for tokens, version_until in (*self.version_marks, (len(self.token_ids), version)):
             versions += [version_until] * (tokens - len(versions))
         return Completion(self.request.id, self.token_ids, self.logprobs, versions, reason)
 
@@ -188,7 +189,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
     awaiting: ClassVar[Mapping[str, Any] | None] = {"load_format": "dummy"}
     can_score = True
     takes_shards = True
-    draws = True
+    has_seeds = True
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._end_ids = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)
-        model = _on_meta(config, options)
+        model = _build_on_meta(config, options)
         self._needed, self._optional, self._aliases = tensors_of(model)
         if self._optional.keys() - {alias for names in self._aliases.values() for alias in names}:
             # An update may omit the model's buffers, so the engine reads them from the files, even if all weights come later.
@@ -277,8 +278,8 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
     # --- requests
 
-    def _check(self, request: Request) -> None:
-        super()._check(request)
+    def _check_request(self, request: Request) -> None:
+        super()._check_request(request)
         sampling = request.sampling
         self._stop_texts.check(sampling.stop)
         if not self._filters_logged and (sampling.top_p < 1.0 or sampling.top_k > 0):
@@ -298,7 +299,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
-                max_tokens=self._limit(request),
+                max_tokens=self._max_response_tokens(request),
                 seed=request.seed % 2**63,
                 stop_token_ids=sorted({*sampling.stop_token_ids, *self._end_ids}),
                 ignore_eos=True,
@@ -432,7 +433,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         if self._has_images:  # the old weights computed the cached image features
             self._engine.reset_encoder_cache()
         for running, token_ids, _ in self._iter_running():
-            running.marks.append((len(token_ids), self.version))
+            running.version_marks.append((len(token_ids), self.version))
         self._broken_update = ""
         self._end_update(version)
 
@@ -455,7 +456,9 @@ class VLLMRollout(VLLMProcess, EngineBase):
         while True:
             with self._errors_with_settings():
                 outputs = self._engine.step()
-            self._retained += self._collect_finished(output for output in outputs if output.request_id != _PROBE)
+            self._retained_completions += self._collect_finished(
+                output for output in outputs if output.request_id != _PROBE
+            )
             for output in outputs:
                 if output.request_id == _PROBE and output.finished:
                     num_scores = len(token_ids) - 1
@@ -487,7 +490,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         super().close()
 
 
-def _on_meta(config: Any, options: EngineOptions) -> Any:
+def _build_on_meta(config: Any, options: EngineOptions) -> Any:
     with torch.device("meta"):
         model_class = getattr(transformers(), auto_class(config))
         return model_class.from_config(config, trust_remote_code=options.trust_remote_code)

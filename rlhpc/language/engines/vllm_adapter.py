@@ -20,10 +20,10 @@ from torch import Tensor, nn
 VERIFIED = {"vllm": "0.32", "transformers": "5.19"}
 
 #: Variables that vLLM sets for its subprocesses; programs that the rank starts later do not need them.
-_LEAKED = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+_LEAKED_VARIABLES = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
 #: Packages hidden from vLLM while it builds an engine. vLLM reads every attribute of all modules of the process, and trimesh's
 #: placeholders for missing packages raise on access. ManiSkill imports trimesh.
-_HIDDEN = ("trimesh",)
+_HIDDEN_PACKAGES = ("trimesh",)
 #: Module of transformers that vLLM's models import and that needs torchvision, and its replacement, which needs only PIL.
 _IMAGE_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 _IMAGE_PROCESSOR_OF_PIL = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
@@ -47,10 +47,12 @@ def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def restored_process() -> Iterator[None]:
-    """Restores the process after the block builds an engine; hides the packages `_HIDDEN` from vLLM within the block."""
-    variables = {name: os.environ.get(name) for name in _LEAKED}
+    """Restores the process after the block builds an engine; hides `_HIDDEN_PACKAGES` from vLLM within the block."""
+    variables = {name: os.environ.get(name) for name in _LEAKED_VARIABLES}
     set_num_threads = torch.set_num_threads
-    hidden_modules = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _HIDDEN}
+    hidden_modules = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _HIDDEN_PACKAGES
+    }
     try:
         yield
     finally:
@@ -145,17 +147,17 @@ def observed_reload(on_copy: Callable[[int], None], on_idle: Callable[[Any], Non
 
     count, place_tensor = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
 
-    def counting(loader: Any, arguments: Any) -> tuple[int, object]:
+    def count_copied(loader: Any, arguments: Any) -> tuple[int, object]:
         num_elements, load_output = count(loader, arguments)
         on_copy(num_elements)
         return num_elements, load_output
 
-    def placing(layer: Any, info: Any) -> None:
+    def place_and_report(layer: Any, info: Any) -> None:
         if info.load_numel <= 0 and info.kernel_tensors[0]:
             on_idle(layer)
         place_tensor(layer, info)
 
-    with _replace_attributes(layerwise, get_numel_loaded=counting, _place_kernel_tensors=placing):
+    with _replace_attributes(layerwise, get_numel_loaded=count_copied, _place_kernel_tensors=place_and_report):
         yield
 
 

@@ -25,7 +25,7 @@ _MODELS = {
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
 }
 #: vLLM's name of the modality.
-_KIND = "image"
+_MODALITY = "image"
 
 
 def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
@@ -62,7 +62,7 @@ def image_prompt(ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
     from vllm.inputs.engine import mm_input
 
     digests = [digest.hex() for digest in images.digests]
-    return dict(mm_input(list(ids), _items(images), {_KIND: digests}, {_KIND: _places(images)}))
+    return dict(mm_input(list(ids), _items(images), {_MODALITY: digests}, {_MODALITY: _places(images)}))
 
 
 def _items(images: PromptImages) -> Any:
@@ -72,8 +72,8 @@ def _items(images: PromptImages) -> Any:
     grids = torch.from_numpy(images.grids)
     features = BatchFeature({"pixel_values": torch.from_numpy(np.concatenate(images.patches)), "image_grid_thw": grids})
     field_configs = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes(_KIND, grids.prod(1)),
-        "image_grid_thw": MultiModalFieldConfig.batched(_KIND, keep_on_cpu=True),
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes(_MODALITY, grids.prod(1)),
+        "image_grid_thw": MultiModalFieldConfig.batched(_MODALITY, keep_on_cpu=True),
     }
     return MultiModalKwargsItems.from_hf_inputs(features, field_configs)
 
@@ -98,11 +98,11 @@ def _info_of(model: Any) -> Any:
             self.max_image_tokens = min(looker.max_tokens, int(ctx.model_config.max_model_len))
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-            return {_KIND: None}
+            return {_MODALITY: None}
 
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
             del seq_len, mm_counts
-            return {_KIND: self.max_image_tokens}
+            return {_MODALITY: self.max_image_tokens}
 
     return Info
 

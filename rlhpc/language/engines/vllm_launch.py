@@ -121,7 +121,7 @@ class VLLMProcess:
     #: Advice in the error message if vLLM is built for another device.
     alternative = "take rollout_backend hf"
     #: Whether requests have seeds.
-    draws = False
+    has_seeds = False
 
     def __init__(self, options: EngineOptions, config: Any, seed: int, link: EngineLink | None = None) -> None:
         self._options = options
@@ -159,7 +159,7 @@ class VLLMProcess:
                 f"rollout.rollout_backend is 'vllm' on {options.device}, and the vLLM installed is built for {build_device}; "
                 f"install the other build, or {self.alternative}"
             )
-        self._batch = options.batch if self._on_cpu else options.max_batch_size
+        self._max_num_seqs = options.batch if self._on_cpu else options.max_batch_size
         self._owns_group = not torch.distributed.is_initialized() and self._link is None
         if not self._owns_group and self._link is None and torch.distributed.get_world_size() > 1:
             raise RlhpcError(
@@ -170,7 +170,7 @@ class VLLMProcess:
             "dtype": options.dtype,
             "trust_remote_code": options.trust_remote_code,
             "max_model_len": options.max_model_len,
-            "max_num_seqs": self._batch,
+            "max_num_seqs": self._max_num_seqs,
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "seed": seed % 2**31,
             "skip_tokenizer_init": True,
@@ -186,11 +186,11 @@ class VLLMProcess:
                 arguments["mm_device_do_normalize"] = False
         if self._on_cpu:
             arguments["enforce_eager"] = True
-            if self.draws:
+            if self.has_seeds:
                 # With a chunked prefill, vLLM rewinds random numbers, which CPU generators do not support.
                 arguments["enable_chunked_prefill"] = False
                 arguments["max_num_batched_tokens"] = max(
-                    _CPU_BATCH_TOKENS, _context(config.get_text_config(), options)
+                    _CPU_BATCH_TOKENS, _max_sequence_tokens(config.get_text_config(), options)
                 )
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
@@ -240,7 +240,7 @@ class VLLMProcess:
                 )
                 raise ConfigError(
                     f"vLLM has not the memory it needs: {first_line(error)}; change {memory_setting}, or lower "
-                    f"rollout.max_batch_size ({self._batch or 'null: vLLM’s own number'}) or rollout.max_model_len "
+                    f"rollout.max_batch_size ({self._max_num_seqs or 'null: vLLM’s own number'}) or rollout.max_model_len "
                     f"({self._options.max_model_len or 'null: the model’s context'})"
                 ) from error
             if isinstance(error, ValueError) or "unsupported" in message:
@@ -286,7 +286,7 @@ class VLLMProcess:
         gc.collect()
 
 
-def _context(config: Any, options: EngineOptions) -> int:
+def _max_sequence_tokens(config: Any, options: EngineOptions) -> int:
     """Returns the number of tokens of the longest sequence."""
     return options.max_model_len or int(getattr(config, "max_position_embeddings", 4096))
 
@@ -299,7 +299,7 @@ def _cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token_bytes = 2 * config.num_hidden_layers * num_kv_heads * head_dim * getattr(torch, options.dtype).itemsize
-    max_tokens = _context(config, options)
+    max_tokens = _max_sequence_tokens(config, options)
     # vLLM's blocks have up to 128 tokens; one sequence of full length must fit even if it exceeds the limit.
     num_blocks = -(-max_tokens // 128) + 1
     return int(

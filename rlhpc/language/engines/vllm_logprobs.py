@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
 
 
-class _BeforeFilters(nn.Module):
+class _UnfilteredLogprobs(nn.Module):
     """Last sampling stage of vLLM, with log-probs of the distribution before top-p and top-k."""
 
     def __init__(self, inner: Any) -> None:
@@ -59,10 +59,10 @@ def log_before_filters(worker: Any) -> bool:
 
     No mode of vLLM returns these log-probs: `raw_logprobs` are before temperature, `processed_logprobs` after the filters.
     """
-    return replace_sampling(worker, _BeforeFilters, _select_logprobs)
+    return replace_sampling(worker, _UnfilteredLogprobs, _select_logprobs)
 
 
-def merged(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
+def merge_unlikely_tokens(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
     """Returns logits that keep the most likely tokens and merge all others into one more token.
 
     The results are log-probs with probabilities that sum to 1, so a softmax leaves them unchanged. The merged log-prob is the
@@ -96,7 +96,7 @@ def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> No
     Args:
         worker: vLLM's worker; each of its model runners computes a prompt's log-probs by the model's `compute_logits`.
         top: k, or 0 for logits of all tokens.
-        width: See `merged`.
+        width: See `merge_unlikely_tokens`.
         temperature: Divisor of the logits.
     """
     model, sampler = worker.model_runner.get_model(), worker.model_runner.sampler
@@ -104,7 +104,7 @@ def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> No
 
     def outcomes(*args: Any, **kwargs: Any) -> Tensor:
         logits = compute_logits(*args, **kwargs)
-        return merged(logits, top, width, temperature) if top else scaled(logits, 1.0 / temperature)
+        return merge_unlikely_tokens(logits, top, width, temperature) if top else scaled(logits, 1.0 / temperature)
 
     model.compute_logits = outcomes
     if isinstance(getattr(sampler, "topk_topp_sampler", None), nn.Module):  # first model runner
@@ -113,7 +113,7 @@ def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> No
 
 #: Maximum number of tokens of one forward pass. All of them have logits at the same time, which vLLM's memory estimate
 #: ignores; longer texts are read in chunks.
-_PASS = 2048
+_MAX_PASS_TOKENS = 2048
 
 
 class VLLMScores(VLLMProcess):
@@ -137,7 +137,7 @@ class VLLMScores(VLLMProcess):
 
     Attributes:
         top: Number of the most likely tokens that `score` returns, at most the size of the vocabulary.
-        longest: Maximum number of tokens of a text.
+        max_text_tokens: Maximum number of tokens of a text.
     """
 
     alternative = "set rollout.rollout_backend=null, which computes with transformers"
@@ -152,14 +152,14 @@ class VLLMScores(VLLMProcess):
         temperature: float = 1.0,
         top: int = 0,
         vocabulary: int | None = None,
-        max_tokens: int = _PASS,
+        max_tokens: int = _MAX_PASS_TOKENS,
     ) -> None:
         options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
         size = int(config.get_text_config().vocab_size)
         self._width = min(size, vocabulary or size)
         self.top = min(top, self._width)
-        self._pass = min(max_tokens, _PASS)
+        self._max_pass_tokens = min(max_tokens, _MAX_PASS_TOKENS)
         if options.max_model_len is not None:
             context_length = (
                 getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_model_len + 1
@@ -168,14 +168,14 @@ class VLLMScores(VLLMProcess):
         super().__init__(options, config, seed)
         self._engine.collective_rpc(return_outcomes, args=(self.top, self._width, temperature))
         self._names = map(str, itertools.count())
-        self.longest = int(self._engine.model_config.max_model_len) - 1
+        self.max_text_tokens = int(self._engine.model_config.max_model_len) - 1
 
     def _arguments(self) -> dict[str, Any]:
         return {
             "logprobs_mode": "raw_logprobs",
             "max_logprobs": self.top + 1,
-            "max_num_batched_tokens": self._pass,
-            "max_num_seqs": None if self._batch is None else min(self._batch, self._pass),
+            "max_num_batched_tokens": self._max_pass_tokens,
+            "max_num_seqs": None if self._max_num_seqs is None else min(self._max_num_seqs, self._max_pass_tokens),
             "enable_prefix_caching": False,  # a prompt's log-probs are never cached
         }
 
@@ -196,10 +196,11 @@ class VLLMScores(VLLMProcess):
         from vllm.sampling_params import RequestOutputKind
 
         size = max(map(len, texts), default=0)
-        if size > self.longest:
+        if size > self.max_text_tokens:
             raise ConfigError(
-                f"a sequence has {size} tokens, and this engine reads at most {self.longest} (rollout.max_model_len, and one "
-                "less than the model's context); raise it, take a model with a longer context, or have shorter responses"
+                f"a sequence has {size} tokens, and this engine reads at most {self.max_text_tokens} (rollout.max_model_len, "
+                "and one less than the model's context); raise it, take a model with a longer context, or have shorter "
+                "responses"
             )
         names = list(itertools.islice(self._names, len(texts)))
         for name, text in zip(names, texts, strict=True):
@@ -218,10 +219,12 @@ class VLLMScores(VLLMProcess):
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished:
-                        scores[output.request_id] = self._read(output.prompt_logprobs, len(output.prompt_token_ids) - 1)
+                        scores[output.request_id] = self._logprob_tensor(
+                            output.prompt_logprobs, len(output.prompt_token_ids) - 1
+                        )
         return [scores[name] for name in names]
 
-    def _read(self, outputs: Any, rows: int) -> Tensor:
+    def _logprob_tensor(self, outputs: Any, rows: int) -> Tensor:
         """Converts vLLM's flat lists of log-probs to a tensor; rows have the text's token, then the most likely outcomes."""
         logprobs = np.asarray(outputs.logprobs, np.float32).reshape(rows, -1)
         if not self.top:

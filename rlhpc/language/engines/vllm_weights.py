@@ -28,7 +28,7 @@ from rlhpc.runtime.errors import ConfigError
 Boxes = dict[str, list[Box]]
 
 
-class _Copies(TorchDispatchMode):
+class _CopyRecorder(TorchDispatchMode):
     """Dispatch mode that records copies from its source tensors and copies no data."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _WithoutMemory(TorchFunctionMode):
+class _MetaWeights(TorchFunctionMode):
     """Function mode that creates weights on the meta device.
 
     vLLM creates weights by `torch.empty`. Other tensors, such as expert maps and tables of positions, stay on their device,
@@ -84,12 +84,12 @@ def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    cfg, copies = worker.vllm_config, _Copies()
+    cfg, copies = worker.vllm_config, _CopyRecorder()
     with (
         unregistered_layers(cfg.compilation_config),
         set_current_vllm_config(cfg),
         set_default_torch_dtype(worker.model_config.dtype),
-        _WithoutMemory(),
+        _MetaWeights(),
     ):
         model = initialize_model(vllm_config=cfg)
         with copies:
@@ -222,7 +222,7 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
     idle_layers: list[Any] = []
     tensor_name = ""
 
-    def passing() -> Iterator[tuple[str, Tensor]]:
+    def track_names() -> Iterator[tuple[str, Tensor]]:
         nonlocal tensor_name
         for name, tensor in weights:
             tensor_name = name
@@ -233,13 +233,13 @@ def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: b
 
     with observed_reload(on_copy, idle_layers.append):
         if packed:
-            reload_packed(worker, passing())
+            reload_packed(worker, track_names())
         else:
-            worker.reload_weights(weights_iterator=passing())
-    return Loaded(dict(copied), tuple(_names(worker.model_runner.get_model(), idle_layers)))
+            worker.reload_weights(weights_iterator=track_names())
+    return Loaded(dict(copied), tuple(_idle_layer_names(worker.model_runner.get_model(), idle_layers)))
 
 
-def _names(model: Any, idle: list[Any]) -> Iterator[str]:
+def _idle_layer_names(model: Any, idle: list[Any]) -> Iterator[str]:
     """Yields the names of idle layers that share no weights with an active layer.
 
     On a CPU, all idle layers are included, because kernels pack their weights there.

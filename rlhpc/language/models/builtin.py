@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PREFIX = "builtin:"
 MODELS = ("tiny", "tiny_vl", "smollm2")
 #: Maximum time in seconds to wait while another process writes a model.
-_MAKING_S = 300.0
+_LOCK_TIMEOUT_S = 300.0
 
 
 def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *, weights: bool = True) -> str:
@@ -58,9 +58,9 @@ def resolve_model(model: FrozenModelConfig | str, folder: Path | None = None, *,
     parent = folder or Path(os.environ.get("RLHPC_MODELS", "models"))
     target = (parent / (f"{name}-{digest}" if options else name)).absolute()
     if not (target / "config.json").is_file():
-        with _after_others(target), no_progress_bar():
+        with _folder_lock(target), no_progress_bar():
             if not (target / "config.json").is_file():
-                _make(name, target, options, weights)
+                _write_model(name, target, options, weights)
     return str(target)
 
 
@@ -82,16 +82,16 @@ def trial_models() -> Iterator[Callable[[FrozenModelConfig], str]]:
 
 
 @contextlib.contextmanager
-def _after_others(target: Path) -> Iterator[None]:
+def _folder_lock(target: Path) -> Iterator[None]:
     """Locks a model's folder within the block.
 
-    The block runs without the lock after a wait of `_MAKING_S` seconds, or if the file system has no locks.
+    The block runs without the lock after a wait of `_LOCK_TIMEOUT_S` seconds, or if the file system has no locks.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     lock = target.with_name(f".{target.name}.lock")
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        deadline = time.monotonic() + _MAKING_S
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +107,7 @@ def _after_others(target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _make(name: str, target: Path, options: dict[str, Any], weights: bool) -> None:
+def _write_model(name: str, target: Path, options: dict[str, Any], weights: bool) -> None:
     """Writes a model to a temporary folder and renames it to `target`, unless another process did so first."""
     from rlhpc.language.models.tiny import make_tiny_model
     from rlhpc.language.models.tiny_vision import make_tiny_vision_model
@@ -159,7 +159,9 @@ def smollm2(folder: str | Path, *, weights: bool = True) -> int:
     tokenizer = AutoTokenizer.from_pretrained(**source)
     loaded_model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32) if weights else None
     loaded_config = AutoConfig.from_pretrained(**source) if loaded_model is None else loaded_model.config
-    config = LlamaConfig(**{name: value for name, value in loaded_config.to_dict().items() if name not in _LEFT_OUT})
+    config = LlamaConfig(
+        **{name: value for name, value in loaded_config.to_dict().items() if name not in _OMITTED_KEYS}
+    )
     Path(folder).mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     if loaded_model is None:
@@ -174,7 +176,14 @@ def smollm2(folder: str | Path, *, weights: bool = True) -> int:
     return int(sum(parameter.numel() for parameter in model.parameters()))
 
 
-_LEFT_OUT = ("quantization_config", "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+_OMITTED_KEYS = (
+    "quantization_config",
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -68,15 +68,15 @@ class RowShare:
             "segments": replace(segments, group=self.group),
         }
 
-    def gather(self, part: Tensor, batch: TokenBatch) -> Tensor:
+    def gather(self, local_outputs: Tensor, batch: TokenBatch) -> Tensor:
         """Gathers the outputs of all parts, `[1, t, …]` each, into outputs of the padded row, `[1, T, …]`; differentiable."""
         start, end = self.bounds(batch)
-        padded_row = part.new_zeros(1, self.length(batch) * self.size, *part.shape[2:])
-        return self.sum(padded_row.index_copy(1, torch.arange(start, end, device=part.device), part))
+        padded_row = local_outputs.new_zeros(1, self.length(batch) * self.size, *local_outputs.shape[2:])
+        return self.sum(padded_row.index_copy(1, torch.arange(start, end, device=local_outputs.device), local_outputs))
 
-    def sum(self, parts: Tensor) -> Tensor:
+    def sum(self, local_values: Tensor) -> Tensor:
         """Sums tensors over the row's ranks, differentiably; each position may be nonzero on at most one rank."""
-        sum_over_ranks: Tensor = _SumOverRanks.apply(parts, self.group)
+        sum_over_ranks: Tensor = _SumOverRanks.apply(local_values, self.group)
         return sum_over_ranks
 
 
@@ -84,8 +84,8 @@ class _SumOverRanks(torch.autograd.Function):
     """Sum over ranks whose backward pass returns the gradient unchanged, as all ranks compute the same loss from the sum."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
-        sum_over_ranks = parts.clone()
+    def forward(ctx: Any, local_values: Tensor, group: Any) -> Tensor:
+        sum_over_ranks = local_values.clone()
         dist.all_reduce(sum_over_ranks, group=group)
         return sum_over_ranks
 
@@ -98,20 +98,20 @@ class _Exchange(torch.autograd.Function):
     """All-to-all over a row's ranks that splits one dimension and concatenates another; its gradient is the reverse."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, split: int, join: int) -> Tensor:
-        ctx.args = group, split, join
-        send_buffer = torch.stack(x.chunk(dist.get_world_size(group), split)).contiguous()
+    def forward(ctx: Any, x: Tensor, group: Any, split_dim: int, cat_dim: int) -> Tensor:
+        ctx.args = group, split_dim, cat_dim
+        send_buffer = torch.stack(x.chunk(dist.get_world_size(group), split_dim)).contiguous()
         receive_buffer = torch.empty_like(send_buffer)
         dist.all_to_all_single(receive_buffer, send_buffer, group=group)
-        return torch.cat(receive_buffer.unbind(0), join)
+        return torch.cat(receive_buffer.unbind(0), cat_dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        group, split, join = ctx.args
-        return _Exchange.apply(grad.contiguous(), group, join, split), None, None, None
+        group, split_dim, cat_dim = ctx.args
+        return _Exchange.apply(grad.contiguous(), group, cat_dim, split_dim), None, None, None
 
 
-class Heads:
+class AttentionSubstitute:
     """Substitute for an attention module after `to_heads`, with the attributes that transformers' attention function reads."""
 
     is_causal = True

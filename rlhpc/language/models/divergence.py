@@ -61,16 +61,16 @@ class FullDivergence(RowReader):
 
     def values(self, logits: Tensor, part: slice) -> Tensor:
         """Computes the divergences; see `RowReader.values`."""
-        return divergence(*self._both(logits, part), self._beta)[0][:, None]
+        return divergence(*self._logprob_pair(logits, part), self._beta)[0][:, None]
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Computes the divergences' gradient; see `RowReader.gradient`."""
-        s, t = self._both(logits, part)
+        s, t = self._logprob_pair(logits, part)
         _, h = divergence(s, t, self._beta)
         h -= s.exp() * h.sum(-1, keepdim=True)
         return h.mul_(self._scale * grad)
 
-    def _both(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def _logprob_pair(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the log-probs of the model and of the teacher, `[m, V]`."""
         V = logits.shape[1]
         s = torch.log_softmax(scaled(logits, self._scale), dim=-1)
@@ -97,19 +97,19 @@ class TopDivergence(RowReader):
 
     def values(self, logits: Tensor, part: slice) -> Tensor:
         """Computes the divergences; see `RowReader.values`."""
-        _, merged_logprobs = self._merged(logits, part)
+        _, merged_logprobs = self._merged_logprobs(logits, part)
         return divergence(merged_logprobs, self._teacher[part], self._beta)[0][:, None]
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Computes the divergences' gradient; see `RowReader.gradient`."""
-        logprobs, merged_logprobs = self._merged(logits, part)
+        logprobs, merged_logprobs = self._merged_logprobs(logits, part)
         _, h = divergence(merged_logprobs, self._teacher[part], self._beta)
         # A top token gets its outcome's h; other tokens get their outcome's h in proportion to their probabilities.
         grad_logits = (logprobs - merged_logprobs[:, -1:].clamp_min(FLOOR)).exp() * h[:, -1:]
         grad_logits = grad_logits.scatter(1, self._ids[part], h[:, :-1]) - logprobs.exp() * h.sum(-1, keepdim=True)
         return grad_logits.mul_(self._scale * grad)
 
-    def _merged(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+    def _merged_logprobs(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the log-probs of all tokens, `[m, V]`, and of the k top tokens and the sum of the others, `[m, k + 1]`."""
         ids, logprobs = self._ids[part], torch.log_softmax(scaled(logits, self._scale), dim=-1)
         remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)

@@ -39,7 +39,7 @@ Linear = TypeVar("Linear", bound=nn.Linear)
 #: Largest relative deviations attributed to rounding, in float32 and in half precision.
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
 #: Files of image processors.
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def pretrained_in(module: nn.Module) -> Any:
@@ -105,15 +105,15 @@ def load_causal_lm(
     Raises:
         ConfigError: The model does not exist, or the installed transformers cannot build it.
     """
-    module = load_by("", model, dtype=dtype, empty=empty, key=key)
+    module = load_with_auto_class("", model, dtype=dtype, empty=empty, key=key)
     place_by_token_type(module)
     if empty:
         module.generation_config = _generation_config(transformers(), str(model.model_path), module.config)
-    return prepared(module, checkpointing)
+    return prepare_for_training(module, checkpointing)
 
 
-def load_by(
-    auto: str,
+def load_with_auto_class(
+    auto_class_name: str,
     model: PretrainedConfig,
     *,
     dtype: torch.dtype,
@@ -125,7 +125,7 @@ def load_by(
     """Loads a model with one of transformers' auto classes.
 
     Args:
-        auto: Name of the class; "" selects the class for generation (`auto_class`).
+        auto_class_name: Name of the class; "" selects the class for generation (`auto_class`).
         model: Section with the path.
         dtype, empty: See `load_causal_lm`.
         key: Name of `model_path` in messages.
@@ -148,11 +148,11 @@ def load_by(
     }
     try:
         with no_progress_bar():
-            if empty or not auto:
+            if empty or not auto_class_name:
                 config = package.AutoConfig.from_pretrained(
                     path, trust_remote_code=model.trust_remote_code, **(config_changes if empty else {})
                 )
-            model_class = getattr(package, auto or auto_class(config))
+            model_class = getattr(package, auto_class_name or auto_class(config))
             if not empty:
                 return model_class.from_pretrained(path, **load_options, **(options or {}), **config_changes)
             with torch.device("meta"):
@@ -191,7 +191,7 @@ def model_file(path: str, name: str) -> Path | None:
     return None
 
 
-def prepared(module: Any, checkpointing: bool) -> Any:
+def prepare_for_training(module: Any, checkpointing: bool) -> Any:
     """Turns off a model's KV cache and, if requested, turns on activation checkpointing; returns the model."""
     module.config.use_cache = False
     if checkpointing:
@@ -250,13 +250,13 @@ def config_file(config: Any, model: PretrainedConfig) -> bytes:
         reloaded_config = transformers().AutoConfig.from_pretrained(
             str(model.model_path), trust_remote_code=model.trust_remote_code
         )
-        config_values = _changed(
+        config_values = _apply_changes(
             json.loads(source.read_text()), json.loads(reloaded_config.to_json_string()), config_values
         )
     return json.dumps(config_values, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def _apply_changes(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     """Returns `original` with the changes from `before` to `after` applied to it."""
     merged_values = dict(original)
     for key in before.keys() | after.keys():
@@ -268,7 +268,7 @@ def _changed(original: dict[str, Any], before: dict[str, Any], after: dict[str, 
         elif (
             isinstance(previous_value, dict) and isinstance(current_value, dict) and isinstance(original.get(key), dict)
         ):
-            merged_values[key] = _changed(original[key], previous_value, current_value)
+            merged_values[key] = _apply_changes(original[key], previous_value, current_value)
         else:
             merged_values[key] = current_value
     if (
@@ -294,13 +294,13 @@ def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = Fals
         if pads and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.save_pretrained(folder)
-        _name_end(folder / "generation_config.json", turn_end(tokenizer))
-    for name in _PROCESSORS:
+        _add_end_token(folder / "generation_config.json", turn_end(tokenizer))
+    for name in _PROCESSOR_FILES:
         if (processor := model_file(str(model.model_path), name)) is not None:
             shutil.copyfile(processor, folder / name)
 
 
-def _name_end(config: Path, end: int | None) -> None:
+def _add_end_token(config: Path, end: int | None) -> None:
     """Adds the end-of-turn token, with which SFT's demonstrations end, to the end tokens of a generation configuration."""
     if end is None or not config.is_file():
         return

@@ -33,16 +33,16 @@ from rlhpc.training.lora import linear_base, products
 
 #: Number of elements of a chunk; 64 MiB in float32.
 _CHUNK = 1 << 24
-#: On a CPU, a chunk has a quarter of these elements, which suits caches and the C library's heap, but at least `_ROWS` rows,
-#: which a fast matrix product needs.
-_QUARTER, _ROWS = 4, 128
+#: On a CPU, a chunk has a quarter of these elements, which suits caches and the C library's heap, but at least
+#: `_MIN_CPU_ROWS` rows, which a fast matrix product needs.
+_CPU_CHUNK_DIVISOR, _MIN_CPU_ROWS = 4, 128
 
 
 def chunks(rows: int, width: int, device: torch.device) -> list[slice]:
     """Splits `rows` rows of `width` elements into slices of at most `_CHUNK` elements."""
     size = max(1, _CHUNK // width)
     if device.type == "cpu":
-        size = min(size, max(_ROWS, size // _QUARTER))
+        size = min(size, max(_MIN_CPU_ROWS, size // _CPU_CHUNK_DIVISOR))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -80,11 +80,11 @@ class VocabularyShard:
     """Part of the vocabulary for which a rank's LM head computes logits.
 
     Attributes:
-        first: First token id of the part.
+        first_id: First token id of the part.
         group: Process group of the ranks among which the vocabulary is divided.
     """
 
-    first: int
+    first_id: int
     group: Any
 
     def gather(self, logits: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class VocabularyShard:
 
     def local(self, gradient: Tensor, width: int) -> Tensor:
         """Returns this rank's `width` columns of a gradient `[m, V]`."""
-        return gradient[:, self.first : self.first + width]
+        return gradient[:, self.first_id : self.first_id + width]
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sums a tensor over the ranks in place, and returns it."""
@@ -218,7 +218,7 @@ class OffsetReader(RowReader):
         self.columns = reader.columns
         self.supports_shards = reader.supports_shards
 
-    def _shifted(self, part: slice) -> slice:
+    def _global_rows(self, part: slice) -> slice:
         return slice(part.start + self._start, part.stop + self._start)
 
     def set_shard(self, vocabulary: VocabularyShard) -> None:
@@ -227,11 +227,11 @@ class OffsetReader(RowReader):
 
     def values(self, logits: Tensor, part: slice) -> Tensor:
         """Computes results of this rank's rows; see `RowReader.values`."""
-        return self._reader.values(logits, self._shifted(part))
+        return self._reader.values(logits, self._global_rows(part))
 
     def gradient(self, logits: Tensor, part: slice, grad: Tensor) -> Tensor:
         """Computes the gradient of this rank's rows; see `RowReader.gradient`."""
-        return self._reader.gradient(logits, self._shifted(part), grad)
+        return self._reader.gradient(logits, self._global_rows(part), grad)
 
 
 def read_rows(logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
@@ -245,11 +245,11 @@ def read_rows(logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
     Returns:
         The reader's results, `[M, columns]` float32.
     """
-    row_values: Tensor = _FromLogits.apply(logits.flatten(0, -2), places, reader)
+    row_values: Tensor = _ReadRowsFunction.apply(logits.flatten(0, -2), places, reader)
     return row_values
 
 
-class _FromLogits(torch.autograd.Function):
+class _ReadRowsFunction(torch.autograd.Function):
     """Autograd function that applies a reader to selected rows of logits `[R, V]`."""
 
     @staticmethod
@@ -304,7 +304,7 @@ def _sharded_logprobs_and_entropy(
     The ranks exchange three numbers per row, or four with the entropy.
     """
     max_logits = vocabulary.all_reduce_max(z.amax(-1))
-    columns, is_local = _within(targets, z.shape[1], vocabulary)
+    columns, is_local = _local_columns(targets, z.shape[1], vocabulary)
     local_target = torch.where(is_local, z.gather(1, columns[:, None]).squeeze(1) - max_logits, 0.0)
     shifted_logits = z - max_logits[:, None]
     exponentials = shifted_logits.exp()
@@ -320,9 +320,9 @@ def _sharded_logprobs_and_entropy(
     )
 
 
-def _within(targets: Tensor, width: int, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
+def _local_columns(targets: Tensor, width: int, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Returns each target's column in a part of the vocabulary, clamped to the part, and whether the part has the target."""
-    local_ids = targets - vocabulary.first
+    local_ids = targets - vocabulary.first_id
     return local_ids.clamp(0, width - 1), (local_ids >= 0) & (local_ids < width)
 
 
@@ -346,7 +346,7 @@ def gradient(
     if grad_entropy is not None:
         weight = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).add_(weight)
     if vocabulary is not None:
-        targets, is_local = _within(targets, z.shape[1], vocabulary)
+        targets, is_local = _local_columns(targets, z.shape[1], vocabulary)
         grad_logprobs = torch.where(is_local, grad_logprobs, 0.0)
     return p.mul_(weight).scatter_add_(1, targets[:, None], grad_logprobs[:, None])
 
@@ -377,14 +377,14 @@ class ChunkedHead:
             reader: The reader.
         """
 
-        def answer(hidden: Tensor) -> Tensor:
+        def read_hidden_states(hidden: Tensor) -> Tensor:
             vocabulary, *factors = self._factors(hidden.flatten(0, -2)[places])
             if vocabulary is not None and reader.supports_shards:
                 reader.set_shard(vocabulary)
             row_values: Tensor = _ChunkedHeadFunction.apply(reader, vocabulary, *factors)
             return row_values
 
-        with forward_replaced(self.layer, answer):
+        with forward_replaced(self.layer, read_hidden_states):
             yield
 
     def rows(self, call: Callable[[], Tensor], places: Tensor) -> LogitRows:
@@ -476,8 +476,8 @@ class _TrunkOutput:
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, at: int) -> Tensor:
-        return (self.last_hidden_state,)[at]
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
 
 
 class _ChunkedHeadFunction(torch.autograd.Function):
@@ -618,7 +618,7 @@ def token_scores(
         reader = CombinedReader([reader, extra_reader])
     inputs = batch.inputs() if share is None else share.inputs(batch)
     if share is not None:
-        trained_tokens, places, reader = _local_part(trained_tokens, places, reader, share.bounds(batch))
+        trained_tokens, places, reader = _select_local_rows(trained_tokens, places, reader, share.bounds(batch))
     head = linear_head(model) if reading is None or extra_reader is not None else None
     if head is None:
         outputs = model(**inputs, use_cache=False)
@@ -644,22 +644,23 @@ def token_scores(
     return TokenScores(token_values[:, 0], token_values[:, 1] if entropy else None, reading_values, critic_values)
 
 
-def _local_part(
-    where: torch.Tensor, places: torch.Tensor, reader: RowReader, bounds: tuple[int, int]
+def _select_local_rows(
+    trained_tokens: torch.Tensor, places: torch.Tensor, reader: RowReader, bounds: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, RowReader]:
     """Selects the trained tokens that this rank's part of a row predicts.
 
     Args:
-        where: Indices of the trained tokens in the batch, ascending.
+        trained_tokens: Indices of the trained tokens in the batch, ascending.
         places: Indices in the row of the outputs that predict the trained tokens.
         reader: Reader of all trained tokens.
         bounds: Start and end of this rank's part of the row.
 
     Returns:
-        The selected part of `where`; the predicting outputs' indices in this rank's part; and the reader for these rows.
+        The selected trained tokens; the indices of the outputs that predict them in this rank's part; and the reader of these
+        outputs.
     """
     start, end = (int((places < limit).sum()) for limit in bounds)
-    return where[start:end], places[start:end] - bounds[0], OffsetReader(reader, start)
+    return trained_tokens[start:end], places[start:end] - bounds[0], OffsetReader(reader, start)
 
 
 @torch.no_grad()

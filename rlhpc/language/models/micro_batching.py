@@ -36,7 +36,7 @@ def costs_of(lengths: Sequence[int] | Tensor, hidden: int) -> list[int]:
 
 
 def balance(
-    costs: Sequence[int], bins: int, sizes: Sequence[int] | None = None, room: int | None = None
+    costs: Sequence[int], bins: int, sizes: Sequence[int] | None = None, bin_capacity: int | None = None
 ) -> list[list[int]] | None:
     """Distributes items over bins: takes items in descending order of cost and puts each into the bin of least cost so far.
 
@@ -47,7 +47,7 @@ def balance(
         costs: Cost of each item.
         bins: Number of bins.
         sizes: Size of each item; None if bins have no size limit.
-        room: Largest sum of sizes in a bin; None for no limit.
+        bin_capacity: Largest sum of sizes in a bin; None for no limit.
 
     Returns:
         The indices of each bin's items, the most expensive first; None if an item does not fit. The result is deterministic.
@@ -55,7 +55,7 @@ def balance(
     by_cost = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     loads_by_bin = [(0, bin_index) for bin_index in range(bins)]
     items_by_bin: list[list[int]] = [[] for _ in range(bins)]
-    remaining = [room] * bins
+    remaining = [bin_capacity] * bins
     for i in by_cost:
         full_bins = list[tuple[int, int]]()
         while loads_by_bin:
@@ -74,14 +74,14 @@ def balance(
     return items_by_bin
 
 
-def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_least: int = 1) -> list[Tensor]:
+def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, min_rows: int = 1) -> list[Tensor]:
     """Distributes samples over packed rows of at most `max_tokens` tokens and about equal cost; adds rows until all fit.
 
     Args:
         lengths: Number of tokens of each sample.
         max_tokens: `actor.max_tokens_per_micro_batch`.
         hidden: Hidden size of the model (`costs_of`).
-        at_least: Minimum number of rows; some of them may have no samples.
+        min_rows: Minimum number of rows; some of them may have no samples.
 
     Returns:
         Indices of each row's samples, the longest first.
@@ -89,8 +89,8 @@ def rows(lengths: Sequence[int] | Tensor, max_tokens: int, hidden: int = 0, at_l
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
     """
-    sizes = _fitting(lengths, max_tokens)
-    costs, num_rows = costs_of(sizes, hidden), max(at_least, -(-sum(sizes) // max_tokens))
+    sizes = _checked_lengths(lengths, max_tokens)
+    costs, num_rows = costs_of(sizes, hidden), max(min_rows, -(-sum(sizes) // max_tokens))
     while (samples_by_row := balance(costs, num_rows, sizes, max_tokens)) is None:
         num_rows += 1
     return [torch.tensor(row_samples, dtype=torch.long) for row_samples in samples_by_row]
@@ -112,9 +112,9 @@ def micro_batches(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[Tens
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
     """
-    tokens = _fitting(lengths, max_tokens)
+    tokens = _checked_lengths(lengths, max_tokens)
     by_length = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
-    spans = _cut([tokens[i] for i in by_length], max_tokens)
+    spans = _split_by_length([tokens[i] for i in by_length], max_tokens)
     return [torch.tensor(by_length[start:end]) for start, end in spans]
 
 
@@ -124,7 +124,7 @@ def split_micro_batches(
     *,
     packed: bool = False,
     hidden: int = 0,
-    agreed: Callable[[int], int] = lambda count: count,
+    agree_count: Callable[[int], int] = lambda count: count,
 ) -> Parts:
     """Splits a batch into micro-batches: packed rows (`rows`) or padded rectangles (`micro_batches`).
 
@@ -133,14 +133,14 @@ def split_micro_batches(
         max_tokens: `actor.max_tokens_per_micro_batch`.
         packed: Whether the model reads packed rows.
         hidden: Hidden size of the model (`costs_of`).
-        agreed: Function from the number of micro-batches that this rank needs to the number that all ranks use; additional
-            micro-batches may have no samples and train nothing.
+        agree_count: Function from the number of micro-batches that this rank needs to the number that all ranks use;
+            additional micro-batches may have no samples and train nothing.
 
     Raises:
         ConfigError: A sample is longer than `max_tokens`.
     """
     index_groups = rows(batch.lengths, max_tokens, hidden) if packed else micro_batches(batch.lengths, max_tokens)
-    num_batches = agreed(max(1, len(index_groups)))
+    num_batches = agree_count(max(1, len(index_groups)))
     if (
         packed
         and num_batches > len(index_groups)
@@ -182,7 +182,7 @@ def values_of(score: Callable[[TokenBatch], Tensor], parts: Parts, batch: TokenB
     return all_values
 
 
-def _fitting(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[int]:
+def _checked_lengths(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[int]:
     tokens = [int(length) for length in lengths]
     if tokens and max(tokens) > max_tokens:
         raise ConfigError(
@@ -192,7 +192,7 @@ def _fitting(lengths: Sequence[int] | Tensor, max_tokens: int) -> list[int]:
     return tokens
 
 
-def _cut(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+def _split_by_length(lengths: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
     """Splits descending lengths into runs that minimize Σ (rows × longest + overhead), by dynamic programming.
 
     Returns:
@@ -241,7 +241,7 @@ def minibatches(
 
 
 def balance_across_ranks(
-    batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, each: int = 1, hidden: int = 0
+    batch: TokenBatch, worker: Worker, sizes: MeshSizes, *, unit_size: int = 1, hidden: int = 0
 ) -> TokenBatch:
     """Redistributes the samples of all ranks so that ranks have about equal costs; all ranks must call this function.
 
@@ -252,7 +252,7 @@ def balance_across_ranks(
         batch: This rank's samples, on the host; all ranks have columns of the same names.
         worker: This rank.
         sizes: Mesh sizes of the worker's group.
-        each: Number of adjacent samples that stay together, such as the two responses of a pair.
+        unit_size: Number of adjacent samples that stay together, such as the two responses of a pair.
         hidden: Hidden size of the model (`costs_of`).
 
     Returns:
@@ -260,7 +260,7 @@ def balance_across_ranks(
     """
     mp_rank = sizes.lane_of(worker.rank)
     peers = range(mp_rank, worker.world_size, sizes.block)
-    costs_by_rank: list[list[int]] = worker.all_gather_object(_costs(batch, each, hidden))[mp_rank :: sizes.block]
+    costs_by_rank: list[list[int]] = worker.all_gather_object(_costs(batch, unit_size, hidden))[mp_rank :: sizes.block]
     unit_costs = [cost for costs in costs_by_rank for cost in costs]
     units_by_rank = balance(unit_costs, len(peers))
     assert units_by_rank is not None, "without a limit there is room for all"
@@ -279,12 +279,12 @@ def balance_across_ranks(
     for target, units in enumerate(transfers[local_index]):
         if units and target != local_index:
             sends.append(
-                worker.send(_units(batch, units, each).pack(), worker.group_name, peers[target], async_op=True)
+                worker.send(_units(batch, units, unit_size).pack(), worker.group_name, peers[target], async_op=True)
             )
     received_batches = []
     for source, units_by_target in enumerate(transfers):
         if source == local_index:
-            received_batches.append(_units(batch, units_by_target[local_index], each))
+            received_batches.append(_units(batch, units_by_target[local_index], unit_size))
         elif units_by_target[local_index]:
             received_batches.append(TokenBatch.unpack(worker.recv(worker.group_name, peers[source])))
     for send in sends:
@@ -293,10 +293,12 @@ def balance_across_ranks(
     return TokenBatch.joined(received_batches)
 
 
-def _costs(batch: TokenBatch, each: int, hidden: int) -> list[int]:
-    return [sum(unit_costs) for unit_costs in torch.tensor(costs_of(batch.lengths, hidden)).view(-1, each).tolist()]
+def _costs(batch: TokenBatch, unit_size: int, hidden: int) -> list[int]:
+    return [
+        sum(unit_costs) for unit_costs in torch.tensor(costs_of(batch.lengths, hidden)).view(-1, unit_size).tolist()
+    ]
 
 
-def _units(batch: TokenBatch, units: list[int], each: int) -> TokenBatch:
-    sample_indices = torch.tensor(units, dtype=torch.long)[:, None] * each + torch.arange(each)
+def _units(batch: TokenBatch, units: list[int], unit_size: int) -> TokenBatch:
+    sample_indices = torch.tensor(units, dtype=torch.long)[:, None] * unit_size + torch.arange(unit_size)
     return batch.select(sample_indices.flatten())

@@ -38,10 +38,10 @@ class Routing:
     """
 
     def __init__(self, routers: list[nn.Module]) -> None:
-        self._recorded: list[tuple[Tensor, Tensor]] | None = None
+        self._router_outputs: list[tuple[Tensor, Tensor]] | None = None
         self._routers = routers
-        self._wrapped = False
-        self._replayed: Tensor | None = None
+        self._is_wrapped = False
+        self._replay_ids: Tensor | None = None
         for router in routers:
             router.register_forward_hook(self._record)
 
@@ -58,17 +58,17 @@ class Routing:
             experts: `[tokens, choices]`, in the order in which the model reads the tokens; -1 leaves the choice to the router.
                 None ends replay.
         """
-        if experts is not None and not self._wrapped:
-            self._wrapped = True
+        if experts is not None and not self._is_wrapped:
+            self._is_wrapped = True
             for layer, router in enumerate(self._routers):
                 replace_forward(router, self._wrap_router(router.forward, layer, router))
-        self._replayed = None if experts is None else experts.long().view(len(experts), len(self._routers), -1)
+        self._replay_ids = None if experts is None else experts.long().view(len(experts), len(self._routers), -1)
 
-    def _wrap_router(self, inner: Any, number: int, router: Any) -> Any:
+    def _wrap_router(self, inner: Any, router_index: int, router: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if self._replayed is None:
+            if self._replay_ids is None:
                 return inner(*args, **kwargs)
-            with _ReplayMode(self._replayed[:, number], int(router.weight.shape[0])) as replay:
+            with _ReplayMode(self._replay_ids[:, router_index], int(router.weight.shape[0])) as replay:
                 outputs = inner(*args, **kwargs)
             if replay.num_calls != 1:
                 raise ConfigError(
@@ -79,17 +79,17 @@ class Routing:
         return forward
 
     def _record(self, router: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._recorded is not None:  # None while the backward pass recomputes layers
-            self._recorded.append((outputs[0], outputs[-1]))
+        if self._router_outputs is not None:  # None while the backward pass recomputes layers
+            self._router_outputs.append((outputs[0], outputs[-1]))
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yields a list that collects (logits, expert ids) of each router call within the block."""
-        router_outputs = self._recorded = []
+        router_outputs = self._router_outputs = []
         try:
             yield router_outputs
         finally:
-            self._recorded = None
+            self._router_outputs = None
 
 
 class _ReplayMode(TorchFunctionMode):
@@ -105,7 +105,7 @@ class _ReplayMode(TorchFunctionMode):
 
     def __init__(self, replayed: Tensor, experts: int) -> None:
         super().__init__()
-        self._replayed = replayed
+        self._replay_ids = replayed
         self._experts = experts
         self.num_calls = 0
 
@@ -114,15 +114,15 @@ class _ReplayMode(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return outputs
         probabilities = args[0]
-        if probabilities.shape[-1] != self._experts or outputs[1].shape != self._replayed.shape:
+        if probabilities.shape[-1] != self._experts or outputs[1].shape != self._replay_ids.shape:
             return outputs
         self.num_calls += 1
-        expert_ids = torch.where(self._replayed < 0, outputs[1], self._replayed)
+        expert_ids = torch.where(self._replay_ids < 0, outputs[1], self._replay_ids)
         return type(outputs)((probabilities.gather(-1, expert_ids), expert_ids))
 
 
 #: Routing of each model whose routers have hooks.
-_watched: WeakKeyDictionary[nn.Module, Routing] = WeakKeyDictionary()
+_routing_by_model: WeakKeyDictionary[nn.Module, Routing] = WeakKeyDictionary()
 
 
 def routing_of(model: nn.Module) -> Routing | None:
@@ -130,7 +130,7 @@ def routing_of(model: nn.Module) -> Routing | None:
     causal_model = pretrained_in(model)
     if causal_model is None:
         return None
-    if causal_model not in _watched:
+    if causal_model not in _routing_by_model:
         router_record = next(
             (
                 submodule._can_record_outputs["router_logits"]
@@ -147,29 +147,29 @@ def routing_of(model: nn.Module) -> Routing | None:
         )
         if not routers or getattr(router_record, "index", None) != 0:
             return None
-        _watched[causal_model] = Routing(routers)
-    return _watched[causal_model]
+        _routing_by_model[causal_model] = Routing(routers)
+    return _routing_by_model[causal_model]
 
 
-def balance(
-    recorded: list[tuple[Tensor, Tensor]], batch: TokenBatch, share: RowShare | None = None
+def load_balance_loss(
+    router_outputs: list[tuple[Tensor, Tensor]], batch: TokenBatch, share: RowShare | None = None
 ) -> tuple[Tensor, Tensor]:
     """Computes the load balancing loss, with gradients, and the load of the most loaded expert in any layer.
 
     The load is the expert's fraction of the layer's choices times the number of experts; it is 1 if routing is even.
 
     Args:
-        recorded: (logits, expert ids) of each layer's router, from `Routing.watching`.
+        router_outputs: (logits, expert ids) of each layer's router, from `Routing.watching`.
         batch: The batch in the form that the model read; padding does not count.
         share: This rank's part of each row in context parallelism; all ranks get the results of the full row.
     """
-    experts, tokens = recorded[0][0].shape[1], _tokens(batch, share).to(recorded[0][0].device)
-    recorded = [(logits[tokens], expert_ids[tokens]) for logits, expert_ids in recorded]
+    experts, tokens = router_outputs[0][0].shape[1], _token_indices(batch, share).to(router_outputs[0][0].device)
+    router_outputs = [(logits[tokens], expert_ids[tokens]) for logits, expert_ids in router_outputs]
     counts = torch.stack(
-        [torch.bincount(expert_ids.flatten(), minlength=experts) for _, expert_ids in recorded]
+        [torch.bincount(expert_ids.flatten(), minlength=experts) for _, expert_ids in router_outputs]
     ).float()
-    num_tokens = torch.tensor(float(sum(len(logits) for logits, _ in recorded)), device=counts.device)
-    probabilities = torch.stack([logits.float().softmax(-1).sum(0) for logits, _ in recorded]).sum(0)
+    num_tokens = torch.tensor(float(sum(len(logits) for logits, _ in router_outputs)), device=counts.device)
+    probabilities = torch.stack([logits.float().softmax(-1).sum(0) for logits, _ in router_outputs]).sum(0)
     if share is not None:
         counts, num_tokens, probabilities = (share.sum(total) for total in (counts, num_tokens, probabilities))
     num_tokens = num_tokens.clamp(min=1.0)
@@ -196,7 +196,7 @@ def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor
     return nn.functional.pad(experts, (0, 0, 0, max(0, end - batch.tokens)), value=-1)[start:end]
 
 
-def _tokens(batch: TokenBatch, share: RowShare | None) -> Tensor:
+def _token_indices(batch: TokenBatch, share: RowShare | None) -> Tensor:
     """Returns the flat indices of the tokens, without padding, in the model's input on this rank."""
     if share is not None:
         start, end = share.bounds(batch)

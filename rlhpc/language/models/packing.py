@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.models.context_parallel import Heads, RowShare, to_heads, to_tokens
+from rlhpc.language.models.context_parallel import AttentionSubstitute, RowShare, to_heads, to_tokens
 from rlhpc.language.models.loading import agrees, pretrained_in
 from rlhpc.language.models.token_batch import Segments, TokenBatch
 from rlhpc.language.models.vision import sub_attention
@@ -29,14 +29,14 @@ from rlhpc.runtime.errors import ConfigError
 #: Name under which `attend` is registered with transformers.
 NAME = "rlhpc_segments"
 #: Layer types in which tokens interact only through attention.
-_LAYERS = frozenset({"full_attention", "sliding_attention"})
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 #: Rotary embedding types whose factors depend on the longest position, which in a row may belong to another sample.
 _ROPES_BY_LENGTH = frozenset({"longrope", "su", "dynamic"})
 
 #: Record of attention calls for `reads_rows`: whether each call got segments, and whether it got a window.
 _calls: ContextVar[list[tuple[bool, bool]] | None] = ContextVar("calls", default=None)
 #: Attention arguments of some model families that `attend` does not support.
-_FURTHER = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 
 
 def pack(model: nn.Module) -> bool:
@@ -52,7 +52,7 @@ def pack(model: nn.Module) -> bool:
         attention, or if the attention has features that `attend` lacks, such as soft-capped logits or sinks.
     """
     causal_model = pretrained_in(model)
-    if causal_model is None or not _can(causal_model):
+    if causal_model is None or not _supports_packing(causal_model):
         return False
     sys.modules["transformers"].AttentionInterface.register(NAME, attend)
     causal_model.set_attn_implementation(sub_attention(causal_model, NAME))
@@ -124,13 +124,13 @@ def packs(model: nn.Module) -> bool:
     return causal_model is not None and causal_model.config.get_text_config()._attn_implementation == NAME
 
 
-def width(model: nn.Module) -> int:
+def hidden_size(model: nn.Module) -> int:
     """Returns a causal model's hidden size; 0 if its configuration does not set one."""
     causal_model = pretrained_in(model)
     return 0 if causal_model is None else int(getattr(causal_model.config.get_text_config(), "hidden_size", 0))
 
 
-def _can(causal: Any) -> bool:
+def _supports_packing(causal: Any) -> bool:
     config = causal.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     trunk = getattr(causal, causal.base_model_prefix, causal)
@@ -139,7 +139,7 @@ def _can(causal: Any) -> bool:
         and causal.config._attn_implementation == "sdpa"
         and not causal._is_stateful
         and not getattr(config, "is_encoder_decoder", False)
-        and layer_types <= _LAYERS
+        and layer_types <= _LAYER_TYPES
         and not _rope_types(config) & _ROPES_BY_LENGTH
         and getattr(config, "attn_logit_softcapping", None) is None
         and not any(name.endswith("sinks") for name, _ in causal.named_parameters())
@@ -185,22 +185,23 @@ def attend(
     Raises:
         ConfigError: The model family needs an attention feature that this function does not support.
     """
-    if unknown := [name for name in _FURTHER if further.get(name) is not None]:
+    if unknown := [name for name in _UNSUPPORTED_ARGUMENTS if further.get(name) is not None]:
         raise ConfigError(
             f"{type(module).__name__} wants {unknown[0]} of its attention, which is not there for rows without padding; set "
             "actor.use_remove_padding=false"
         )
     calls = _calls.get()
-    if calls is not None and not isinstance(module, Heads):  # `Heads` marks a nested call; its outer call is recorded
+    # `AttentionSubstitute` marks a nested call; its outer call is recorded.
+    if calls is not None and not isinstance(module, AttentionSubstitute):
         calls.append((segments is not None, sliding_window is not None))
     if segments is None:
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
     if segments.group is not None:
         q, k, v = to_heads(query, key, value, segments.group)
-        head_module, local_segments = Heads(module, q, k), replace(segments, group=None)
+        head_module, local_segments = AttentionSubstitute(module, q, k), replace(segments, group=None)
         outputs, _ = attend(head_module, q, k, v, None, scaling, dropout, sliding_window, local_segments)  # type: ignore[arg-type]
         return to_tokens(outputs, segments.group), None
-    if not dropout and has_segment_attention(query, value) and (kernel := _kernel()):
+    if not dropout and has_segment_attention(query, value) and (kernel := _variable_length_attention()):
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         outputs_by_row: Any = kernel(
             q,
@@ -233,24 +234,24 @@ def attend(
     return torch.cat(run_outputs)[None], None
 
 
-def _kernel() -> Callable[..., Any] | None:
+def _variable_length_attention() -> Callable[..., Any] | None:
     """Returns torch's variable-length attention with the signature of torch 2.13; None if it lacks windows (before 2.11)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return _as_in_213(varlen_attn)
+    return _with_current_signature(varlen_attn)
 
 
 @functools.cache
-def _as_in_213(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+def _with_current_signature(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
     parameters = inspect.signature(kernel).parameters
     if not {"scale", "window_size"} <= parameters.keys():
         return None
     if "enable_gqa" in parameters:
         return kernel
     # Before 2.13 grouped-query attention needed no argument.
-    return lambda *rows, enable_gqa, **how: kernel(*rows, **how)
+    return lambda *states, enable_gqa, **options: kernel(*states, **options)
 
 
 def _as_rows(row: Tensor, count: int, length: int) -> Tensor:
@@ -258,11 +259,11 @@ def _as_rows(row: Tensor, count: int, length: int) -> Tensor:
     return row[0].unflatten(1, (count, length)).transpose(0, 1)
 
 
-def _causal(module: nn.Module, *weighed: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
+def _causal(module: nn.Module, *states: Tensor, scaling: float | None, dropout: float, window: int | None) -> Tensor:
     """Computes causal attention of query, key and value, `[B, heads, T, d]` each; returns `[B, T, heads, d]`."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    query, key, value = weighed
+    query, key, value = states
     mask, length = None, query.shape[2]
     if window is not None and window < length:
         distance = torch.arange(length, device=query.device)

@@ -27,8 +27,8 @@ _CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
-_PATCH = {"qwen2_5_vl": 14, "qwen3_vl": 16}
-_MERGED = 2
+_PATCH_SIZES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+_MERGE_SIZE = 2
 
 
 def make_tiny_vision_model(
@@ -88,11 +88,11 @@ def make_tiny_vision_model(
         "intermediate_size": 2 * hidden,
         "num_heads": heads,
         "out_hidden_size": hidden,
-        "patch_size": _PATCH[family],
-        "spatial_merge_size": _MERGED,
+        "patch_size": _PATCH_SIZES[family],
+        "spatial_merge_size": _MERGE_SIZE,
     }
     if family == "qwen2_5_vl":
-        vision_config |= {"window_size": 4 * _PATCH[family], "fullatt_block_indexes": [layers - 1]}
+        vision_config |= {"window_size": 4 * _PATCH_SIZES[family], "fullatt_block_indexes": [layers - 1]}
         model_class: Any = package.Qwen2_5_VLForConditionalGeneration
         config_class: Any = package.Qwen2_5_VLConfig
     else:
@@ -123,10 +123,10 @@ def _sections(width: int) -> list[int]:
 
 def _processor(package: Any, family: str) -> Any:
     """Creates an image processor that does not scale down images of up to 64 tokens."""
-    pixels_per_token = (_PATCH[family] * _MERGED) ** 2
+    pixels_per_token = (_PATCH_SIZES[family] * _MERGE_SIZE) ** 2
     options: dict[str, Any] = {
-        "patch_size": _PATCH[family],
-        "merge_size": _MERGED,
+        "patch_size": _PATCH_SIZES[family],
+        "merge_size": _MERGE_SIZE,
         "size": {"shortest_edge": pixels_per_token, "longest_edge": 64 * pixels_per_token},
     }
     return package.Qwen2VLImageProcessorPil(**options)

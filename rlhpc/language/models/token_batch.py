@@ -98,7 +98,7 @@ class TokenBatch:
         """
         lengths = [len(sample) for sample in ids]
 
-        def joined(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
+        def concatenate(name: str, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
             tensors = [torch.as_tensor(tensor, dtype=dtype) for tensor in values]
             for tensor, length in zip(tensors, lengths, strict=True):
                 if tensor.shape[:1] != (length,):
@@ -106,17 +106,17 @@ class TokenBatch:
             return torch.cat(tensors) if tensors else torch.zeros(0, dtype=dtype or torch.float32)
 
         sample_index = torch.arange(len(lengths))
-        tokens = joined("ids", ids, torch.int64)
+        tokens = concatenate("ids", ids, torch.int64)
         return cls(
             cumulated(lengths),
             tokens,
-            joined("mask", mask, torch.bool),
+            concatenate("mask", mask, torch.bool),
             torch.zeros_like(tokens),
             sample_index,
             torch.zeros_like(sample_index),
             sample_index,
             torch.zeros(len(lengths)),
-            {name: joined(f"column {name}", column_values) for name, column_values in (columns or {}).items()},
+            {name: concatenate(f"column {name}", column_values) for name, column_values in (columns or {}).items()},
             pad_id,
             pictures=pictures,
         )
@@ -132,7 +132,7 @@ class TokenBatch:
             raise ValueError("there is no batch to join")
         first_batch = batches[0]
         joined_fields = {
-            name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_OF_TOKENS, *_OF_SAMPLES)
+            name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_TOKEN_FIELDS, *_SAMPLE_FIELDS)
         }
         return cls(
             cu_seqlens=cumulated(torch.cat([batch.lengths for batch in batches])),
@@ -249,8 +249,8 @@ class TokenBatch:
     def select(self, samples: Tensor) -> TokenBatch:
         """Returns a batch of the given samples, in the given order."""
         token_indices = self.tokens_of(samples)
-        selected = {name: getattr(self, name)[token_indices] for name in _OF_TOKENS}
-        selected |= {name: getattr(self, name)[samples] for name in _OF_SAMPLES}
+        selected = {name: getattr(self, name)[token_indices] for name in _TOKEN_FIELDS}
+        selected |= {name: getattr(self, name)[samples] for name in _SAMPLE_FIELDS}
         return TokenBatch(
             cu_seqlens=cumulated(self.lengths[samples]),
             columns={name: column[token_indices] for name, column in self.columns.items()},
@@ -266,7 +266,7 @@ class TokenBatch:
 
     def empty_sample(self) -> TokenBatch:
         """Returns a batch of one sample without tokens and with the same columns, which has no effect on training."""
-        sample_fields = {name: getattr(self, name).new_zeros(1) for name in _OF_SAMPLES}
+        sample_fields = {name: getattr(self, name).new_zeros(1) for name in _SAMPLE_FIELDS}
         no_samples = torch.zeros(0, dtype=torch.long)
         return dataclasses.replace(self.select(no_samples), cu_seqlens=cumulated([0]), pictures=None, **sample_fields)
 
@@ -281,7 +281,7 @@ class TokenBatch:
         is_continued = (self.episode[1:] == self.episode[:-1]) & (self.role[1:] == self.role[:-1])
         starts_sequence = torch.cat([torch.tensor([True]), ~is_continued.cpu()])
         sequence_fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        sequence_fields |= {name: getattr(self, name)[starts_sequence] for name in _OF_SAMPLES}
+        sequence_fields |= {name: getattr(self, name)[starts_sequence] for name in _SAMPLE_FIELDS}
         return _Sequences(
             **{
                 **sequence_fields,
@@ -309,7 +309,9 @@ class TokenBatch:
         """Moves the batch to a device, except `cu_seqlens`, which stays on the host."""
         if device.type == "cpu":
             return self
-        moved_fields = {name: getattr(self, name).to(device, non_blocking=True) for name in (*_OF_TOKENS, *_OF_SAMPLES)}
+        moved_fields = {
+            name: getattr(self, name).to(device, non_blocking=True) for name in (*_TOKEN_FIELDS, *_SAMPLE_FIELDS)
+        }
         columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
         pictures = None if self.pictures is None else self.pictures.to(device)
         return dataclasses.replace(self, columns=columns, pictures=pictures, **moved_fields)
@@ -318,9 +320,9 @@ class TokenBatch:
 
     def pack(self) -> dict[str, Any]:
         """Converts the batch to a message for a channel; its number of arrays does not depend on N."""
-        arrays = {name: getattr(self, name).numpy() for name in _OF_SAMPLES}
+        arrays = {name: getattr(self, name).numpy() for name in _SAMPLE_FIELDS}
         packed_dtypes = {"ids": np.int32, "turn": np.int16}
-        arrays |= {name: getattr(self, name).numpy().astype(packed_dtypes.get(name, bool)) for name in _OF_TOKENS}
+        arrays |= {name: getattr(self, name).numpy().astype(packed_dtypes.get(name, bool)) for name in _TOKEN_FIELDS}
         columns = {name: column.numpy() for name, column in self.columns.items()}
         image_arrays = {} if self.pictures is None else {"pictures": self.pictures.pack()}
         lengths = self.lengths.numpy().astype(np.int32)
@@ -329,9 +331,9 @@ class TokenBatch:
     @classmethod
     def unpack(cls, message: Mapping[str, Any]) -> TokenBatch:
         """Creates a batch from a message of `pack`; copies the data, because the message may be in the sender's memory."""
-        unpacked_fields: dict[str, Any] = {name: torch.from_numpy(np.array(message[name])) for name in _OF_SAMPLES}
+        unpacked_fields: dict[str, Any] = {name: torch.from_numpy(np.array(message[name])) for name in _SAMPLE_FIELDS}
         unpacked_dtypes = {"ids": np.int64, "turn": np.int64}
-        for name in _OF_TOKENS:
+        for name in _TOKEN_FIELDS:
             unpacked_fields[name] = torch.from_numpy(np.array(message[name], dtype=unpacked_dtypes.get(name, bool)))
         columns = {name: torch.from_numpy(np.array(column)) for name, column in message["columns"].items()}
         cu_seqlens = cumulated(np.asarray(message["lengths"], np.int64))
@@ -356,8 +358,8 @@ class _Sequences(TokenBatch):
         return torch.empty_like(by_turn).index_copy(0, by_turn, target_places)
 
 
-_OF_TOKENS = ("ids", "mask", "turn")
-_OF_SAMPLES = ("episode", "role", "group", "reward")
+_TOKEN_FIELDS = ("ids", "mask", "turn")
+_SAMPLE_FIELDS = ("episode", "role", "group", "reward")
 
 
 def cumulated(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
@@ -367,15 +369,15 @@ def cumulated(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
 
 
 #: Fields of `Pictures` that are tensors.
-_TENSORS = ("patches", "grids", "image_indices", "at", "counts")
+_PICTURE_TENSORS = ("patches", "grids", "image_indices", "at", "counts")
 
 
-def _ranges(lengths: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the element indices of the items `chosen`, in the order of `chosen`; item i has `lengths[i]` elements."""
+def _ranges(lengths: Tensor, items: Tensor) -> Tensor:
+    """Returns the element indices of the given items, in the given order; item i has `lengths[i]` elements."""
     ends = lengths.cumsum(0)
-    chosen_lengths = lengths[chosen]
-    offsets = (ends - lengths)[chosen] - (chosen_lengths.cumsum(0) - chosen_lengths)
-    return torch.arange(int(chosen_lengths.sum())) + torch.repeat_interleave(offsets, chosen_lengths)
+    item_lengths = lengths[items]
+    offsets = (ends - lengths)[items] - (item_lengths.cumsum(0) - item_lengths)
+    return torch.arange(int(item_lengths.sum())) + torch.repeat_interleave(offsets, item_lengths)
 
 
 @dataclass
@@ -426,12 +428,12 @@ class Pictures:
         )
 
     @classmethod
-    def joined(cls, several: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
+    def joined(cls, batches: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
         """Concatenates the images of several batches, given as (images or None, number of samples)."""
-        batch_images = [pictures for pictures, _ in several if pictures is not None]
+        batch_images = [pictures for pictures, _ in batches if pictures is not None]
         if not batch_images:
             return None
-        counts = [torch.zeros(n, dtype=torch.int64) if pictures is None else pictures.counts for pictures, n in several]
+        counts = [torch.zeros(n, dtype=torch.int64) if pictures is None else pictures.counts for pictures, n in batches]
         image_offset, indices = 0, list[Tensor]()
         for pictures in batch_images:
             indices.append(pictures.image_indices + image_offset)
@@ -467,16 +469,17 @@ class Pictures:
 
     def pack(self) -> dict[str, Any]:
         """Converts the images to a message for a channel."""
-        return {name: getattr(self, name).numpy() for name in _TENSORS} | {"merge": self.merge}
+        return {name: getattr(self, name).numpy() for name in _PICTURE_TENSORS} | {"merge": self.merge}
 
     @classmethod
     def unpack(cls, message: Mapping[str, Any]) -> Pictures:
         """Creates the images from a message of `pack`; copies the data."""
         return cls(
-            merge=int(message["merge"]), **{name: torch.from_numpy(np.array(message[name])) for name in _TENSORS}
+            merge=int(message["merge"]),
+            **{name: torch.from_numpy(np.array(message[name])) for name in _PICTURE_TENSORS},
         )
 
-    def inputs(self, cu_seqlens: Tensor, formed: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def inputs(self, cu_seqlens: Tensor, to_model_form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Returns the model's additional arguments for images.
 
         These are `pixel_values` and `image_grid_thw` of the images, sample by sample; `mm_token_type_ids`, which marks image
@@ -484,7 +487,8 @@ class Pictures:
 
         Args:
             cu_seqlens: Cumulative lengths of the samples, `[N + 1]`.
-            formed: Function that converts per-token values `[T, …]` to the form that the model reads: a row or a rectangle.
+            to_model_form: Function that converts per-token values `[T, …]` to the form that the model reads, a row or a
+                rectangle.
         """
         tokens = int(cu_seqlens[-1])
         token_types, position_ids = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)
@@ -502,7 +506,9 @@ class Pictures:
             position_ids[start:end] = torch.from_numpy(sample_positions).T
         device = self.patches.device
         pixels = self.patches[_ranges(self.grids.prod(1), self.image_indices).to(device)]
-        token_types, position_ids = (formed(token_values.to(device)) for token_values in (token_types, position_ids))
+        token_types, position_ids = (
+            to_model_form(token_values.to(device)) for token_values in (token_types, position_ids)
+        )
         return {
             "pixel_values": pixels,
             "image_grid_thw": grids.to(device),

@@ -17,7 +17,7 @@ from torch import nn
 
 from rlhpc.language.hugging_face import transformers
 from rlhpc.language.models.context_parallel import RowShare
-from rlhpc.language.models.loading import linear_of, load_by, prepared, pretrained_in
+from rlhpc.language.models.loading import linear_of, load_with_auto_class, prepare_for_training, pretrained_in
 from rlhpc.language.models.packing import packs
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
@@ -33,7 +33,7 @@ VALUE_HEAD = "value_head"
 _CLASSIFIER = "ForSequenceClassification"
 
 
-class Head(nn.Linear):
+class LinearValueHead(nn.Linear):
     """Linear head that computes in float32 for any dtype of the trunk, to keep small differences between its outputs."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -70,8 +70,8 @@ def load_scalar_model(
     classifier = is_classifier(model, key)
     config_changes = {} if classifier else {"num_labels": 1}
     load_options = {} if empty else {"output_loading_info": True}
-    with _unreported():
-        load_result = load_by(
+    with _suppress_missing_head_warning():
+        load_result = load_with_auto_class(
             "AutoModelForSequenceClassification",
             model,
             dtype=dtype,
@@ -95,13 +95,13 @@ def load_scalar_model(
     if unexpected_missing := [name for name in missing_names if classifier or name not in head_weights]:
         raise ConfigError(f"{key}={model.model_path}: the folder has no weights for {unexpected_missing[0]}")
     if not classifier and not empty:
-        _initialize(head, _spread(module.config), seed)
-    setattr(module, HEAD, linear_of(Head, head))
-    replace_forward(module, types.MethodType(_values, module))
+        _initialize(head, _initial_std(module.config), seed)
+    setattr(module, HEAD, linear_of(LinearValueHead, head))
+    replace_forward(module, types.MethodType(_forward_values, module))
     module.config.architectures = [type(module).__name__]
-    module.config.pad_token_id = _pad(model, module.config)
+    module.config.pad_token_id = _padding_token(model, module.config)
     module.config.problem_type = "regression"  # vLLM then returns the value itself, rather than its sigmoid
-    return prepared(module, checkpointing)
+    return prepare_for_training(module, checkpointing)
 
 
 def add_value_head(module: Any, seed: int) -> Any:
@@ -123,9 +123,11 @@ def add_value_head(module: Any, seed: int) -> Any:
     if lm_head is None:
         raise ConfigError(f"actor.model.value_head: {type(module).__name__} has no head for tokens to put it beside")
     lm_head_weight = lm_head.weight
-    head = Head(lm_head_weight.shape[1], 1, bias=False, device=lm_head_weight.device, dtype=lm_head_weight.dtype)
+    head = LinearValueHead(
+        lm_head_weight.shape[1], 1, bias=False, device=lm_head_weight.device, dtype=lm_head_weight.dtype
+    )
     if not lm_head_weight.is_meta:
-        _initialize(head, _spread(module.config), seed)
+        _initialize(head, _initial_std(module.config), seed)
     module.add_module(VALUE_HEAD, head)
     hidden_states = list[torch.Tensor]()
     # The hook stores the LM head's input; `output_hidden_states` would keep the hidden states of all layers.
@@ -157,7 +159,7 @@ def is_classifier(model: PretrainedConfig, key: str = "actor.model.model_path") 
     return any(str(name).endswith(_CLASSIFIER) for name in config.architectures or ())
 
 
-def _values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+def _forward_values(module: Any, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Computes the values of all tokens; replaces transformers' `forward`, which returns only the last token's value."""
     trunk = getattr(module, module.base_model_prefix)
     trunk_outputs = trunk(input_ids=input_ids, **{**inputs, "use_cache": False})
@@ -174,28 +176,28 @@ def new_head(module: nn.Module, name: str, seed: int) -> Iterator[tuple[str, tor
         seed: Seed of the weights.
     """
     for path, submodule in module.named_modules():
-        if isinstance(submodule, Head) and path.rpartition(".")[2] == name:
-            yield f"{path}.weight", _drawn(submodule, _spread(pretrained_in(module).config), seed)
+        if isinstance(submodule, LinearValueHead) and path.rpartition(".")[2] == name:
+            yield f"{path}.weight", _sample_weights(submodule, _initial_std(pretrained_in(module).config), seed)
             if submodule.bias is not None:
                 yield f"{path}.bias", torch.zeros(submodule.bias.shape)
 
 
-def _drawn(head: nn.Linear, spread: float, seed: int) -> torch.Tensor:
-    return torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) * spread
+def _sample_weights(head: nn.Linear, std: float, seed: int) -> torch.Tensor:
+    return torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed)) * std
 
 
-def _spread(config: Any) -> float:
+def _initial_std(config: Any) -> float:
     return float(getattr(config, "initializer_range", None) or 0.02)
 
 
-def _initialize(head: nn.Linear, spread: float, seed: int) -> None:
+def _initialize(head: nn.Linear, std: float, seed: int) -> None:
     with torch.no_grad():
-        head.weight.copy_(_drawn(head, spread, seed))
+        head.weight.copy_(_sample_weights(head, std, seed))
         if head.bias is not None:
             head.bias.zero_()
 
 
-def _pad(model: PretrainedConfig, config: Any) -> int | None:
+def _padding_token(model: PretrainedConfig, config: Any) -> int | None:
     """Returns the padding token of the tokenizer, or else of the model's configuration, or None."""
     from rlhpc.language.data.tokenizer import load_tokenizer
 
@@ -207,7 +209,7 @@ def _pad(model: PretrainedConfig, config: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def _unreported() -> Iterator[None]:
+def _suppress_missing_head_warning() -> Iterator[None]:
     """Suppresses transformers' warning that a causal model lacks a classifier head, because a new head is added."""
     logger = logging.getLogger("transformers")
     level = logger.level

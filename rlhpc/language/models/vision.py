@@ -29,19 +29,19 @@ def place_by_token_type(model: Any) -> None:
     trunk = _trunk(model)
     original_mask, call_inputs = trunk.get_placeholder_mask, dict[str, Any]()
 
-    def before(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
-        call_inputs["kinds"] = arguments.get("mm_token_type_ids")
+    def store_token_types(_: nn.Module, __: Any, arguments: dict[str, Any]) -> None:
+        call_inputs["token_types"] = arguments.get("mm_token_type_ids")
 
-    def places(input_ids: Any, inputs_embeds: Tensor, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        token_types = call_inputs.get("kinds")
+    def placeholder_masks(input_ids: Any, inputs_embeds: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        token_types = call_inputs.get("token_types")
         if token_types is None:
-            default_masks: tuple[Tensor, Tensor] = original_mask(input_ids, inputs_embeds, *args, **named)
+            default_masks: tuple[Tensor, Tensor] = original_mask(input_ids, inputs_embeds, *args, **kwargs)
             return default_masks
         is_image, is_video = ((token_types == token_type).unsqueeze(-1) for token_type in (1, 2))
         return is_image, is_video
 
-    trunk.register_forward_pre_hook(before, with_kwargs=True)
-    trunk.get_placeholder_mask = places
+    trunk.register_forward_pre_hook(store_token_types, with_kwargs=True)
+    trunk.get_placeholder_mask = placeholder_masks
 
 
 def always_run_vision(model: Any) -> None:
@@ -56,21 +56,23 @@ def always_run_vision(model: Any) -> None:
         config.in_channels * config.temporal_patch_size * config.patch_size**2,
     )
 
-    def before(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if named.get("pixel_values") is not None:
+    def add_blank_image(
+        _: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        if kwargs.get("pixel_values") is not None:
             return None
-        ids = named["input_ids"]
+        ids = kwargs["input_ids"]
         blank_image = {
             "pixel_values": torch.zeros(merge_size**2, width, device=ids.device),
             "image_grid_thw": torch.tensor([[1, merge_size, merge_size]], device=ids.device),
             "mm_token_type_ids": torch.zeros_like(ids),
         }
-        if named.get("position_ids") is None:  # text positions; otherwise the model would derive them from the image
+        if kwargs.get("position_ids") is None:  # text positions; otherwise the model would derive them from the image
             blank_image["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        return inputs, {**named, **blank_image}
+        return inputs, {**kwargs, **blank_image}
 
     # This hook runs before that of `place_by_token_type`, which reads the token types.
-    _trunk(model).register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    _trunk(model).register_forward_pre_hook(add_blank_image, prepend=True, with_kwargs=True)
 
 
 def tower_of(model: Any) -> Any:

@@ -37,9 +37,9 @@ Result = TypeVar("Result")
 #: Topic of the leader's commands to the followers (`p2p.post`).
 _COMMAND_TOPIC = "engine"
 #: Seconds for which a follower still waits after an abort, because the leader may already send a command.
-_BEGUN_S = 5.0
+_ABORT_GRACE_S = 5.0
 #: Seconds within which the driver notices the end of a rank, and within which the driver then ends the engine's other ranks.
-_NOTICED_S, _ENDED_S = 10.0, 60.0
+_NOTICE_S, _TERMINATION_S = 10.0, 60.0
 
 
 def ranks_of_engine(cfg: GrpoConfig) -> int:
@@ -67,10 +67,10 @@ class RunLink:
         leader_rank = worker.rank - worker.rank % size
         self.ranks = range(leader_rank, leader_rank + size)
         self.rank = worker.rank - leader_rank
-        self._first = f"{self._group}-{leader_rank}"
+        self._leader_name = f"{self._group}-{leader_rank}"
         member_context = current()
         records = [member_context.member(self._group, rank) for rank in self.ranks]
-        self.ident = f"{member_context.host}-{self._first}-{records[0]['incarnation']}"
+        self.ident = f"{member_context.host}-{self._leader_name}-{records[0]['incarnation']}"
         self.call = 0
 
     def begin_call(self) -> None:
@@ -85,18 +85,18 @@ class RunLink:
         """Sends a command to the followers (`EngineLink.broadcast`)."""
         for rank in self.ranks[1:]:
             if not p2p.post((self.call, command), _COMMAND_TOPIC, self._group, rank):
-                raise RlhpcError(f"{self._group}-{rank} has ended, and it is one engine with {self._first}")
+                raise RlhpcError(f"{self._group}-{rank} has ended, and it is one engine with {self._leader_name}")
 
     def receive(self) -> Commands:
         """Returns the leader's next command (`EngineLink.receive`)."""
         abort_time: float | None = None
         while True:
             try:
-                call, command = p2p.await_post(_COMMAND_TOPIC, current().wait_deadline, self._first)
+                call, command = p2p.await_post(_COMMAND_TOPIC, current().wait_deadline, self._leader_name)
             except CallAborted:
                 # The leader may already compute, and wait for this rank in a collective.
                 abort_time = abort_time or time.monotonic()
-                if time.monotonic() - abort_time > _BEGUN_S:
+                if time.monotonic() - abort_time > _ABORT_GRACE_S:
                     raise
                 time.sleep(0.01)
                 continue
@@ -108,13 +108,13 @@ class RunLink:
         """Waits until the driver ends this process if another rank of the engine has ended (`EngineLink.handle_failure`)."""
         if isinstance(error, CallAborted):
             return
-        member_context, deadline = current(), time.monotonic() + _NOTICED_S
+        member_context, deadline = current(), time.monotonic() + _NOTICE_S
         peers = [rank for rank in self.ranks if rank != self._worker.rank]
         with contextlib.suppress(RlhpcError):
             while time.monotonic() < deadline:
                 if any(member_context.has_left(self._group, rank) for rank in peers):
                     self._worker.log.info("a rank of this engine has ended, and so must this one")
-                    time.sleep(_ENDED_S)  # the driver ends this process
+                    time.sleep(_TERMINATION_S)  # the driver ends this process
                 time.sleep(0.05)
 
 
@@ -218,16 +218,16 @@ class EngineWeights:
         )
         name = sync_of(cfg)
         sends_by_shards = sends_shards(name)
-        self._in_parts = self._engine.takes_partial_updates and not sends_by_shards
+        self._takes_partial_updates = self._engine.takes_partial_updates and not sends_by_shards
         self._sync = make_sync(
             name, worker, (prompts.actor_name, 0),
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
-            complete_updates=not self._in_parts,
+            complete_updates=not self._takes_partial_updates,
         )  # fmt: skip
         if sends_by_shards:
             assert isinstance(self._sync, SendsShards)
             self._sync.want(self._engine.wants())
-        self.engine_rank = EngineRank(self._engine, link, self._follow)
+        self.engine_rank = EngineRank(self._engine, link, self._receive_as_follower)
 
     def forget_version(self) -> None:
         """Resets the version to -1, so that the engine waits for new weights, and the seconds of receiving to 0."""
@@ -269,7 +269,7 @@ class EngineWeights:
             return False
         start_time = time.perf_counter()
         self.engine_rank.begin_weights()
-        self._take(probe)
+        self._load_update(probe)
         self._sync_s += time.perf_counter() - start_time
         return True
 
@@ -290,7 +290,7 @@ class EngineWeights:
             if not self.take():
                 time.sleep(_IDLE_S)
 
-    def _follow(self) -> None:
+    def _receive_as_follower(self) -> None:
         """Receives the version that the leader is receiving."""
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
         while not self.take():
@@ -300,12 +300,12 @@ class EngineWeights:
                 raise DeadlineExceeded(f"{rank_name} was not told of weights that rank {leader_rank} takes in")
             time.sleep(_IDLE_S)
 
-    def _take(self, probe: Probe | None) -> None:
+    def _load_update(self, probe: Probe | None) -> None:
         engine, weight_update = self._engine, self._sync.receive()
         verification = UpdateVerification(weight_update, self._sender, digest_on_arrival=not weight_update.proven)
         if weight_update.proven and engine.takes_shards:
             engine.update_shards(weight_update.version, verification.complete_tensors())
-        elif not self._in_parts:
+        elif not self._takes_partial_updates:
             engine.update_weights(weight_update.version, verification.complete_tensors())
         else:
             engine.update_weights(weight_update.version, verification.tensors(), complete=weight_update.complete)

@@ -182,12 +182,12 @@ class GroupBuilder:
         ]
         trained_scores = [score for score, is_trained in zip(scores, trained_flags, strict=True) if is_trained]
         rewards_differ = rewards_vary(task_rewards(trained_scores, self._cfg.reward))
-        if may_refill and self._filtered_by_dynamic_sampling(rewards_differ):
+        if may_refill and self._is_filtered(rewards_differ):
             return None
         compared_episodes = dict(zip(indices, episodes, strict=True))
         return ScoredGroup(compared_episodes, scores, rewards, trained_flags, rewards_differ, drop_reason)
 
-    def _filtered_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
+    def _is_filtered(self, rewards_differ: bool) -> bool:
         """Returns whether dynamic sampling replaces a group with these rewards (`algorithm.filter_groups`)."""
         return self._cfg.algorithm.filter_groups and not rewards_differ
 
@@ -236,11 +236,13 @@ def trained_members(group: PendingGroup, min_version: int) -> list[int]:
     weights before version `min_version` are omitted, too. Omitted episodes count neither as a reward of 0 nor in a baseline.
     """
     return [
-        m for m, episode in sorted(group.episodes.items()) if not episode.failed and not _too_old(episode, min_version)
+        m
+        for m, episode in sorted(group.episodes.items())
+        if not episode.failed and not _is_too_old(episode, min_version)
     ]
 
 
-def _too_old(episode: Episode, min_version: int) -> bool:
+def _is_too_old(episode: Episode, min_version: int) -> bool:
     versions = [v for s in episode.samples for v, is_trained in zip(s.versions, s.loss_mask, strict=True) if is_trained]
     return bool(versions) and max(versions) < min_version
 
@@ -276,14 +278,14 @@ def drop_tokens(group: PendingGroup, min_version: int, *, drop_truncated: bool, 
             continue
         if episode.outcome and UNTRAINED_ROLE in episode.outcome.metrics:
             counts["role"] += int(episode.outcome.metrics[UNTRAINED_ROLE])
-        counts["old"] += _mask_old(episode, min_version)
+        counts["old"] += _mask_old_tokens(episode, min_version)
         if episode.branches:  # a role without trained samples would count as a role with reward 0
             episode.branches = [s for s in episode.branches if any(s.loss_mask)] or episode.branches
         if drop_truncated and is_truncated(episode):
             counts["cut"] += count_trainable_tokens([episode])
 
 
-def _mask_old(episode: Episode, min_version: int) -> int:
+def _mask_old_tokens(episode: Episode, min_version: int) -> int:
     count = 0
     for sample in episode.samples:
         for index, (is_trained, version) in enumerate(zip(sample.loss_mask, sample.versions, strict=True)):

@@ -260,22 +260,23 @@ class PendingGroups:
         self._max_delayed = max_delayed
         self._make_group = make_group
         self._rules = rules
-        self._at_position: dict[StepPosition, PendingGroup] = {}
+        self._groups_by_position: dict[StepPosition, PendingGroup] = {}
         self._num_attempts: Counter[StepPosition] = Counter()
         self._members: dict[int, tuple[PendingGroup, int]] = {}  # by the id of their request
         self._last_request = 0
-        self._awaited: dict[int, tuple[PendingGroup, int, Episode]] = {}  # by the id of the episode without its reward
+        # By the id of the episode without its reward.
+        self._awaited_rewards: dict[int, tuple[PendingGroup, int, Episode]] = {}
         self._num_delayed = 0
-        self._ready: collections.deque[PendingGroup] = collections.deque()
+        self._ready_groups: collections.deque[PendingGroup] = collections.deque()
 
     def __len__(self) -> int:
         """Returns the number of positions in flight."""
-        return len(self._at_position)
+        return len(self._groups_by_position)
 
     @property
     def num_awaited_rewards(self) -> int:
         """Number of episodes whose delayed rewards have not arrived."""
-        return len(self._awaited)
+        return len(self._awaited_rewards)
 
     def num_resumed_tokens(self, request: int) -> int:
         """Returns the number of tokens of a request's episode that another rank had sampled."""
@@ -286,7 +287,7 @@ class PendingGroups:
 
     def on_prompt(self, step: int, position: int) -> list[Action]:
         """Handles the lease of a prompt."""
-        return self._settle(self._next_group((step, position), 0, Counter()))
+        return self._deliver_or_refill(self._next_group((step, position), 0, Counter()))
 
     def on_partial(self, step: int, partial: PartialGroup) -> list[Action]:
         """Handles the lease of a group that another rank has requeued.
@@ -299,8 +300,8 @@ class PendingGroups:
             m: len(answer.token_ids) for m, answer in enumerate(partial.answers) if answer.token_ids
         }
         self._num_attempts[group.step_position] = partial.attempt + 1
-        self._at_position[group.step_position] = group
-        return [ResumeSampling(group, self._start(group), partial.answers)]
+        self._groups_by_position[group.step_position] = group
+        return [ResumeSampling(group, self._start_sampling(group), partial.answers)]
 
     def on_episode(self, episode: Episode) -> list[Action]:
         """Handles the end of a member's episode."""
@@ -308,7 +309,7 @@ class PendingGroups:
         group.episodes[member] = episode
         actions: list[Action] = []
         if episode.later:
-            self._awaited[id(episode)] = group, member, episode
+            self._awaited_rewards[id(episode)] = group, member, episode
         else:
             actions.append(RequestScore(group, episode))
         if len(group.episodes) == self._size:
@@ -323,9 +324,9 @@ class PendingGroups:
             before: The episode without its reward.
             episode: The episode with its reward, or failed.
         """
-        if id(before) not in self._awaited:
+        if id(before) not in self._awaited_rewards:
             return []
-        group, member, _ = self._awaited.pop(id(before))
+        group, member, _ = self._awaited_rewards.pop(id(before))
         group.episodes[member] = episode
         return [RequestScore(group, episode)]
 
@@ -337,11 +338,11 @@ class PendingGroups:
             return []
         if group.state is not GroupState.DELAYED:
             group.move_to(GroupState.COMPLETE)
-            return self._settle(group)
+            return self._deliver_or_refill(group)
         group.move_to(GroupState.READY)
         self._num_delayed -= 1
-        self._ready.append(group)
-        scoring_groups = [other for other in self._at_position.values() if other.state is GroupState.SCORING]
+        self._ready_groups.append(group)
+        scoring_groups = [other for other in self._groups_by_position.values() if other.state is GroupState.SCORING]
         return [action for other in scoring_groups for action in self._set_aside(other)]
 
     def on_leave(self, stopped: Mapping[int, Episode]) -> list[Action]:
@@ -352,27 +353,27 @@ class PendingGroups:
         """
         requests = {(group.step_position, member): request for request, (group, member) in self._members.items()}
         actions: list[Action] = []
-        for position, group in self._at_position.items():
+        for position, group in self._groups_by_position.items():
             episodes = [group.episodes.get(m) or stopped[requests[position, m]] for m in range(self._size)]
             group.move_to(GroupState.REQUEUED)
             actions.append(Requeue(group, group.to_partial(episodes)))
-        self._at_position.clear()
+        self._groups_by_position.clear()
         return actions
 
     # -- decisions
 
-    def _settle(self, group: PendingGroup) -> list[Action]:
+    def _deliver_or_refill(self, group: PendingGroup) -> list[Action]:
         """Delivers a complete group; if the rules reject it, refills the position until a group is delivered or sampled."""
         while group.state is GroupState.COMPLETE:
             scored = self._rules.score_group(group, may_refill=group.num_refills < self._max_refills)
             if scored is not None:
                 group.move_to(GroupState.DELIVERED)
-                del self._at_position[group.step_position], self._num_attempts[group.step_position]
+                del self._groups_by_position[group.step_position], self._num_attempts[group.step_position]
                 return [Deliver(group, scored)]
             group.move_to(GroupState.REFILLED)
             group = self._next_group(group.step_position, group.num_refills + 1, count_dropped_on_refill(group))
         self._num_attempts[group.step_position] += 1
-        return [StartSampling(group, self._start(group))]
+        return [StartSampling(group, self._start_sampling(group))]
 
     def _next_group(self, step_position: StepPosition, num_refills: int, dropped: Counter[str]) -> PendingGroup:
         """Returns the next group of a free position: the first ready group that can be trained on, or a new group.
@@ -382,8 +383,8 @@ class PendingGroups:
             num_refills: Number of prompts tried before at the position whose groups were not trained on.
             dropped: Numbers of tokens of those groups, by reason.
         """
-        while self._ready:
-            group = self._ready.popleft()
+        while self._ready_groups:
+            group = self._ready_groups.popleft()
             group.step, group.position = step_position
             if not self._rules.has_too_few_members(group):
                 group.move_to(GroupState.COMPLETE)
@@ -394,10 +395,10 @@ class PendingGroups:
             group = self._make_group(*step_position, self._num_attempts[step_position])
         group.dropped_tokens.update(dropped)
         group.num_refills = num_refills
-        self._at_position[step_position] = group
+        self._groups_by_position[step_position] = group
         return group
 
-    def _start(self, group: PendingGroup) -> tuple[int, ...]:
+    def _start_sampling(self, group: PendingGroup) -> tuple[int, ...]:
         """Moves a group to sampling; returns the ids of the requests of its members."""
         group.move_to(GroupState.SAMPLING)
         requests = range(self._last_request + 1, self._last_request + self._size + 1)
@@ -411,9 +412,9 @@ class PendingGroups:
         Returns:
             The actions of the group that gets the position; [] if the group is not set aside.
         """
-        awaits_reward = any(awaited_group is group for awaited_group, *_ in self._awaited.values())
-        if not awaits_reward or not (self._ready or self._num_delayed < self._max_delayed):
+        awaits_reward = any(awaited_group is group for awaited_group, *_ in self._awaited_rewards.values())
+        if not awaits_reward or not (self._ready_groups or self._num_delayed < self._max_delayed):
             return []
         group.move_to(GroupState.DELAYED)
         self._num_delayed += 1
-        return self._settle(self._next_group(group.step_position, group.num_refills, Counter()))
+        return self._deliver_or_refill(self._next_group(group.step_position, group.num_refills, Counter()))

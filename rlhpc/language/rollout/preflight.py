@@ -141,14 +141,14 @@ def _is_mixture(cfg: LanguageConfig) -> bool:
     return is_mixture(load_model_config(str(model.model_path), model.trust_remote_code))
 
 
-def _size(cfg: LanguageConfig) -> int:
+def _ranks_per_engine(cfg: LanguageConfig) -> int:
     """Returns the number of ranks of an engine; 1 in a run without rollout ranks."""
     return int(select(cfg, "rollout.parallel.tensor") or 1)
 
 
-def _check_divided(cfg: LanguageConfig, config: Any) -> None:
+def _check_tensor_parallel(cfg: LanguageConfig, config: Any) -> None:
     """Refuses a model that cannot be divided among the ranks of an engine (`rollout.parallel`)."""
-    text_config, size = config.get_text_config(), _size(cfg)
+    text_config, size = config.get_text_config(), _ranks_per_engine(cfg)
     num_heads = int(text_config.num_attention_heads)
     num_kv_heads = int(getattr(text_config, "num_key_value_heads", None) or num_heads)
     if num_heads % size or max(num_kv_heads, size) % min(num_kv_heads, size):
@@ -188,15 +188,15 @@ def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
     if "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "vllm":
         config = load_model_config(str(model.model_path), model.trust_remote_code)
         require_verified_mixture(config)
-        _check_divided(cfg, config)
+        _check_tensor_parallel(cfg, config)
     elif "rollout" in ranks and str(select(cfg, "rollout.weight_sync")).lower() == "shards" and _is_mixture(cfg):
         raise ConfigError(
             "rollout.weight_sync is 'shards', which sends a mixture's experts one by one, and only the engine vllm takes "
             "them so: take auto, or rollout.rollout_backend=vllm"
         )
-    elif "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "hf" and _size(cfg) > 1:
+    elif "rollout" in ranks and cfg.rollout.rollout_backend.lower() == "hf" and _ranks_per_engine(cfg) > 1:
         raise ConfigError(
-            f"cluster.component_placement.rollout gives each process {_size(cfg)} accelerators, and the engine hf "
+            f"cluster.component_placement.rollout gives each process {_ranks_per_engine(cfg)} accelerators, and the engine hf "
             "(rollout.rollout_backend) computes on one: give it a process an accelerator, or take vllm"
         )
     if select(cfg, "data.holdout") is None:

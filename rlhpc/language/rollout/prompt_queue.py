@@ -62,11 +62,11 @@ class PromptTracker:
         """Enqueues the prompts of all steps up to `last`, each once."""
         for step in range(self._last_enqueued_step + 1, last + 1):
             for position in range(self._prompts):
-                self._ends[0].put(position, key=str(step))
+                self._open_channels[0].put(position, key=str(step))
         self._last_enqueued_step = max(self._last_enqueued_step, last)
 
     @property
-    def _ends(self) -> tuple[Channel, Channel]:
+    def _open_channels(self) -> tuple[Channel, Channel]:
         assert self._channels is not None
         return self._channels
 
@@ -77,7 +77,9 @@ class PromptTracker:
             remaining_s = deadline - time.monotonic()
             try:
                 delivery: Delivery = (
-                    self._ends[1].get(timeout=remaining_s) if remaining_s > 0 else self._ends[1].get_nowait()
+                    self._open_channels[1].get(timeout=remaining_s)
+                    if remaining_s > 0
+                    else self._open_channels[1].get_nowait()
                 )
             except (QueueEmpty, DeadlineExceeded):
                 return False
@@ -87,7 +89,7 @@ class PromptTracker:
 
     def has_returned_prompts(self, step: int) -> bool:
         """Returns whether the queue has prompts of a step."""
-        return not self._ends[0].empty(key=str(step))
+        return not self._open_channels[0].empty(key=str(step))
 
     def missing(self, step: int) -> list[int]:
         """Returns the positions of a step whose groups were not delivered."""

@@ -266,8 +266,8 @@ class BlockChannel:
     def __init__(self, channel: Channel, worker: Worker, sizes: MeshSizes) -> None:
         self._channel = channel
         self._worker = worker
-        self._first = sizes.first_of(sizes.data_of(worker.rank))
-        self._followers = [self._first + mp_rank for mp_rank in range(1, sizes.block)]
+        self._leader_rank = sizes.first_of(sizes.data_of(worker.rank))
+        self._followers = [self._leader_rank + mp_rank for mp_rank in range(1, sizes.block)]
         self.key = str(sizes.data_of(worker.rank))
 
     def get(self, timeout: float) -> Any:
@@ -276,7 +276,7 @@ class BlockChannel:
         Raises:
             DeadlineExceeded: No message arrived within `timeout` seconds.
         """
-        return self._share(partial(self._channel.get, key=self.key, timeout=timeout))
+        return self._receive_on_block(partial(self._channel.get, key=self.key, timeout=timeout))
 
     def get_nowait(self) -> Any:
         """Returns the next message without waiting.
@@ -284,11 +284,11 @@ class BlockChannel:
         Raises:
             QueueEmpty: The channel has no message for the block.
         """
-        return self._share(partial(self._channel.get_nowait, key=self.key))
+        return self._receive_on_block(partial(self._channel.get_nowait, key=self.key))
 
-    def _share(self, receive: Callable[[], Any]) -> Any:
+    def _receive_on_block(self, receive: Callable[[], Any]) -> Any:
         """Returns the message that the block's first rank receives, or raises its error, on all ranks of the block."""
-        if self._worker.rank == self._first:
+        if self._worker.rank == self._leader_rank:
             result: tuple[Any, Exception | None]
             try:
                 result = receive(), None
@@ -297,7 +297,7 @@ class BlockChannel:
             for rank in self._followers:
                 self._worker.send(result, self._worker.group_name, rank)
         else:
-            result = self._worker.recv(self._worker.group_name, self._first)
+            result = self._worker.recv(self._worker.group_name, self._leader_rank)
         message, failure = result
         if failure is not None:
             raise failure

@@ -96,9 +96,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
             actor, rollout, self.critic, reference, self.auxiliary, self.agents, self.replicas, self.tracker
         )
         self.loop = make_loop(cfg, groups, self.folder.end_step)
-        self._reward = math.nan
+        self._mean_reward = math.nan
         self._inputs_digest = ""
-        self._dropped = 0
+        self._num_dropped = 0
         self._devices: list[str] = []
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             handle.wait(self.timeout)
         rank_facts = opening.wait(self.timeout)
         self._inputs_digest = str(rank_facts[0]["digest"])
-        self._dropped = int(rank_facts[0]["dropped"])
+        self._num_dropped = int(rank_facts[0]["dropped"])
         self._devices = [
             str(rank_fact["device"]) for rank_fact in (*rank_facts, *actor.wait(self.timeout)) if rank_fact
         ]
@@ -195,10 +195,10 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.replicas.begin()
         agreement = Agreement(self.cfg, self._devices, (self.actor.world_size, self.rollout.world_size))
         if not agreement.is_known:
-            self._prove(agreement)
+            self._check_agreement(agreement)
         self.loop.begin(self.step)
 
-    def _prove(self, agreement: Agreement) -> None:
+    def _check_agreement(self, agreement: Agreement) -> None:
         """Checks for all weights of `ROUNDS` that the trainer's log-probs agree with the log-probs of each engine.
 
         Raises:
@@ -226,7 +226,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
             with timers("eval"):
                 row |= self.loop.evaluate(self.step)
         row |= step_results.metrics(timers.pop())
-        self._reward = row["train/reward"]
+        self._mean_reward = row["train/reward"]
         return row
 
     def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
@@ -251,8 +251,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
             "rollout/samples": float(self.samples),
             "rollout/step_samples": totals["samples"],
         }
-        if self._dropped:
-            row["train/dropped_problems"] = float(self._dropped)
+        if self._num_dropped:
+            row["train/dropped_problems"] = float(self._num_dropped)
         if totals["nonfinite"]:
             row["rollout/nonfinite"] = totals["nonfinite"]
         row |= {f"rollout/{name}": totals.get(name, 0.0) for name in self.loop.rollout_sums}
@@ -310,7 +310,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def result(self) -> dict[str, Any]:
         """Returns the number of samples of the run, and the mean reward of the last step."""
-        return {"samples": self.samples, "reward": None if math.isnan(self._reward) else self._reward}
+        return {"samples": self.samples, "reward": None if math.isnan(self._mean_reward) else self._mean_reward}
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
         """Returns the reward and the token rate of a step for `rlhpc status`."""

@@ -251,11 +251,11 @@ class StepRollout:
     def __init__(self, step: int, groups: GrpoGroups) -> None:
         self.step = step
         self._groups = groups
-        self._run = groups.agents.serve(training_phase(step))
-        self._generated = self._generate()
-        self._rated = groups.auxiliary.rate(training_phase(step))
-        self._scoring = {**({CRITIC: groups.critic} if groups.critic else {}), **groups.auxiliary.scoring}
-        self._scored = dict[str, Handle]()
+        self._agent_call = groups.agents.serve(training_phase(step))
+        self._generation_call = self._generate()
+        self._rating_calls = groups.auxiliary.rate(training_phase(step))
+        self._scoring_groups = {**({CRITIC: groups.critic} if groups.critic else {}), **groups.auxiliary.scoring}
+        self._scoring_calls = dict[str, Handle]()
 
     def _generate(self) -> Handle:
         """Calls the engines to lease prompts of the step and generate until the queue is empty."""
@@ -268,14 +268,14 @@ class StepRollout:
         The weights of groups in `learning` change from step to step, and a rank runs one call after the other. The previous
         step may still have to train these groups, save them or send them weights.
         """
-        self._serve(name for name in self._scoring if name not in learning)
+        self._serve(name for name in self._scoring_groups if name not in learning)
 
     def serve(self) -> None:
         """Calls the remaining groups to score on arrival, once they have the weights for the step."""
-        self._serve(name for name in self._scoring if name not in self._scored)
+        self._serve(name for name in self._scoring_groups if name not in self._scoring_calls)
 
     def _serve(self, names: Iterable[str]) -> None:
-        self._scored |= {name: self._scoring[name].serve(self.step) for name in names}
+        self._scoring_calls |= {name: self._scoring_groups[name].serve(self.step) for name in names}
 
     def wait(self, timeout: float) -> list[Metrics]:
         """Waits for the rollout and ends the step; returns the sums over the samples, then the results of the rollout ranks.
@@ -284,7 +284,7 @@ class StepRollout:
             DeadlineExceeded: Answers were not delivered in time; the message names the prompts.
         """
         tracker = self._groups.tracker
-        rank_metrics: list[Metrics] = self._generated.wait(timeout)
+        rank_metrics: list[Metrics] = self._generation_call.wait(timeout)
         deadline = time.monotonic() + timeout
         while not tracker.wait_complete(self.step, _DELIVERY_S):
             if tracker.has_returned_prompts(self.step):  # prompts of a lost rank
@@ -297,7 +297,8 @@ class StepRollout:
                 )
         self._groups.auxiliary.end(training_phase(self.step))
         self._groups.agents.end(training_phase(self.step))
-        for name, group in self._scoring.items():  # all sample groups have arrived, also second groups of a prompt
+        # All sample groups have arrived, also second groups of a prompt.
+        for name, group in self._scoring_groups.items():
             group_channel = Channel.connect(channel_to(name))
             for rank in range(group.world_size):
                 group_channel.put({"end": self.step}, key=str(rank))
@@ -305,16 +306,18 @@ class StepRollout:
 
     def score_in_turn(self, timeout: float) -> None:
         """Scores the step by one group after the other; each group is reloaded before, and offloaded afterwards."""
-        for name, group in self._scoring.items():
+        for name, group in self._scoring_groups.items():
             group.reload().wait(timeout)
-            self._scored[name] = group.serve(self.step)
-            self._scored[name].wait(timeout)
+            self._scoring_calls[name] = group.serve(self.step)
+            self._scoring_calls[name].wait(timeout)
             group.offload().wait(timeout)
 
     def served(self, timeout: float) -> Metrics:
         """Waits for the groups that score, rate and run agents; returns their metrics (`served_metrics`)."""
-        row = served_metrics({name: handle.wait(timeout) for name, handle in {**self._rated, **self._scored}.items()})
-        agent_metrics = self._run.wait(timeout)
+        row = served_metrics(
+            {name: handle.wait(timeout) for name, handle in {**self._rating_calls, **self._scoring_calls}.items()}
+        )
+        agent_metrics = self._agent_call.wait(timeout)
         return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in agent_metrics)} if agent_metrics else {})}
 
 
@@ -442,10 +445,10 @@ class GrpoLoop:
                 sending.append(groups.replicas.step_group().take_weights(step))
             for handle in sending:
                 handle.wait(timeout)
-        self._move_reference(step, timers)
+        self._update_reference(step, timers)
         return StepResults(generated, served_groups, receipts, update_metrics, critic)
 
-    def _move_reference(self, step: int, timers: PhaseTimers) -> None:
+    def _update_reference(self, step: int, timers: PhaseTimers) -> None:
         """Replaces the reference's weights by the current ones every `reference.update_interval` steps."""
         if self.groups.reference is None or step % self.cfg.reference.update_interval:
             return
@@ -585,7 +588,7 @@ class ColocatedLoop(GrpoLoop):
             with timers("turns"):
                 groups.actor.offload().wait(timeout)
         critic = self._update_critic(step, timers) if groups.critic else {}
-        self._move_reference(step, timers)
+        self._update_reference(step, timers)
         return StepResults(generated, served_groups, receipts, update_metrics, critic)
 
     def _update_critic(self, step: int, timers: PhaseTimers) -> Metrics:

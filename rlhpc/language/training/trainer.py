@@ -25,8 +25,8 @@ from rlhpc.language.models.loading import (
     pretrained_in,
 )
 from rlhpc.language.models.logprobs import LogitReading, TokenScores, token_scores
-from rlhpc.language.models.moe_routing import balance, replayed_experts, routing_of
-from rlhpc.language.models.packing import pack, packs, reads_rows, unpack, width
+from rlhpc.language.models.moe_routing import load_balance_loss, replayed_experts, routing_of
+from rlhpc.language.models.packing import hidden_size, pack, packs, reads_rows, unpack
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import (
     HEAD,
@@ -115,14 +115,14 @@ class LanguageBlueprint(Blueprint):
         dropout: bool = False,
     ) -> None:
         self.policies = policies
-        self._describe(cfg.actor, cfg.runner.seed, device)
+        self._set_section(cfg.actor, cfg.runner.seed, device)
         self.dropout = dropout
         self._reference = reference
         if values:
             self.head = VALUE_HEAD
-            self._aside = f"{VALUE_HEAD}."
+            self._value_head_prefix = f"{VALUE_HEAD}."
 
-    def _describe(self, section: LanguageActorConfig, seed: int, device: str, key: str = "actor") -> None:
+    def _set_section(self, section: LanguageActorConfig, seed: int, device: str, key: str = "actor") -> None:
         self.actor = section
         self.seed = seed
         self.key = key
@@ -130,7 +130,7 @@ class LanguageBlueprint(Blueprint):
         self.lora_rank = section.lora.rank
         self.packed = section.use_remove_padding
         self._reference = False
-        self._aside = ""
+        self._value_head_prefix = ""
         self._files: dict[str, bytes] | None = None
 
     def load(self, model: Any, **options: Any) -> Any:
@@ -154,11 +154,16 @@ class LanguageBlueprint(Blueprint):
             self.packed = False
         if actor.model.freeze_vision:
             freeze_vision(model, self.key)
-        if self._aside:
+        if self._value_head_prefix:
             add_value_head(model, self.seed)
         if self.lora_rank:
             model = lora.attach_lora(
-                model, actor.lora, seed=self.seed, head=self.head, has_lm_head=bool(self._aside), names=self.policies
+                model,
+                actor.lora,
+                seed=self.seed,
+                head=self.head,
+                has_lm_head=bool(self._value_head_prefix),
+                names=self.policies,
             )
         if not self.dropout and disable_dropout(model):
             log.info("%s: dropout is off, so that log-probs of rollout and update are those of one model", self.key)
@@ -183,11 +188,11 @@ class LanguageBlueprint(Blueprint):
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
         """Returns the layers, then embeddings and LM head unless these are tied (`Blueprint.layers`)."""
-        return [*super().layers(module), *_edges(module)]
+        return [*super().layers(module), *_embedding_and_head(module)]
 
     def last(self, module: nn.Module) -> nn.Module | None:
         """Returns the LM head, or None if it is tied to the embeddings (`Blueprint.last`)."""
-        edge_modules = _edges(module)
+        edge_modules = _embedding_and_head(module)
         return edge_modules[-1] if edge_modules else None
 
     def uncast(self, module: nn.Module) -> list[nn.Module]:
@@ -205,13 +210,13 @@ class LanguageBlueprint(Blueprint):
 
     def exported(self, name: str) -> bool:
         """Returns whether a weight is exported, which is false for the value head (`Blueprint.exported`)."""
-        return not (self._aside and name.startswith(self._aside))
+        return not (self._value_head_prefix and name.startswith(self._value_head_prefix))
 
     def created_tensors(self, module: nn.Module) -> Named:
         """Yields the initial weights of the adapters and of the value head (`Blueprint.created_tensors`)."""
         if self.lora_rank:
             yield from lora.initial_adapters(module, self.seed)
-        if self._aside:
+        if self._value_head_prefix:
             yield from new_head(module, VALUE_HEAD, self.seed)
 
     @property
@@ -233,7 +238,7 @@ class LanguageBlueprint(Blueprint):
         """Returns the settings that a checkpoint and the run must share (`Blueprint.identity`)."""
         identity_facts: dict[str, Any] = {
             "actor.lora.rank": self.lora_rank,
-            "actor.model.value_head": bool(self._aside),
+            "actor.model.value_head": bool(self._value_head_prefix),
         }
         if self.lora_rank:  # alpha scales the adapters' product
             identity_facts["actor.lora.alpha"] = self.actor.lora.alpha
@@ -279,7 +284,7 @@ class LanguageBlueprint(Blueprint):
         return lora.frozen_names(module)
 
 
-def _edges(module: nn.Module) -> list[nn.Module]:
+def _embedding_and_head(module: nn.Module) -> list[nn.Module]:
     """Returns embeddings and LM head, in this order, if they are separate matrices; otherwise an empty list."""
     causal_model = pretrained_in(module)
     embedding, head = causal_model.get_input_embeddings(), causal_model.get_output_embeddings()
@@ -304,7 +309,7 @@ class ScalarBlueprint(LanguageBlueprint):
     def __init__(
         self, section: LanguageActorConfig, seed: int, device: str, *, key: str = "actor", dropout: bool = False
     ) -> None:
-        self._describe(section, seed, device, key)
+        self._set_section(section, seed, device, key)
         self.dropout = dropout
 
     def load(self, model: Any, **options: Any) -> Any:
@@ -350,13 +355,13 @@ class ModelTrainer:
         self.actor = section
         self.worker = worker
         self.routing = routing_of(self.backend.module)
-        self._coef = section.model.router_aux_loss_coef
-        if self._coef and self.routing is None:
+        self._router_loss_coef = section.model.router_aux_loss_coef
+        if self._router_loss_coef and self.routing is None:
             raise ConfigError(
-                f"{blueprint.key}.model.router_aux_loss_coef is {self._coef}, but the model has no routers that transformers "
-                "knows: set it to 0"
+                f"{blueprint.key}.model.router_aux_loss_coef is {self._router_loss_coef}, but the model has no "
+                "routers that transformers knows: set it to 0"
             )
-        self.hidden = width(self.backend.module)
+        self.hidden = hidden_size(self.backend.module)
         self.share = RowShare.of(self.backend.mesh)
         check_rows = partial(reads_rows, dtype=blueprint.dtype, share=self.share)
         self.packed = packs(self.backend.module) and self.backend.evaluate(check_rows, self.device)
@@ -532,19 +537,20 @@ class ModelTrainer:
             num_tokens = self.worker.all_reduce(num_tokens)
         tokens = max(1.0, float(num_tokens) / self.backend.sizes.block)
 
-        def watched(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+        def run_with_routing(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             self._replay(batch)
             with routing.watching() as routings:
                 loss, metrics = run(called, batch)
             balance_loss, max_load = (
-                mean * (batch.tokens / tokens) for mean in balance(routings, batch.read_by(self.packed), self.share)
+                mean * (batch.tokens / tokens)
+                for mean in load_balance_loss(routings, batch.read_by(self.packed), self.share)
             )
-            if self._coef:
-                loss = loss + self._coef * balance_loss
+            if self._router_loss_coef:
+                loss = loss + self._router_loss_coef * balance_loss
             return loss, {**metrics, "router_loss": balance_loss.detach(), "router_load_max": max_load}
 
         try:
-            return self.backend.forward_backward(micro_batches, watched)
+            return self.backend.forward_backward(micro_batches, run_with_routing)
         finally:
             routing.replay(None)
 
@@ -637,7 +643,7 @@ class TokenTrainer(ModelTrainer):
 
         return self._forward_backward(micro_batches, run)
 
-    def _choose(self, batch: TokenBatch) -> None:
+    def _activate_adapter(self, batch: TokenBatch) -> None:
         """Activates the adapter of the policy that all samples of a batch share.
 
         The adapter stays active for the backward pass, until the next call.
@@ -650,7 +656,7 @@ class TokenTrainer(ModelTrainer):
         self, temperature: float, entropy: bool = False, reading: LogitReading | None = None
     ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
         def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
-            self._choose(batch)
+            self._activate_adapter(batch)
             return token_scores(called, batch, temperature, entropy, reading, self.share)
 
         return scores

@@ -65,11 +65,11 @@ _SINGLE, _ROUNDED, _HALF = 1e-3, 0.02, 0.25
 #: Allowed multiple of `Probe.rounding`: nearly twice the maximum of 930 correct updates of 28 models (`bench.rounding`).
 _TIMES = 6.0
 #: Number of perturbed forward passes per measurement, and number of probes between two measurements.
-_TEXTS, _EVERY = 4, 10
+_PERTURBED_PASSES, _ROUNDING_INTERVAL = 4, 10
 #: Number of samples with short prompts, number of tokens of a short prompt, and maximum number of sampled tokens.
-_SHORT, _PROMPT, _DRAWN = 4, 8, 32
+_NUM_SHORT_PROMPTS, _SHORT_PROMPT_TOKENS, _MAX_SAMPLED_TOKENS = 4, 8, 32
 #: Minimum number of tokens of the long text, and number of tokens by which it exceeds attention window and prefill chunk.
-_LONG, _BEYOND = 256, 64
+_LONG_TEXT_TOKENS, _EXCESS_TOKENS = 256, 64
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
     """
     if context:
         longest = min(longest, context - 1)
-    return min(longest, max(_LONG, *(tokens + _BEYOND for tokens in (window, chunk) if tokens), 0))
+    return min(longest, max(_LONG_TEXT_TOKENS, *(tokens + _EXCESS_TOKENS for tokens in (window, chunk) if tokens), 0))
 
 
 def sample_probe(
@@ -157,8 +157,10 @@ def sample_probe(
         phase: Number of the phase; each phase has different prompts, so that the prefix cache of another phase is not used.
         policies: Number of policies; 0 in a run with a single policy.
     """
-    num_drawn = max(1, min(_DRAWN, response, length // 2))
-    lengths = [min(_PROMPT, prompt, length - num_drawn)] * _SHORT + [min(length - num_drawn, prompt)]
+    num_drawn = max(1, min(_MAX_SAMPLED_TOKENS, response, length // 2))
+    lengths = [min(_SHORT_PROMPT_TOKENS, prompt, length - num_drawn)] * _NUM_SHORT_PROMPTS + [
+        min(length - num_drawn, prompt)
+    ]
     requests = [
         Request(
             request_id,
@@ -210,8 +212,8 @@ class Prober:
             role: Index of a role of the policy.
         """
         logprobs = self._logprobs(self._text, role)
-        if self._dtype != torch.float32 and (self._num_probes < 2 or self._num_probes % _EVERY == 0):
-            self._rounding = self._moved(self._text, logprobs, role)
+        if self._dtype != torch.float32 and (self._num_probes < 2 or self._num_probes % _ROUNDING_INTERVAL == 0):
+            self._rounding = self._rounding_change(self._text, logprobs, role)
         self._num_probes += 1
         return Probe(tuple(self._text), tuple(logprobs), self.dtype, self._rounding, policy)
 
@@ -224,7 +226,9 @@ class Prober:
             measured in half precision, and with perturbed weights, where deep models amplify rounding; otherwise it is 0.
         """
         logprobs = self._logprobs(text, role)
-        rounding_change = self._moved(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
+        rounding_change = (
+            self._rounding_change(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
+        )
         return logprobs, rounding_change
 
     @property
@@ -232,9 +236,11 @@ class Prober:
         """Name of the dtype of the trainer's computation."""
         return str(self._trainer.backend.dtype).removeprefix("torch.")
 
-    def _moved(self, text: Sequence[int], logprobs: Sequence[float], role: int) -> float:
+    def _rounding_change(self, text: Sequence[int], logprobs: Sequence[float], role: int) -> float:
         with perturbed_rounding(self._trainer.backend.module, self._dtype):
-            max_change = max(_gap(self._logprobs(text, role), logprobs) for _ in range(_TEXTS))
+            max_change = max(
+                _max_window_difference(self._logprobs(text, role), logprobs) for _ in range(_PERTURBED_PASSES)
+            )
         return max_change if math.isfinite(max_change) else 0.0
 
     def _logprobs(self, text: Sequence[int], role: int) -> list[float]:
@@ -267,7 +273,7 @@ def check_probe(
     Raises:
         WeightsDiffer: The difference is larger than rounding explains.
     """
-    mean_difference = _gap(_score(engine, probe.token_ids, probe.policy), probe.logprobs)
+    mean_difference = _max_window_difference(_score(engine, probe.token_ids, probe.policy), probe.logprobs)
     max_difference = bound(tolerance, probe.rounding, dtypes, device)
     if not mean_difference <= max_difference:
         raise WeightsDiffer(
@@ -328,7 +334,7 @@ def compare_probe_samples(
         if sequence.scored_logprobs is not None:
             comparisons.append((f"a text of {len(sequence.token_ids)} tokens", sequence.scored_logprobs, logprobs))
         for contents, reported, trainer_logprobs in comparisons:
-            mean_difference = _gap(reported, trainer_logprobs)
+            mean_difference = _max_window_difference(reported, trainer_logprobs)
             if not mean_difference <= limit:
                 raise ConfigError(
                     f"{where}: the log-probs of {contents} differ from the trainer's by {mean_difference:.3g} a token on "
@@ -339,7 +345,7 @@ def compare_probe_samples(
     return largest_difference
 
 
-def _gap(logprobs: Sequence[float], expected: Sequence[float]) -> float:
+def _max_window_difference(logprobs: Sequence[float], expected: Sequence[float]) -> float:
     """Returns the largest mean absolute difference over windows of `_LENGTH` tokens; NaN if the lengths differ.
 
     The last window may be longer.
@@ -393,14 +399,14 @@ class ActorWeights:
         self._cfg = cfg
         self._prompts = prompts
         self._backend = backend
-        self._name, self._apart = sync_of(cfg), has_separate_adapters(cfg)
+        self._name, self._sends_adapters = sync_of(cfg), has_separate_adapters(cfg)
         self._by_shards = sends_shards(self._name)
         self._dtype = _DTYPES.get(cfg.rollout.dtype)
         self._sync: WeightSync | None = None
         self._previous_sync: WeightSync | None = None
         self._reference: WeightSync | None = None
         self._receivers: list[int] = []
-        self._sent: frozenset[str] = frozenset()
+        self._sent_names: frozenset[str] = frozenset()
         if worker.rank == 0 and cfg.reference.update_interval and REFERENCE in prompts.scoring:
             ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
             self._reference = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
@@ -410,8 +416,8 @@ class ActorWeights:
         self._choose_receivers(list(ranks))
         frozen_names = self._frozen_names()
         self._announce(ranks, probe)
-        self._send_to_engines(self._sync, version, self._sent, frozen_names)
-        self._sent = frozen_names
+        self._send_to_engines(self._sync, version, self._sent_names, frozen_names)
+        self._sent_names = frozen_names
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
         """Sends all weights to rollout ranks that have just joined, without a probe."""
@@ -424,14 +430,14 @@ class ActorWeights:
 
     def forget(self) -> None:
         """Makes the next update complete, with the frozen weights."""
-        self._sent = frozenset()
+        self._sent_names = frozenset()
         for sync in (self._sync, self._previous_sync, self._reference):
             if sync is not None:
                 sync.forget()
 
-    def _weights(self, without: Container[str]) -> Named:
+    def _engine_weights(self, without: Container[str]) -> Named:
         """Yields the weights to send to engines: separate adapters, or all weights except those in `without`."""
-        yield from self._backend.adapters().items() if self._apart else self._backend.named_weights(without)
+        yield from self._backend.adapters().items() if self._sends_adapters else self._backend.named_weights(without)
 
     def _send_full(
         self,
@@ -446,7 +452,7 @@ class ActorWeights:
         If the ranks hold shards, the other ranks also iterate the weights, because gathering is collective.
         """
         if sync is not None:
-            sync.send(version, _as(dtype, weights), frozen=frozen)
+            sync.send(version, _converted(dtype, weights), frozen=frozen)
         elif self._backend.backend.lockstep:
             for _ in weights:
                 pass
@@ -459,7 +465,7 @@ class ActorWeights:
             assert isinstance(sync, SendsShards)
             sync.send_shards(version, self._backend.shards(self._dtype))
             return
-        self._send_full(sync, version, self._weights(without), self._dtype, frozen)
+        self._send_full(sync, version, self._engine_weights(without), self._dtype, frozen)
 
     def _announce(self, ranks: Sequence[int], probe: Probe | None) -> None:
         if self._worker.rank == 0:
@@ -483,14 +489,14 @@ class ActorWeights:
         # A rank may not have received the last version yet, so the old sync is released only at the next change.
         self._previous_sync = self._sync
         self._sync = self._make_sync(ranks, self._cfg.rollout.weight_delta)
-        self._sent = frozenset()
+        self._sent_names = frozenset()
 
     def _frozen_names(self) -> frozenset[str]:
         sends_all = self._cfg.rollout.weight_delta.lower() == "off"
-        return frozenset() if sends_all or self._apart else self._backend.frozen_names()
+        return frozenset() if sends_all or self._sends_adapters else self._backend.frozen_names()
 
 
-def _as(dtype: torch.dtype | None, weights: Named) -> Named:
+def _converted(dtype: torch.dtype | None, weights: Named) -> Named:
     """Returns the weights with floating-point tensors converted to `dtype`; None leaves all tensors unchanged."""
     if dtype is None:
         return weights

@@ -98,7 +98,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         packed = self.backend.packed if packed is None else packed
         return split_micro_batches(
-            batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agreed=self._max_count
+            batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agree_count=self._max_count
         )
 
     def _max_count(self, count: int) -> int:
@@ -123,7 +123,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         if not self._balances_load:
             return batch
-        return balance_across_ranks(batch, self, self.sizes, each=unit_size, hidden=self.backend.hidden)
+        return balance_across_ranks(batch, self, self.sizes, unit_size=unit_size, hidden=self.backend.hidden)
 
     @property
     def is_leader(self) -> bool:

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 #: Pause in seconds if no message has arrived; seconds before the next attempt to lease from an empty queue.
 _IDLE_S, _AGAIN_S = 0.004, 0.05
 #: Seconds between two checks that the rollout ranks of the leased episodes are alive.
-_LOOK_S = 2.0
+_LIVENESS_CHECK_S = 2.0
 #: Table of the registry with the addresses of a node's services; seconds added to the services' time limits for their start.
 SERVICES, _STARTS_S = "services", 60.0
 
 
-def _tell(message: dict[str, Any], group: str, rank: int, about: str) -> None:
+def _notify_in_background(message: dict[str, Any], group: str, rank: int, about: str) -> None:
     """Sends a message to a rank's inbox in the background, because the rank may have ended; messages keep their order."""
     in_background(f"{about}-{group}-{rank}", partial(Worker.notify, message, group, rank, about))
 
@@ -63,7 +63,7 @@ class RolloutPost:
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
         """Sends a message to a rank that runs agents (`Post.send`)."""
-        _tell(message, self._group, rank, TICKETS)
+        _notify_in_background(message, self._group, rank, TICKETS)
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the messages that have arrived (`Post.receive`)."""
@@ -140,11 +140,11 @@ class AgentWorker(Worker):
         self._relays: Relays | None = None
         self._services: Services | None = None
         self._outcomes: queue.SimpleQueue[tuple[int, AgentReply]] = queue.SimpleQueue()
-        self._held: dict[int, _LeasedEpisode] = {}
-        self._ends = set[str]()
-        self._number = 0
+        self._leased_episodes: dict[int, _LeasedEpisode] = {}
+        self._ended_phases = set[str]()
+        self._last_number = 0
         self._empty_at = 0.0
-        self._looked_at = 0.0
+        self._checked_at = 0.0
 
     def close(self) -> None:
         """Ends all agents, their processes, and the services."""
@@ -191,13 +191,13 @@ class AgentWorker(Worker):
 
     def begin(self) -> None:
         """Ends all episodes in flight."""
-        self._all.abort()
-        self._held.clear()
-        self._ends.clear()
+        self._running_harnesses.abort()
+        self._leased_episodes.clear()
+        self._ended_phases.clear()
         _receive_messages(TICKETS)
 
     @property
-    def _all(self) -> Harnesses:
+    def _running_harnesses(self) -> Harnesses:
         assert self._harnesses is not None
         return self._harnesses
 
@@ -214,59 +214,62 @@ class AgentWorker(Worker):
         """
         start_time, busy_s, num_finished = time.monotonic(), 0.0, 0
         deadline = start_time + self.cfg.runner.step_timeout_s
-        while phase not in self._ends:
+        while phase not in self._ended_phases:
             loop_start = time.monotonic()
             if loop_start > deadline:
                 raise DeadlineExceeded(
                     f"{phase} was not over for {self.group_name}-{self.rank} within runner.step_timeout_s "
                     f"({self.cfg.runner.step_timeout_s:g} s)"
                 )
-            had_episodes, num_delivered = bool(self._held), self._deliver()
+            had_episodes, num_delivered = bool(self._leased_episodes), self._send_outcomes()
             num_finished += num_delivered
-            if not (self._listen() | self._take()) and not num_delivered:
+            if not (self._handle_messages() | self._lease_episodes()) and not num_delivered:
                 time.sleep(_IDLE_S)
-            self._look()
+            self._drop_orphaned_episodes()
             if self._services is not None:
                 self._services.check()
             busy_s += time.monotonic() - loop_start if had_episodes else 0.0
-        self._ends.discard(phase)
+        self._ended_phases.discard(phase)
         return {"busy_s": busy_s, "episodes": float(num_finished)}
 
-    def _take(self) -> bool:
+    def _lease_episodes(self) -> bool:
         """Leases episodes while this rank has capacity, and requests their tickets; returns whether any was leased."""
         has_leased = False
-        while len(self._held) < self.cfg.agent.episodes_per_rank and time.monotonic() > self._empty_at + _AGAIN_S:
+        while (
+            len(self._leased_episodes) < self.cfg.agent.episodes_per_rank
+            and time.monotonic() > self._empty_at + _AGAIN_S
+        ):
             try:
                 lease = self._episodes.take_nowait()
             except QueueEmpty:
                 self._empty_at = time.monotonic()
                 break
             rank, incarnation_id, episode_number = lease.item
-            self._number += 1
-            self._held[self._number] = _LeasedEpisode(lease, self._incarnation(rank))
-            self._answer(rank, {"take": self._number, "ident": incarnation_id, "number": episode_number})
+            self._last_number += 1
+            self._leased_episodes[self._last_number] = _LeasedEpisode(lease, self._incarnation(rank))
+            self._send_to_rollout(rank, {"take": self._last_number, "ident": incarnation_id, "number": episode_number})
             has_leased = True
         return has_leased
 
-    def _answer(self, rollout: int, message: dict[str, Any]) -> None:
-        _tell({"agent": self.rank, **message}, self.prompts.rollout_name, rollout, AGENT_MESSAGES)
+    def _send_to_rollout(self, rollout: int, message: dict[str, Any]) -> None:
+        _notify_in_background({"agent": self.rank, **message}, self.prompts.rollout_name, rollout, AGENT_MESSAGES)
 
-    def _listen(self) -> bool:
+    def _handle_messages(self) -> bool:
         """Handles the messages that have arrived: tickets, episodes to end, ends of phases; returns whether any arrived."""
         messages = _receive_messages(TICKETS)
         for message in messages:
             if "end" in message:
-                self._ends.add(message["end"])
+                self._ended_phases.add(message["end"])
             elif "kill" in message:
-                self._drop(message["kill"])
-            elif message["of"] in self._held:
+                self._drop_episode(message["kill"])
+            elif message["of"] in self._leased_episodes:
                 if message["ticket"] is None:
-                    self._drop(message["of"])
+                    self._drop_episode(message["of"])
                 else:
-                    self._all.run(self._here(message["of"], message["ticket"]))
+                    self._running_harnesses.run(self._localize_ticket(message["of"], message["ticket"]))
         return bool(messages)
 
-    def _here(self, number: int, ticket: dict[str, Any]) -> dict[str, Any]:
+    def _localize_ticket(self, number: int, ticket: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of a ticket with this rank's number of the episode and a model address reachable from this node."""
         ticket = {**ticket, "id": number}
         if ticket["host"] != current().host and ticket["far"]:
@@ -274,23 +277,23 @@ class AgentWorker(Worker):
             ticket |= {"base_url": ticket["far"] + "/v1", "socket": self._relays.socket_for(ticket["far"])}
         return ticket
 
-    def _drop(self, number: int) -> None:
+    def _drop_episode(self, number: int) -> None:
         """Ends an episode that is no longer needed, and acknowledges its lease."""
-        leased_episode = self._held.pop(number, None)
+        leased_episode = self._leased_episodes.pop(number, None)
         if leased_episode is not None:
-            self._all.kill(number)
+            self._running_harnesses.kill(number)
             self._episodes.done(leased_episode.lease)
 
-    def _deliver(self) -> int:
+    def _send_outcomes(self) -> int:
         """Sends the outcomes of finished episodes to their rollout ranks; returns their number."""
         count = 0
         while not self._outcomes.empty():
             local_number, outcome = self._outcomes.get()
-            leased_episode = self._held.pop(local_number, None)
+            leased_episode = self._leased_episodes.pop(local_number, None)
             if leased_episode is None:  # dropped before it ended
                 continue
             _, incarnation_id, remote_number = leased_episode.lease.item
-            self._answer(
+            self._send_to_rollout(
                 leased_episode.rollout,
                 {"of": local_number, "ident": incarnation_id, "number": remote_number, "outcome": outcome},
             )
@@ -298,17 +301,19 @@ class AgentWorker(Worker):
             count += 1
         return count
 
-    def _look(self) -> None:
-        """Ends the episodes of rollout ranks that have left or were restarted; checks at most every `_LOOK_S` seconds."""
-        if not self._held or time.monotonic() < self._looked_at + _LOOK_S:
+    def _drop_orphaned_episodes(self) -> None:
+        """Ends the episodes of rollout ranks that have left or were restarted; checks every `_LIVENESS_CHECK_S` seconds."""
+        if not self._leased_episodes or time.monotonic() < self._checked_at + _LIVENESS_CHECK_S:
             return
-        self._looked_at = time.monotonic()
-        incarnations = {rank: self._incarnation(rank) for rank in {episode.rollout for episode in self._held.values()}}
-        for local_number, episode in list(self._held.items()):
+        self._checked_at = time.monotonic()
+        incarnations = {
+            rank: self._incarnation(rank) for rank in {episode.rollout for episode in self._leased_episodes.values()}
+        }
+        for local_number, episode in list(self._leased_episodes.items()):
             if incarnations[episode.rollout] != episode.incarnation or current().has_left(
                 self.prompts.rollout_name, episode.rollout
             ):
-                self._drop(local_number)
+                self._drop_episode(local_number)
 
     def _incarnation(self, rollout: int) -> str:
         return str(current().member(self.prompts.rollout_name, rollout)["incarnation"])

@@ -47,7 +47,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             `critic_parameters`: number of trained parameters.
         """
         self.prompts = prompts
-        self._valued: dict[int, dict[bytes, TokenBatch]] = {}
+        self._stored_groups: dict[int, dict[bytes, TokenBatch]] = {}
         seed = self.cfg.runner.seed
         trainer = self._load_model(
             total_steps, lambda: ScalarTrainer(self.section, self, seed=seed, key=CRITIC, before=True)
@@ -60,7 +60,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         self._inbox = GroupInbox(channel, f"{CRITIC}-{self.rank}", self.prompts.rollout_name)
         self._actors = self.connect_channel(GROUPS)
         self._returns = BlockChannel(self.connect_channel(RETURNS), self, self.sizes)
-        self._valued.clear()
+        self._stored_groups.clear()
 
     # -- values ---------------------------------------------------------------------------------------------------
 
@@ -78,13 +78,13 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         # With several ranks, forward passes are collective, so each rank waits for all of its groups.
         for groups in self._inbox.batches(step, positions, deadline, at_once=self.world_size > 1):
             batch_start = time.perf_counter()
-            num_tokens += self._value(groups, valued_groups)
+            num_tokens += self._compute_values(groups, valued_groups)
             busy_s += time.perf_counter() - batch_start
-        self._valued = dict(sorted(valued_groups.items()))
+        self._stored_groups = dict(sorted(valued_groups.items()))
         return {"busy_s": busy_s, "tokens": float(num_tokens)}
 
-    def _value(self, groups: list[SampleGroup], valued: dict[int, dict[bytes, TokenBatch]]) -> int:
-        """Computes the values of groups, sends the values to the actors, and stores the groups in `valued`.
+    def _compute_values(self, groups: list[SampleGroup], stored_groups: dict[int, dict[bytes, TokenBatch]]) -> int:
+        """Computes the values of groups, sends the values to the actors, and stores the groups in `stored_groups`.
 
         Returns:
             Number of tokens.
@@ -93,7 +93,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         token_values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
         batch.columns[VALUES] = token_values
         for group, group_batch in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
-            valued.setdefault(group.position, {})[group.answers_digest] = group_batch
+            stored_groups.setdefault(group.position, {})[group.answers_digest] = group_batch
         if self.is_leader:
             send_column(self._actors, self.prompts, groups, CRITIC, token_values)
         return batch.tokens
@@ -109,7 +109,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         Raises:
             NonFinite: A gradient is not finite.
         """
-        batches = self._take_returns(step)
+        batches = self._await_returns(step)
         cfg, start_time = self.cfg, time.perf_counter()
         step_batch = TokenBatch.joined(batches)
         num_responses, responses_per_minibatch = responses_per_step(cfg), minibatch_size(cfg, cfg.critic)
@@ -120,7 +120,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         metrics, _ = self._optimize(
             ((f"step {step}, {minibatch_name}", minibatch) for minibatch_name, minibatch in named_minibatches),
             length_limit(cfg),
-            partial(self._minibatch, learning_rate),
+            partial(self._train_minibatch, learning_rate),
         )
         self.version = step
         return {
@@ -130,7 +130,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             "update_s": time.perf_counter() - start_time,
         }
 
-    def _take_returns(self, step: int) -> list[TokenBatch]:
+    def _await_returns(self, step: int) -> list[TokenBatch]:
         """Waits for the returns of all stored groups.
 
         Returns:
@@ -139,8 +139,8 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         Raises:
             DeadlineExceeded: Returns did not arrive within `runner.step_timeout_s`.
         """
-        valued_groups = self._valued
-        self._valued = {}
+        valued_groups = self._stored_groups
+        self._stored_groups = {}
         batches = dict[int, TokenBatch]()
         deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued_groups)
         if not missing:
@@ -162,7 +162,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             missing.discard(message["position"])
         return [batches[position] for position in valued_groups]
 
-    def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
+    def _train_minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
         """Runs one optimizer step on a minibatch of all ranks; returns its metrics."""
         batch = self._balance_load(batch)
 

@@ -139,12 +139,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         }
         reader = self.algorithm.reader
         self._reader = None if reader is None else reader(cfg, self.backend.device)
-        self._columns_sent_here: dict[str, list[str]] = {}
+        self._received_columns: dict[str, list[str]] = {}
         for column in self.algorithm.columns:
             if isinstance(column.by, str) and column.by in prompts.scoring:
-                self._columns_sent_here.setdefault(column.by, []).append(column.name)
-        self._columns_made_here = [
-            c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._columns_sent_here
+                self._received_columns.setdefault(column.by, []).append(column.name)
+        self._local_columns = [
+            c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._received_columns
         ]
         self._batches: list[TokenBatch] = []
         self._members: dict[int, tuple[bytes, torch.Tensor]] = {}
@@ -159,8 +159,8 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
         self._groups = BlockChannel(self.connect_channel(GROUPS), self, self.sizes)
-        self._returns = self.connect_channel(RETURNS) if CRITIC in self._columns_sent_here else None
-        self._arrivals = Arrivals(frozenset(self._columns_sent_here))
+        self._returns = self.connect_channel(RETURNS) if CRITIC in self._received_columns else None
+        self._arrivals = Arrivals(frozenset(self._received_columns))
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint of this or another world size; frozen weights are sent again."""
@@ -180,7 +180,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         """
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
-        with self._as_probed(perturbed):  # the last bucket needs all weights until it is written
+        with self._probed_weights(perturbed):  # the last bucket needs all weights until it is written
             self.weights.send(version, ranks, None if trial else self._probe(version))
 
     def score_probe_samples(
@@ -196,7 +196,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             `dtype`: dtype of the trainer's computation; `scores`: result of `Prober.score` for each sample.
         """
         _, policy_by_role = self.policies
-        with self._as_probed(perturbed):
+        with self._probed_weights(perturbed):
             prober = self._prober_of_run()
             scores = [
                 prober.score(token_ids, 0 if policy is None else policy_by_role.index(policy), perturbed=perturbed)
@@ -204,7 +204,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             ]
         return {"dtype": prober.dtype, "scores": scores}
 
-    def _as_probed(self, perturbed: bool) -> AbstractContextManager[None]:
+    def _probed_weights(self, perturbed: bool) -> AbstractContextManager[None]:
         return self.backend.backend.perturbed() if perturbed else self.backend.awake()
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
@@ -280,7 +280,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                     self._arrivals.add(self._groups.get(max(0.0, deadline - time.monotonic())))
                 except DeadlineExceeded:
                     raise DeadlineExceeded(
-                        f"step {step}: {self._names(missing)} within runner.step_timeout_s "
+                        f"step {step}: {self._describe_missing(missing)} within runner.step_timeout_s "
                         f"({self.cfg.runner.step_timeout_s:g} s)"
                     ) from None
                 wait_s += time.perf_counter() - start_time
@@ -293,7 +293,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._received_step = step
         return {"score_s": score_s, "wait_s": wait_s}
 
-    def _names(self, missing: Mapping[str, Sequence[int]]) -> str:
+    def _describe_missing(self, missing: Mapping[str, Sequence[int]]) -> str:
         """Returns a description of the missing messages and their senders."""
         descriptions = []
         for group_name, positions in missing.items():
@@ -312,7 +312,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         batch, cfg = group.batch, self.cfg.algorithm
         self._members[group.position] = group.answers_digest, group.members
         batch.columns |= {
-            name: column for group_name, column in columns.items() for name in self._columns_sent_here[group_name]
+            name: column for group_name, column in columns.items() for name in self._received_columns[group_name]
         }
         batch.pad_id = self.pad
         batch = group.trained_samples()
@@ -332,22 +332,22 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         Returns:
             Seconds spent.
         """
-        if not self._columns_made_here:
+        if not self._local_columns:
             return 0.0
         start_time = time.perf_counter()
         micro_batches, columns, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
-        for column in self._columns_made_here:
+        for column in self._local_columns:
             is_packed = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
             if is_packed not in micro_batches:
                 micro_batches[is_packed] = self._micro_batches(batch, packed=is_packed)
             scorer_name = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
             columns[column.name] = values_of(
-                partial(self._column, column, model_scores), micro_batches[is_packed], batch, scorer_name
+                partial(self._compute_column, column, model_scores), micro_batches[is_packed], batch, scorer_name
             )
         batch.columns |= columns
         return time.perf_counter() - start_time
 
-    def _column(self, column: Column, model_scores: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
+    def _compute_column(self, column: Column, model_scores: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
         """Computes a column of a micro-batch; `model_scores` caches the model's outputs by the `id` of the micro-batch."""
         if column.by in (ACTOR, VALUE_HEAD):
             if id(batch) not in model_scores:
@@ -403,12 +403,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             self._send_returns(step, batch, self._returns)
         learning_rate = self._learning_rate(step)
         named_minibatches = minibatches(
-            batch, self._num_responses, self._minibatch_size, self._epochs(step), (self.seed, step)
+            batch, self._num_responses, self._minibatch_size, self._num_epochs(step), (self.seed, step)
         )
         metrics, num_updates = self._optimize(
             ((f"step {step}, {minibatch_name}", minibatch) for minibatch_name, minibatch in named_minibatches),
             length_limit(self.cfg),
-            partial(self._minibatch, learning_rate),
+            partial(self._train_minibatch, learning_rate),
             self.algorithm.at_first,
         )
         self.version = step
@@ -417,7 +417,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         seconds = {"update_s": time.perf_counter() - start_time - score_s, "late_score_s": score_s}
         return {**metrics, "lr": learning_rate, "updates": float(num_updates), **seconds, **COST.pop()}
 
-    def _epochs(self, step: int) -> int:
+    def _num_epochs(self, step: int) -> int:
         """Returns the number of passes over a step's samples: 0 in the critic's warm-up, then `algorithm.update_epochs`."""
         if self._returns is not None and step <= self.cfg.critic.warmup_steps:
             return 0
@@ -447,7 +447,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             if self.is_leader:
                 channel.put(message, key=str(self.prompts.scorer_of(CRITIC, position)))
 
-    def _minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
+    def _train_minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
         """Runs one optimizer step on a minibatch of all ranks; returns the metrics.
 
         A non-finite `grad_norm` marks a skipped step.

@@ -102,7 +102,7 @@ class LanguageRolloutWorker(Worker):
         leader_rank = first_of_engine(self.rank, cfg)
         seed_process(cfg.runner.seed, "rollout", leader_rank)  # one seed for all ranks of an engine
         if self.rank > leader_rank:
-            self._build(prompts)
+            self._build_engine(prompts)
             self.log.info("computes with %s-%d", self.group_name, leader_rank)
             return {}
         path = str(cfg.actor.model.model_path)
@@ -113,7 +113,7 @@ class LanguageRolloutWorker(Worker):
             max_new_tokens=cfg.rollout.max_new_tokens, temperature=cfg.rollout.temperature,
             top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k,
         )  # fmt: skip
-        self._build(prompts)
+        self._build_engine(prompts)
         self._capacity = self.backend.capacity
         rank_name = f"{self.group_name}-{self.rank}"
         self.group_builder = GroupBuilder(cfg, make_algorithm(cfg), choices_of(cfg, self.backend), rank_name)
@@ -134,7 +134,7 @@ class LanguageRolloutWorker(Worker):
             "dropped": self.dataset.dropped,
         }
 
-    def _build(self, prompts: PromptMap) -> None:
+    def _build_engine(self, prompts: PromptMap) -> None:
         """Builds this rank's engine."""
         self.receiver = EngineWeights(self, self.cfg, prompts)
         self.engine_rank = self.receiver.engine_rank
@@ -161,7 +161,7 @@ class LanguageRolloutWorker(Worker):
         """Prepares to continue after `step`: drops all groups in flight; sampling then waits for new weights."""
         self.generation.abort()
         self.judges.drain()
-        self._clear(step)
+        self._reset(step)
 
     def forget_sent(self) -> None:
         """Makes the receiver expect complete weights next, because the last update may have been lost."""
@@ -177,7 +177,7 @@ class LanguageRolloutWorker(Worker):
         """Moves the engine's state back to the accelerator after `offload`."""
         self.backend.reload()
 
-    def _clear(self, step: int) -> None:
+    def _reset(self, step: int) -> None:
         self.receiver.forget_version()
         self._last_admitted_step = step
         self._pending = PendingGroups(
@@ -217,7 +217,7 @@ class LanguageRolloutWorker(Worker):
             if time.perf_counter() > deadline:
                 raise DeadlineExceeded(
                     f"step {step}: {self.leases.num_leased(step)} groups of {self.group_name}-{self.rank} were not whole "
-                    f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._waits_for()}"
+                    f"after runner.step_timeout_s ({self.cfg.runner.step_timeout_s:g} s){self._describe_awaited_rewards()}"
                 )
             if self.told_to_leave:
                 self._requeue_groups()
@@ -284,7 +284,7 @@ class LanguageRolloutWorker(Worker):
         """Receives weights until the engine has this version or a newer one."""
         self.receiver.await_version(version)
 
-    def _waits_for(self) -> str:
+    def _describe_awaited_rewards(self) -> str:
         reasons = [f"{num_ratings} ratings of {name}" for name, num_ratings in self.judges.waits_for().items()]
         if num_rewards := self._pending.num_awaited_rewards:
             reasons.append(f"{num_rewards} rewards that come later (agent.feedback_timeout_s)")

@@ -55,7 +55,7 @@ class GroupInbox:
         self._channel = channel
         self._rank_name = rank_name
         self._sender = sender
-        self._later: list[SampleGroup] = []
+        self._later_groups: list[SampleGroup] = []
         self._ended_step = -1
 
     def batches(
@@ -105,8 +105,8 @@ class GroupInbox:
         Raises:
             DeadlineExceeded: No group and no end of the step arrived before the deadline by `time.monotonic`.
         """
-        groups, step_ended = [group for group in self._later if group.step == step], False
-        self._later = [group for group in self._later if group.step > step]
+        groups, step_ended = [group for group in self._later_groups if group.step == step], False
+        self._later_groups = [group for group in self._later_groups if group.step > step]
         while True:
             try:
                 message = self._channel.get_nowait()
@@ -119,7 +119,7 @@ class GroupInbox:
                 step_ended = True
             elif message["step"] >= step:
                 group = SampleGroup.unpack(message)
-                (groups if group.step == step else self._later).append(group)
+                (groups if group.step == step else self._later_groups).append(group)
 
     def _wait(self, step: int, deadline: float) -> Any:
         try:
@@ -226,7 +226,7 @@ class RatingWorker(_ScorerWorker):
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
         self._requests = self.connect_channel(channel_to(self.group_name))
-        self._ends = set[str]()
+        self._ended_phases = set[str]()
 
     def serve(self, phase: str) -> dict[str, float]:
         """Rates answers on arrival, until the driver ends the phase.
@@ -239,16 +239,16 @@ class RatingWorker(_ScorerWorker):
         """
         busy_s, num_answers, deadline = 0.0, 0, self._deadline()
         self.scorer.counts()  # drops the counts of a phase that failed
-        while phase not in self._ends:
+        while phase not in self._ended_phases:
             requests = self._receive_requests(phase, deadline)
             if not requests:
                 continue
             start_time = time.perf_counter()
             for request in requests:
-                self._answer(request)
+                self._rate_request(request)
                 num_answers += len(request["ids"])
             busy_s += time.perf_counter() - start_time
-        self._ends.discard(phase)
+        self._ended_phases.discard(phase)
         rater_counts = {f"count/{name}": total for name, total in self.scorer.counts().items()}
         return {"busy_s": busy_s, "answers": float(num_answers), **rater_counts}
 
@@ -259,7 +259,7 @@ class RatingWorker(_ScorerWorker):
             message = self._requests.get(key=key, timeout=max(0.0, deadline - time.monotonic()))
             while True:
                 if "end" in message:
-                    self._ends.add(message["end"])
+                    self._ended_phases.add(message["end"])
                 else:
                     requests.append(message)
                 message = self._requests.get_nowait(key=key)
@@ -271,7 +271,7 @@ class RatingWorker(_ScorerWorker):
                 "runner.step_timeout_s"
             ) from None
 
-    def _answer(self, request: dict[str, Any]) -> None:
+    def _rate_request(self, request: dict[str, Any]) -> None:
         ratings = [None if rating is None else float(rating) for rating in self.scorer.rate(request["samples"])]
         if len(ratings) != len(request["ids"]):
             raise RlhpcError(f"{self.group.scorer}: rate gave {len(ratings)} numbers for {len(request['ids'])} answers")

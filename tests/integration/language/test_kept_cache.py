@@ -21,7 +21,7 @@ from engine_ranks import engine_of
 from transformers import AutoModelForCausalLM
 
 from rlhpc.language.engines import Completion, Request, RolloutBackend
-from rlhpc.language.engines.batch_invariance import tiles
+from rlhpc.language.engines.batch_invariance import round_up_to_tile
 
 pytestmark = pytest.mark.long(together=True)
 
@@ -108,7 +108,7 @@ def test_kept_caches_are_gone_on_with(made: Callable[[bool], RolloutBackend], fo
     requests, done, counts, old, new = under_way(made(True), folder)
     through = [completion for completion in done if set(completion.versions) == {0, 1}]
     assert len(through) > 5
-    assert max(counts) <= tiles(len(requests))  # a token each
+    assert max(counts) <= round_up_to_tile(len(requests))  # a token each
     for completion in through:
         request = requests[completion.id]
         assert completion.versions == sorted(completion.versions)

@@ -21,7 +21,7 @@ from rlhpc.language.data.tokenizer import end_tokens
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams, make_rollout
 from rlhpc.language.engines.batch_invariance import KVCache
 from rlhpc.language.engines.common import EngineOptions, WeightUpdateError
-from rlhpc.language.engines.hf import Rows, draw
+from rlhpc.language.engines.hf import RowSampling, draw
 from rlhpc.language.engines.registry import awaiting_weights
 from rlhpc.language.engines.vllm_weights import Loaded, reload_counted
 from rlhpc.language.models.micro_batching import split_micro_batches, values_of
@@ -641,7 +641,7 @@ def test_draw_takes_no_token_without_mass() -> None:
     """Whatever the random number, and next to rows that are not filtered."""
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.15, 0.3, 0.5], [0.25, 0.25, 0.25, 0.25]]))
     samplings = [SamplingParams(top_p=0.75), SamplingParams(top_k=1), SamplingParams()]
-    rows = Rows([Request(i, (0,), sampling) for i, sampling in enumerate(samplings)], 4, torch.device("cpu"))
+    rows = RowSampling([Request(i, (0,), sampling) for i, sampling in enumerate(samplings)], 4, torch.device("cpu"))
     for noise in (0.0, 0.3, 0.6249, 0.6251, 1.0 - 2**-53):
         tokens, logprobs = draw(logits, rows, torch.full((3,), noise, dtype=torch.float64))
         assert tokens.tolist() == [0 if noise < 0.625 else 1, 3, int(noise * 4)]

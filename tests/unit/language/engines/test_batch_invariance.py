@@ -16,7 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from rlhpc.language.engines import batch_invariance
-from rlhpc.language.engines.batch_invariance import Decoding, DecodingLinear, KVCache, can_join, decoding_cache, present
+from rlhpc.language.engines.batch_invariance import (
+    Decoding,
+    DecodingLinear,
+    KVCache,
+    decoding_cache,
+    pass_shapes,
+    supports_batch_invariance,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = [3, 40, 1]
@@ -60,7 +67,7 @@ def test_a_decoded_token_is_written_behind_its_row_at_its_position() -> None:
     keys, values = decoding_cache(cache).layers[1].update(states, -states)
     for row, length in enumerate(LENGTHS):
         assert (keys[row, :, length] == row).all() and (values[row, :, length] == -row).all()
-    cache.reserve(only=1)
+    cache.reserve(single_row=1)
     keys, _ = decoding_cache(cache).layers[0].update(states[1:2], states[1:2])
     assert keys.shape[:3] == (1, 2, 41) and (keys[0, :, 40] == 1).all()
 
@@ -72,7 +79,7 @@ def test_attention_of_a_decoded_token_is_causal_attention_over_its_row(window: i
     query, key, value = (torch.randn(3, heads, 1, 8, generator=generator) for heads in (4, 2, 2))
     cache.reserve()
     keys, values = decoding_cache(cache).layers[0].update(key, value)
-    with present(Decoding(cache, 32, torch.float32, CPU)):
+    with pass_shapes(Decoding(cache, 32, torch.float32, CPU)):
         outputs, _ = batch_invariance._attend(nn.Identity(), query, keys, values, sliding_window=window)
     start = 0
     for row, length in enumerate(LENGTHS):
@@ -91,10 +98,10 @@ def test_attention_of_a_decoded_token_is_causal_attention_over_its_row(window: i
 def test_sequences_of_a_prefill_do_not_attend_to_each_other() -> None:
     generator = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(1, heads, 7, 8, generator=generator) for heads in (4, 2, 2))
-    with present([3, 4]):
+    with pass_shapes([3, 4]):
         outputs, _ = batch_invariance._attend(nn.Identity(), query, key, value)
     for tokens in (slice(0, 3), slice(3, 7)):
-        with present([tokens.stop - tokens.start]):
+        with pass_shapes([tokens.stop - tokens.start]):
             alone, _ = batch_invariance._attend(
                 nn.Identity(), *(states[:, :, tokens] for states in (query, key, value))
             )
@@ -105,7 +112,7 @@ def test_a_linear_layer_computes_only_the_rows_in_use() -> None:
     cache, _ = cache_of(LENGTHS)
     layer = DecodingLinear(8, 5)
     inputs = torch.randn(32, 1, 8, generator=torch.Generator().manual_seed(3))
-    with present(Decoding(cache, 32, torch.float32, CPU)), torch.no_grad():
+    with pass_shapes(Decoding(cache, 32, torch.float32, CPU)), torch.no_grad():
         outputs = layer(inputs)
         assert torch.equal(layer(inputs[:5]), F.linear(inputs[:5], layer.weight, layer.bias))  # of other rows
     assert torch.equal(outputs[:8], F.linear(inputs[:8], layer.weight, layer.bias))
@@ -146,4 +153,4 @@ def test_a_model_joins_if_it_mixes_tokens_by_this_attention_alone(changes: dict[
     config = SimpleNamespace(_attn_implementation="sdpa", **changes)
     config.get_text_config = lambda: config
     model = SimpleNamespace(config=config, _supports_attention_backend=True, named_parameters=list)
-    assert can_join(model, 64) is expected
+    assert supports_batch_invariance(model, 64) is expected

@@ -31,7 +31,7 @@ class Engine(EngineBase):
 
     def _advance(self) -> list[Completion]:
         request = self.requests.pop(0)
-        return [Completion(request.id, [1] * self._limit(request))]
+        return [Completion(request.id, [1] * self._max_response_tokens(request))]
 
     def _abort(self) -> list[Completion]:
         aborted = [Completion(request.id, finish_reason="abort") for request in self.requests]

@@ -32,4 +32,4 @@ def test_each_row_ends_at_its_own_tokens_and_no_more_sets_are_kept_than_rows(see
         gone = {row for row, _ in ended} or ({draw.randrange(rows)} if len(ledger) == rows else set())
         keep = [row for row in range(len(ledger)) if row not in gone]
         ledger.move([(come, to) for to, come in enumerate(keep) if come != to], len(keep))
-    assert len(ledger._end_sets) <= rows and len(ledger._ends) <= rows
+    assert len(ledger._end_sets) <= rows and len(ledger._end_masks) <= rows

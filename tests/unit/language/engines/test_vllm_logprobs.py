@@ -13,7 +13,7 @@ from tests.extras import need_extra
 
 need_extra("llm", "vllm")
 
-from rlhpc.language.engines.vllm_logprobs import log_before_filters, merged, return_outcomes
+from rlhpc.language.engines.vllm_logprobs import log_before_filters, merge_unlikely_tokens, return_outcomes
 from rlhpc.language.models import logprobs as rows
 from rlhpc.language.models.token_batch import TokenBatch
 from tests.rectangles import top_told
@@ -157,7 +157,7 @@ def test_what_is_left_is_known_where_it_is_little(top: int, width: int, monkeypa
     logits = torch.randn(1, 12, 9, generator=torch.Generator().manual_seed(0)) * 15
     batch = TokenBatch.of([[0] * 12], [[False] + [True] * 11])
     told = top_told(logits, batch, top, 0.8, width)[1:]
-    found = merged(logits[0, :-1], top, width, 0.8).log_softmax(-1)
+    found = merge_unlikely_tokens(logits[0, :-1], top, width, 0.8).log_softmax(-1)
     assert told[:, -1, 0].min() < -20 or top == width
     ids = torch.where(told[..., 1] < 0, width, told[..., 1]).long()
     torch.testing.assert_close(found.gather(1, ids), told[..., 0], rtol=1e-6, atol=1e-6)

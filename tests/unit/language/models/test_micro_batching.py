@@ -67,7 +67,7 @@ def test_long_samples_cost_more_than_their_tokens() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_as_many_micro_batches_as_other_ranks_have(packed) -> None:
     batch = TokenBatch.of([[1, 2, 3], [4, 5]], [[True] * 3, [True] * 2])
-    parts = split_micro_batches(batch, 16, packed=packed, agreed=lambda count: max(count, 3))
+    parts = split_micro_batches(batch, 16, packed=packed, agree_count=lambda count: max(count, 3))
     assert len(parts) == 3 and sum(part.tokens for _, part in parts) == 5
     assert all(part.packed == packed and len(part) for _, part in parts)
     if packed:

@@ -13,7 +13,7 @@ need_extra("llm")
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.models.moe_routing import EXPERTS, Routing, balance, replayed_experts, routing_of
+from rlhpc.language.models.moe_routing import EXPERTS, Routing, load_balance_loss, replayed_experts, routing_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
 
@@ -82,10 +82,10 @@ def batch_of(lengths: list[int], **columns: list[Any]) -> TokenBatch:
 def test_the_balance_loss_is_k_where_routing_is_even_and_larger_where_one_expert_is_favoured() -> None:
     batch = batch_of([4]).read_by(True)
     even = (torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]]))
-    loss, largest_share = balance([even], batch)
+    loss, largest_share = load_balance_loss([even], batch)
     assert loss == pytest.approx(2.0) and largest_share == pytest.approx(1.0)
     skewed = (torch.tensor([[9.0, 0, 0, 0]]).repeat(4, 1), torch.tensor([[0, 1]] * 4))
-    loss, largest_share = balance([skewed], batch)
+    loss, largest_share = load_balance_loss([skewed], batch)
     assert loss > 3.9 and largest_share == pytest.approx(2.0)
 
 
@@ -94,8 +94,8 @@ def test_padding_does_not_count_in_the_balance_loss() -> None:
     generator = torch.Generator().manual_seed(1)
     logits, experts = torch.randn(6, 4, generator=generator), torch.randint(4, (6, 2), generator=generator)
     rows = torch.tensor([0, 1, 2, 3])
-    expected = balance([(logits[rows], experts[rows])], batch.read_by(True))
-    assert torch.equal(torch.stack(balance([(logits, experts)], batch)), torch.stack(expected))
+    expected = load_balance_loss([(logits[rows], experts[rows])], batch.read_by(True))
+    assert torch.equal(torch.stack(load_balance_loss([(logits, experts)], batch)), torch.stack(expected))
 
 
 def test_replayed_experts_have_the_form_that_the_model_reads() -> None:
