@@ -82,9 +82,9 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
     tokens = np.asarray([row["tokens"] for problem in problems for row in problem])
     term_names = problems[0][0]["terms"]
     return {
-        **_scores(problems),
+        **_score_metrics(problems),
         "reward_terms": {
-            name: sum(_share([row["terms"] for row in problem], itemgetter(name)) for problem in problems)
+            name: sum(_mean_of_rows([row["terms"] for row in problem], itemgetter(name)) for problem in problems)
             / len(problems)
             for name in term_names
         },
@@ -94,13 +94,15 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
             "p95": float(np.quantile(tokens, 0.95)),
             "max": int(tokens.max()),
         },
-        **_mean("truncated", [_share(problem, lambda row: not row["finished"]) for problem in problems]),
+        **_mean_with_interval(
+            "truncated", [_mean_of_rows(problem, lambda row: not row["finished"]) for problem in problems]
+        ),
         "failed": sum(bool(row["failed"]) for problem in problems for row in problem),
-        "levels": _levels(problems),
+        "levels": _level_metrics(problems),
     }
 
 
-def _scores(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
+def _score_metrics(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     samples = len(problems[0])
     right_counts = [sum(bool(row["right"]) for row in problem) for problem in problems]
     pass_rates = {
@@ -113,26 +115,30 @@ def _scores(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     return {
         "n": len(problems),
         "samples": samples,
-        **_mean("accuracy", [count / samples for count in right_counts]),
+        **_mean_with_interval("accuracy", [count / samples for count in right_counts]),
         "pass_at_k": {
             str(num_drawn): sum(problem_rates) / len(problem_rates) for num_drawn, problem_rates in pass_rates.items()
         },
         "pass_at_k_ci95": {
             str(num_drawn): list(interval(problem_rates)) for num_drawn, problem_rates in pass_rates.items()
         },
-        **(_mean("majority", majority_scores) if has_votes else {"majority": None, "majority_ci95": None}),
-        **_mean("reward_mean", [_share(problem, lambda row: row["reward"]) for problem in problems]),
+        **(
+            _mean_with_interval("majority", majority_scores) if has_votes else {"majority": None, "majority_ci95": None}
+        ),
+        **_mean_with_interval(
+            "reward_mean", [_mean_of_rows(problem, lambda row: row["reward"]) for problem in problems]
+        ),
     }
 
 
-def _levels(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
+def _level_metrics(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     """Returns the scores of each level in order of `level_order`; {} for suites without levels."""
     groups: dict[str, list[Sequence[_Row]]] = {}
     for problem in problems:
         groups.setdefault(str(problem[0]["level"]), []).append(problem)
     if set(groups) == {""}:
         return {}
-    return {level: _scores(groups[level]) for level in sorted(groups, key=level_order)}
+    return {level: _score_metrics(groups[level]) for level in sorted(groups, key=level_order)}
 
 
 def level_order(level: str) -> tuple[list[tuple[int, str]], str]:
@@ -144,11 +150,11 @@ def level_order(level: str) -> tuple[list[tuple[int, str]], str]:
     ], level
 
 
-def _mean(name: str, values: Sequence[float]) -> dict[str, Any]:
+def _mean_with_interval(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {name: sum(values) / len(values), f"{name}_ci95": list(interval(values))}
 
 
-def _share(problem: Sequence[_Row], value: Callable[[_Row], float]) -> float:
+def _mean_of_rows(problem: Sequence[_Row], value: Callable[[_Row], float]) -> float:
     return sum(float(value(row)) for row in problem) / len(problem)
 
 

@@ -34,7 +34,7 @@ from rlhpc.runtime.text import in_parentheses, interval_text
 Evaluation = Mapping[str, Any]
 
 #: Main metrics, which are drawn first if the task type has them.
-_FIRST = [
+_MAIN_METRICS = [
     Metric("reward", "train/reward", "Reward", "mean reward"),
     Metric("accuracy", "train/accuracy", "Accuracy on training prompts", "share of right samples"),
     Metric("loss", "train/loss", "Loss", "cross entropy (nats per token)"),
@@ -72,7 +72,7 @@ def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
         rows: Metrics of the run.
         always: Curves that are drawn even without logged values.
     """
-    titled_metrics = [*(metric for metric in _FIRST if metric.file in always), *_DIAGNOSTICS]
+    titled_metrics = [*(metric for metric in _MAIN_METRICS if metric.file in always), *_DIAGNOSTICS]
     metric_names = {key for row in rows for key in row}
     charted_names = {metric.name for metric in titled_metrics} | _COUNTERS
     unknown_names = [
@@ -123,7 +123,7 @@ def read_evaluations(paths: RunPaths) -> list[dict[str, Any]]:
     return evaluations
 
 
-def by_suite(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
+def group_by_suite(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
     """Groups evaluations by suite."""
     suites: dict[str, list[Evaluation]] = {}
     for evaluation in evaluations:
@@ -142,7 +142,7 @@ def evaluation_curve(paths: RunPaths, rows: Rows, evaluations: Sequence[Evaluati
 def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
     """Draws pass@k over k for the first and the last checkpoint of each suite; None if no suite has several samples."""
     lines: list[Line] = []
-    for suite, results_of_suite in by_suite(evaluations).items():
+    for suite, results_of_suite in group_by_suite(evaluations).items():
         curve_results = [
             curve_result for curve_result in results_of_suite if len(curve_result.get("pass_at_k") or {}) > 1
         ]
@@ -262,17 +262,19 @@ def evaluation_section(
         html += f'<p><a href="{escape(samples_page)}">What the model wrote, checkpoint beside checkpoint</a></p>'
     if episodes_page:
         html += f'<p><a href="{escape(episodes_page)}">What its episodes left, turn by turn</a></p>'
-    html += f'<div class="scroll">{_table(evaluations)}</div>'
-    for suite, suite_results in by_suite(evaluations).items():
+    html += f'<div class="scroll">{_evaluation_table(evaluations)}</div>'
+    for suite, suite_results in group_by_suite(evaluations).items():
         if any(evaluation.get("levels") for evaluation in suite_results):
-            html += f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_levels(suite_results)}</div>'
+            html += (
+                f'<h3>{escape(suite)}: accuracy by level</h3><div class="scroll">{_level_table(suite_results)}</div>'
+            )
     return html
 
 
-def _table(evaluations: Sequence[Evaluation]) -> str:
+def _evaluation_table(evaluations: Sequence[Evaluation]) -> str:
     best_accuracies = {
         suite: max(evaluation["accuracy"] for evaluation in suite_results)
-        for suite, suite_results in by_suite(evaluations).items()
+        for suite, suite_results in group_by_suite(evaluations).items()
     }
     named_evaluations = [with_pass_at(evaluation) for evaluation in evaluations]
     pass_metric = largest_pass_at(name for evaluation in named_evaluations for name in evaluation)
@@ -314,7 +316,7 @@ def _table(evaluations: Sequence[Evaluation]) -> str:
     return table(header, rows, text_columns={0, len(header) - 1})
 
 
-def _levels(evaluations: Sequence[Evaluation]) -> str:
+def _level_table(evaluations: Sequence[Evaluation]) -> str:
     """Renders a table with one row per level and one column per checkpoint."""
     levels = sorted({level for evaluation in evaluations for level in evaluation.get("levels") or {}}, key=level_order)
     sizes = evaluations[-1].get("levels") or {}

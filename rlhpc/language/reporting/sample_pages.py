@@ -164,7 +164,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     Raises:
         RlhpcError: The page cannot be written.
     """
-    suites = {suite: _columns(suite_results) for suite, suite_results in _results_with_samples(paths).items()}
+    suites = {suite: _read_columns(suite_results) for suite, suite_results in _results_with_samples(paths).items()}
     suites = {suite: columns for suite, columns in suites.items() if columns}
     if not suites:
         return None
@@ -173,9 +173,9 @@ def write_samples_page(paths: RunPaths) -> Path | None:
         title=f"{paths.root.name}: what the model wrote",
         subtitle="the same problems, checkpoint beside checkpoint",
         body=[
-            _ways(list(suites)),
+            _navigation(list(suites)),
             *(
-                f'<div id="suite-{i}">{section(f"Suite {suite}", _suite(columns))}</div>'
+                f'<div id="suite-{i}">{section(f"Suite {suite}", _render_suite(columns))}</div>'
                 for i, (suite, columns) in enumerate(suites.items())
             ),
             f"<script>{FILTER}</script>",
@@ -185,7 +185,7 @@ def write_samples_page(paths: RunPaths) -> Path | None:
     return write_page(html, target)
 
 
-def _ways(suites: Sequence[str]) -> str:
+def _navigation(suites: Sequence[str]) -> str:
     links = [f'<a href="{PAGE}">The run</a>']
     if len(suites) > 1:
         links += [f'<a href="#suite-{i}">{escape(suite)}</a>' for i, suite in enumerate(suites)]
@@ -215,13 +215,13 @@ def spread(count: int, limit: int) -> list[int]:
     return [round(i * (count - 1) / (limit - 1)) for i in range(limit)]
 
 
-def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
+def _read_columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Column]:
     """Reads the samples of a suite's evaluations, each file twice: scores first, then rows of the selected problems."""
     columns = []
     for step, path, evaluation in results:
         column = _Column(step, evaluation, samples_path(path))
         flags_by_problem: dict[Any, list[bool]] = {}
-        for row in _rows(column.path):
+        for row in _try_read_samples(column.path):
             flags_by_problem.setdefault(row["id"], []).append(row["right"])
             column.level[row["id"]] = str(row.get("level", ""))
         column.share.update({key: sum(right_flags) / len(right_flags) for key, right_flags in flags_by_problem.items()})
@@ -232,20 +232,20 @@ def _columns(results: Sequence[tuple[int, Path, Mapping[str, Any]]]) -> list[_Co
     ids = _order_problems(columns)
     chosen_ids = {ids[i] for i in spread(len(ids), _PROBLEMS)}
     for i in spread(len(columns), _CHECKPOINTS):
-        for row in _rows(columns[i].path):
+        for row in _try_read_samples(columns[i].path):
             if row["id"] in chosen_ids:
                 columns[i].selected_rows.setdefault(row["id"], []).append(row)
     return columns
 
 
-def _rows(path: Path) -> Iterator[_Row]:
+def _try_read_samples(path: Path) -> Iterator[_Row]:
     try:
         yield from read_samples(path)
     except OSError:
         return
 
 
-def _lines(path: Path) -> int:
+def _count_lines(path: Path) -> int:
     try:
         with path.open("rb") as file:
             return sum(1 for line in file if line.strip())
@@ -261,13 +261,13 @@ def _order_problems(columns: Sequence[_Column]) -> list[Any]:
     return sorted(last_column.share, key=lambda key: (level_order(last_column.level[key]), isinstance(key, str), key))
 
 
-def _suite(columns: Sequence[_Column]) -> str:
+def _render_suite(columns: Sequence[_Column]) -> str:
     ids = _order_problems(columns)
     chosen_ids = [ids[i] for i in spread(len(ids), _PROBLEMS)]
     columns_with_rows = [column for column in columns if column.selected_rows]
-    html_parts = [_changes(columns)]
+    html_parts = [_render_changes(columns)]
     if len(ids) > 1:
-        html_parts += ["<h3>Every problem</h3>", _map(columns, ids)]
+        html_parts += ["<h3>Every problem</h3>", _render_map(columns, ids)]
     omission_note = (
         ""
         if len(chosen_ids) == len(ids)
@@ -277,10 +277,10 @@ def _suite(columns: Sequence[_Column]) -> str:
         omission_note += f"{'; ' if omission_note else ''}{len(columns_with_rows)} of {len(columns)} checkpoints"
     html_parts.append(f'<h3>Problems</h3><p class="note">{escape(omission_note or "All of them")}.</p>')
     for column in columns:
-        if num_invalid_lines := _lines(column.path) - sum(1 for _ in _rows(column.path)):
+        if num_invalid_lines := _count_lines(column.path) - sum(1 for _ in _try_read_samples(column.path)):
             note = f"{column.path.parent.name}/{column.path.name}: {num_invalid_lines} lines are no samples, and are left out"
             html_parts.append(f'<p class="note">{escape(note)}.</p>')
-    html_parts += [_filter_form(), *(_problem(key, columns_with_rows) for key in chosen_ids)]
+    html_parts += [_filter_form(), *(_render_problem(key, columns_with_rows) for key in chosen_ids)]
     return "".join(html_parts)
 
 
@@ -306,7 +306,7 @@ def _filter_form() -> str:
     )
 
 
-def _changes(columns: Sequence[_Column]) -> str:
+def _render_changes(columns: Sequence[_Column]) -> str:
     """Renders a table of checkpoints: accuracy, pass@k for several samples, and the numbers of problems with a higher and a
     lower share of right samples than at the previous checkpoint.
     """
@@ -335,7 +335,7 @@ def _changes(columns: Sequence[_Column]) -> str:
     return f'<div class="scroll">{table(header, rows)}</div>'
 
 
-def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
+def _render_map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
     """Renders a map of all problems: rows are checkpoints, columns problems, and opacity is the share of right samples."""
     map_problems = [ids[i] for i in spread(len(ids), _MAP_COLUMNS)]
     margin, height = 78, 17
@@ -369,7 +369,7 @@ def _map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
     )
 
 
-def _problem(key: Any, columns: Sequence[_Column]) -> str:
+def _render_problem(key: Any, columns: Sequence[_Column]) -> str:
     first_sample = next((rows[0] for column in reversed(columns) if (rows := column.selected_rows.get(key))), None)
     if first_sample is None:
         return ""
@@ -384,29 +384,30 @@ def _problem(key: Any, columns: Sequence[_Column]) -> str:
         # If the suite was changed between two evaluations, the same id may belong to another prompt.
         same_prompt = bool(rows) and rows[0]["prompt"] == first_sample["prompt"]
         cells.append(
-            _answer(column.step, rows)
+            _render_answer(column.step, rows)
             if same_prompt
             else f'<div class="answer"><h4>step {column.step}</h4>{missing("Not asked at this checkpoint.")}</div>'
         )
     right_shares = {column.share[key] for column in columns if key in column.share}
     changed_attribute = " data-changed" if len(right_shares) > 1 else ""
+    prompt_html = _render_text(first_sample["prompt"])
     return (
-        f'<article class="problem"{changed_attribute}><header>{"".join(fact_items)}{_text(first_sample["prompt"])}</header>'
+        f'<article class="problem"{changed_attribute}><header>{"".join(fact_items)}{prompt_html}</header>'
         f'<div class="answers">{"".join(cells)}</div></article>'
     )
 
 
-def _answer(step: int, rows: Sequence[_Row]) -> str:
+def _render_answer(step: int, rows: Sequence[_Row]) -> str:
     num_right = sum(row["right"] for row in rows)
     count_text = f" · {num_right} of {len(rows)} right" if len(rows) > 1 else ""
-    html = f"<h4>step {step}{count_text}</h4>{_sample(rows[0])}"
+    html = f"<h4>step {step}{count_text}</h4>{_render_sample(rows[0])}"
     if further_rows := rows[1 : 1 + _MAX_MORE_SAMPLES]:
-        further_samples = "".join(_sample(row) for row in further_rows)
+        further_samples = "".join(_render_sample(row) for row in further_rows)
         html += f"<details><summary>{len(further_rows)} more of its {len(rows)} samples</summary>{further_samples}</details>"
     return f'<div class="answer">{html}</div>'
 
 
-def _sample(row: _Row) -> str:
+def _render_sample(row: _Row) -> str:
     verdict = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     facts = [f"{row['tokens']} tokens"] if "tokens" in row else []
     if row.get("finished") is False:
@@ -421,12 +422,11 @@ def _sample(row: _Row) -> str:
         facts.append(f"reward {row['reward']:.3g}" + (f" ({terms_text})" if len(reward_terms) > 1 else ""))
     reward = f' data-reward="{row["reward"]:.9g}"' if "reward" in row else ""
     attributes = f'data-answer="{"right" if row["right"] else "wrong"}"{reward}'
-    return (
-        f'<div class="sample" {attributes}><p>{verdict} · {escape(" · ".join(facts))}</p>{_text(row["response"])}</div>'
-    )
+    header = f"<p>{verdict} · {escape(' · '.join(facts))}</p>"
+    return f'<div class="sample" {attributes}>{header}{_render_text(row["response"])}</div>'
 
 
-def _text(text: str) -> str:
+def _render_text(text: str) -> str:
     """Renders untrusted text; folds long texts, and truncates very long texts."""
     visible_text = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
     html = f'<pre class="said" dir="auto">{escape(visible_text) or "<i>nothing</i>"}</pre>'
@@ -457,7 +457,7 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: A file cannot be read, or the evaluations have no problem in common.
     """
-    differing_texts, first_rows, second_rows = [], _by_sample(first), _by_sample(second)
+    differing_texts, first_rows, second_rows = [], _rows_by_sample(first), _rows_by_sample(second)
     common_keys = [
         key for key in first_rows if key in second_rows and first_rows[key]["prompt"] == second_rows[key]["prompt"]
     ]
@@ -490,7 +490,7 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
     }
 
 
-def _by_sample(result: str | Path) -> dict[tuple[Any, int], dict[str, Any]]:
+def _rows_by_sample(result: str | Path) -> dict[tuple[Any, int], dict[str, Any]]:
     path = samples_path(Path(result))
     try:
         return {(row["id"], row["sample"]): row for row in read_samples(path)}
@@ -535,13 +535,13 @@ def write_episodes_page(paths: RunPaths) -> Path | None:
     sections = []
     for suite, suite_results in _results_with_samples(paths).items():
         step, path, _ = suite_results[-1]
-        rows = [row for row in _rows(samples_path(path)) if _is_episode(row.get("episode"))]
+        rows = [row for row in _try_read_samples(samples_path(path)) if _is_episode(row.get("episode"))]
         if rows:
             selected_rows = [rows[row_index] for row_index in spread(len(rows), _EPISODES)]
             selection_note = (
                 f'<p class="note">{len(selected_rows)} of {len(rows)} episodes, evenly spaced, at step {step}.</p>'
             )
-            sections.append(section(f"Suite {suite}", selection_note + "".join(map(_episode, selected_rows))))
+            sections.append(section(f"Suite {suite}", selection_note + "".join(map(_render_episode, selected_rows))))
     if not sections:
         return None
     target = episodes_page(paths)
@@ -579,7 +579,7 @@ def _is_token(token: Any) -> bool:
     return isinstance(token, list) and len(token) == 2 and isinstance(token[0], str) and is_number(token[1])
 
 
-def _episode(row: _Row) -> str:
+def _render_episode(row: _Row) -> str:
     verdict_html = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     samples: Sequence[Any] = row["episode"]
     turns = {(str(s.get("role")), part["turn"]) for s in samples for part in s["parts"] if "drawn" in part}
@@ -589,27 +589,29 @@ def _episode(row: _Row) -> str:
     if row.get("answer"):
         fact_texts.append(f"answer {str(row['answer'])[:200]}")
     fact_spans = "".join(f"<span>{escape(fact_text)}</span>" for fact_text in fact_texts)
-    branches = "".join(_branch(branch_number, sample, len(samples)) for branch_number, sample in enumerate(samples, 1))
+    branches = "".join(
+        _render_branch(branch_number, sample, len(samples)) for branch_number, sample in enumerate(samples, 1)
+    )
     header = f"<header><b>Problem {escape(str(row['id']))}</b>{verdict_html} {fact_spans}</header>"
     return f'<article class="episode">{header}<div class="branches">{branches}</div></article>'
 
 
-def _branch(number: int, sample: Any, of: int) -> str:
+def _render_branch(number: int, sample: Any, of: int) -> str:
     role = escape(str(sample.get("role") or ""))
     title = " · ".join(filter(None, [role, f"branch {number} of {of}" if of > 1 else ""]))
-    return f'<div class="branch"><h4>{title}</h4>{"".join(map(_part, sample["parts"]))}</div>'
+    return f'<div class="branch"><h4>{title}</h4>{"".join(map(_render_part, sample["parts"]))}</div>'
 
 
-def _part(part: Any) -> str:
+def _render_part(part: Any) -> str:
     if "drawn" not in part:
         part_text = part["read"] if len(part["read"]) <= _MAX_CHARACTERS else part["read"][:_MAX_CHARACTERS] + "…"
         return f'<div class="part read" dir="auto"><b>read</b>{escape(part_text)}</div>'
     reward = f", reward {part['reward']:.3g}" if part.get("reward") else ""
-    tokens = "".join(_token(token_text, logprob) for token_text, logprob in part["drawn"][:_MAX_CHARACTERS])
+    tokens = "".join(_render_token(token_text, logprob) for token_text, logprob in part["drawn"][:_MAX_CHARACTERS])
     return f'<div class="part drawn" dir="auto"><b>turn {part["turn"] + 1}{reward}</b>{tokens}</div>'
 
 
-def _token(text: str, logprob: float) -> str:
+def _render_token(text: str, logprob: float) -> str:
     """Renders a token with its log-prob; a less likely token has a more opaque background."""
     surprise_percent = round(100 * (1 - math.exp(min(0.0, logprob))))
     style = (

@@ -42,7 +42,7 @@ class Reward(Protocol):
 
 
 @runtime_checkable
-class SaysInline(Protocol):
+class DeclaresInline(Protocol):
     """Reward that declares whether it is cheap and safe enough to run without a separate process.
 
     `inline` is a bool, or a function that returns a bool for the reward's arguments.
@@ -65,7 +65,7 @@ class ChecksProblems(Protocol):
 
 
 @runtime_checkable
-class Comparing(Protocol):
+class NeedsAnswer(Protocol):
     """Reward that declares whether it needs the reference answer of a problem."""
 
     needs_answer: bool

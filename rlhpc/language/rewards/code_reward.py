@@ -78,13 +78,13 @@ class CodeReward:
         _Problem(meta)
 
     def __call__(self, sample: Sample) -> float:
-        problem = self._problem(sample.meta)
+        problem = self._parse_problem(sample.meta)
         program = last_block(sample.response)
         if program is None:
             if not self._run_unfenced:
                 return 0.0
             program = sample.response
-        test_passed = self._passed(problem, program, self._timeout_s, run_all=self._partial)
+        test_passed = self._run_tests(problem, program, self._timeout_s, run_all=self._partial)
         if not any(test_passed):
             return 0.0
         depends_on_program = self._depends_on_program(problem)
@@ -98,7 +98,7 @@ class CodeReward:
         ]
         return sum(counted_results) / len(counted_results)
 
-    def _problem(self, meta: Mapping[str, Any]) -> _Problem:
+    def _parse_problem(self, meta: Mapping[str, Any]) -> _Problem:
         """Returns the parsed problem from the cache, or parses it."""
         columns = (*COLUMNS, "setup", "test_setup_code", "test_imports", "entry_point", "metadata")
         key = repr([meta.get(name) for name in columns])
@@ -108,7 +108,7 @@ class CodeReward:
             self._problems[key] = _Problem(meta)
         return self._problems[key]
 
-    def _passed(self, problem: _Problem, program: str, timeout_s: float, *, run_all: bool) -> list[bool]:
+    def _run_tests(self, problem: _Problem, program: str, timeout_s: float, *, run_all: bool) -> list[bool]:
         """Runs a program with all tests; returns whether each test passed. Without `run_all`, tests after a failure do not run
         and count as failed.
         """
@@ -126,7 +126,7 @@ class CodeReward:
         for test in problem.streams:
             remaining = deadline - time.monotonic()
             is_decided = run_all or all(test_passed)
-            test_passed.append(is_decided and remaining > 0 and self._prints(program, test, remaining))
+            test_passed.append(is_decided and remaining > 0 and self._passes_stream_test(program, test, remaining))
         return test_passed
 
     def _depends_on_program(self, problem: _Problem) -> list[bool]:
@@ -136,12 +136,12 @@ class CodeReward:
             ValueError: An empty program, or a program with functions that return None, passes all tests.
         """
         if problem.refusal is None:
-            stub_passed = self._passed(problem, "", self._timeout_s, run_all=True)
+            stub_passed = self._run_tests(problem, "", self._timeout_s, run_all=True)
             problem.dependent = [not passed for passed in stub_passed]
             stub = "".join(f"def {name}(*args, **kwargs): return None\n" for name in program_names(problem.plan))
             if all(stub_passed):
                 problem.refusal = "its tests test nothing: an empty program passes"
-            elif all(self._passed(problem, stub, self._timeout_s, run_all=False)):
+            elif all(self._run_tests(problem, stub, self._timeout_s, run_all=False)):
                 problem.refusal = "its tests test nothing: a program whose functions return None passes"
             else:
                 problem.refusal = ""
@@ -149,7 +149,7 @@ class CodeReward:
             raise ValueError(problem.refusal)
         return problem.dependent
 
-    def _prints(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
+    def _passes_stream_test(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
         sandbox_result = self._sandbox.run(program, str(test.get("input", "")), timeout_s)
         return sandbox_result.status == "ok" and _lines(sandbox_result.stdout) == _lines(str(test["output"]))
 
@@ -166,13 +166,13 @@ class _Problem:
 
     def __init__(self, meta: Mapping[str, Any]) -> None:
         tests = tests_of(meta)
-        self.streams = [test for test in tests if _prints_only(test)]
-        self.plan = read_tests([test for test in tests if not _prints_only(test)], meta)
+        self.streams = [test for test in tests if _is_stream_test(test)]
+        self.plan = read_tests([test for test in tests if not _is_stream_test(test)], meta)
         self.dependent: list[bool] = []
         self.refusal: str | None = None
 
 
-def _prints_only(test: str | Mapping[str, Any]) -> TypeGuard[Mapping[str, Any]]:
+def _is_stream_test(test: str | Mapping[str, Any]) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(test, Mapping) and "call" not in test
 
 
@@ -196,7 +196,7 @@ def last_block(response: str) -> str | None:
             and set(fence_line) == {opening_fence["fence"][0]}
             and len(fence_line) >= len(opening_fence["fence"])
         ):
-            blocks.append((_mark(opening_fence["info"]), "\n".join([*code_lines, ""])))
+            blocks.append((_language(opening_fence["info"]), "\n".join([*code_lines, ""])))
             opening_fence = None
         else:
             code_lines.append(_unindent(content_line, len(opening_fence["indent"].expandtabs(4))))
@@ -207,7 +207,7 @@ def last_block(response: str) -> str | None:
     return None
 
 
-def _mark(info: str) -> str:
+def _language(info: str) -> str:
     """Returns the language of a fence: `python` for `python title=x`, `{.python .numberLines}` and `python3.11`."""
     info_words = re.findall(r"[a-z]+3?", info.lower())
     return info_words[0] if info_words else ""

@@ -85,7 +85,7 @@ def has_check(body: Sequence[ast.stmt]) -> bool:
     return any(isinstance(statement, ast.FunctionDef) and statement.name == "check" for statement in body)
 
 
-def calls(body: Sequence[ast.stmt], name: str) -> bool:
+def has_call(body: Sequence[ast.stmt], name: str) -> bool:
     """Returns whether statements outside functions call the function of a name."""
     nodes = (n for statement in body if not isinstance(statement, ast.FunctionDef) for n in ast.walk(statement))
     return any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == name for n in nodes)

@@ -17,7 +17,7 @@ from typing import Any
 
 from rlhpc.language.rewards import expected_values as outside
 from rlhpc.language.rewards import problem_formats
-from rlhpc.language.rewards.code_test_plan import TestPlan, add_step, calls, has_check, meanings_of
+from rlhpc.language.rewards.code_test_plan import TestPlan, add_step, has_call, has_check, meanings_of
 from rlhpc.language.rewards.expected_values import Answer, Term
 from rlhpc.language.rewards.python_expressions import (
     MOST_ROUNDS,
@@ -45,15 +45,15 @@ class Reader:
     """Parser of a test that adds the test's steps and claims to `plan`.
 
     Attributes:
-        judged: Number of assertions that depend on the program.
-        possible: Number of assertions that depend on the program only if it defines the name of a builtin function.
+        num_dependent: Number of assertions that depend on the program.
+        num_possible: Number of assertions that depend on the program only if it defines the name of a builtin function.
     """
 
     def __init__(self, plan: TestPlan, entry: str, functions: Mapping[str, ast.FunctionDef]) -> None:
         self.plan, self.entry = plan, entry
-        self.judged = self.possible = 0
+        self.num_dependent = self.num_possible = 0
         self._functions = dict(functions)
-        self._leaves, self._all_inside, self._rounds, self._trial = 0, False, 0, False
+        self._num_leaves, self._all_inside, self._num_rounds, self._is_trial = 0, False, 0, False
         self._bound: dict[str, list[Any]] = {}
         self._step_numbers: list[int] = []
 
@@ -66,19 +66,21 @@ class Reader:
         """
         num_claims = len(self.plan.claims)
         plain_statements, functions, classes = problem_formats.test_functions(body)
-        calls_check = self.entry and has_check(plain_statements) and not calls(plain_statements, "check")
+        calls_check = self.entry and has_check(plain_statements) and not has_call(plain_statements, "check")
         for statement in plain_statements:
-            self._statement(statement)
+            self._read_statement(statement)
         if calls_check:
             check = self._functions["check"]
             self._inline(check, [ast.parse(self.entry, mode="eval").body])
         for function in [*functions, *(f for class_ in classes for f in problem_formats.unittest_functions(class_))]:
-            num_before = self.judged + self.possible
+            num_before = self.num_dependent + self.num_possible
             self._inline(function, [])
-            if self.judged + self.possible == num_before:
+            if self.num_dependent + self.num_possible == num_before:
                 raise ValueError(f"the test {function.name} asserts nothing of the program")
         prepared_steps = [*self.plan.prepared, *self._step_numbers]
-        if not self.judged and not self.possible:  # the steps of a test without assertions prepare later tests
+        if (
+            not self.num_dependent and not self.num_possible
+        ):  # the steps of a test without assertions prepare later tests
             self.plan.set_prepared(prepared_steps)
         if prepared_steps:  # no statement of the test may raise
             self.plan.claims[num_claims:] = [
@@ -178,14 +180,14 @@ class Reader:
         }
         for statement in function.body:
             statement_copy = ast.parse(ast.unparse(statement)).body[0]
-            self._statement(ast.fix_missing_locations(NameReplacer(replacements).visit(statement_copy)))
+            self._read_statement(ast.fix_missing_locations(NameReplacer(replacements).visit(statement_copy)))
 
-    def _statement(self, statement: ast.stmt) -> None:
+    def _read_statement(self, statement: ast.stmt) -> None:
         inner_nodes = list(ast.walk(statement))
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             return
         if isinstance(statement, ast.Assert):
-            self._assert(statement.test)
+            self._read_assertion(statement.test)
         elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             if isinstance(statement, ast.FunctionDef):
                 self._functions[statement.name] = statement
@@ -197,13 +199,13 @@ class Reader:
             if module not in _FRAMEWORKS:
                 self._add_statement(statement)
         elif isinstance(statement, ast.With) and self._expects_exception(statement):
-            self._raises(statement)
+            self._read_raises(statement)
         elif isinstance(statement, ast.If) and any(isinstance(node, ast.Assert) for node in inner_nodes):
             for branch_statement in statement.body if self.constant_value(statement.test) else statement.orelse:
-                self._statement(branch_statement)
+                self._read_statement(branch_statement)
         elif isinstance(statement, ast.For) and any(isinstance(node, (ast.Assert, ast.With)) for node in inner_nodes):
-            self._loop(statement, inner_nodes)
-        elif isinstance(statement, ast.Expr) and self._asserting_call(statement.value):
+            self._unroll_loop(statement, inner_nodes)
+        elif isinstance(statement, ast.Expr) and self._inline_asserting_call(statement.value):
             pass
         elif any(isinstance(node, ast.Assert) for node in inner_nodes):
             raise Unclear
@@ -216,7 +218,7 @@ class Reader:
                 raise Unclear
             self._add_statement(statement)
 
-    def _asserting_call(self, call: ast.expr) -> bool:
+    def _inline_asserting_call(self, call: ast.expr) -> bool:
         """Inlines a call of a test's function with assertions; returns False for other expressions.
 
         Raises:
@@ -239,7 +241,7 @@ class Reader:
         call = statement.items[0].context_expr
         return len(statement.items) == 1 and isinstance(call, ast.Call) and self._meaning(call.func) == "pytest.raises"
 
-    def _raises(self, statement: ast.With) -> None:
+    def _read_raises(self, statement: ast.With) -> None:
         """Parses `with pytest.raises(...)`. The sandbox returns the exception; its classes are compared outside."""
         call = statement.items[0].context_expr
         assert isinstance(call, ast.Call)
@@ -264,20 +266,20 @@ class Reader:
         step_number = add_step(self.plan, "raises", source)
         pattern = str(match_values[0]) if match_values else None
         self.plan.claims.append(lambda answers: outside.has_raised(answers, step_number, exception_names, pattern))
-        self.judged += 1
+        self.num_dependent += 1
 
-    def _loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
+    def _unroll_loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
         """Unrolls a loop over values that are known outside the sandbox."""
         if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
             raise Unclear
         for element in items(loop.iter, self.constant_value):
-            self._rounds += 1
-            if self._rounds > MOST_ROUNDS:
+            self._num_rounds += 1
+            if self._num_rounds > MOST_ROUNDS:
                 raise Unclear
             for name, bound_value in bound_names(loop.target, copy.deepcopy(element)):
                 self._bind(name, bound_value)
             for statement in loop.body:
-                self._statement(statement)
+                self._read_statement(statement)
 
     def _is_known(self, node: ast.expr, build: Callable[[ast.expr], Term] | None = None) -> bool:
         """Returns whether an expression is independent of the program.
@@ -286,13 +288,13 @@ class Reader:
             node: The expression.
             build: Function that builds the term of the expression; by default `_term`.
         """
-        previous_trial, previous_rounds, self._trial = self._trial, self._rounds, True
+        previous_trial, previous_rounds, self._is_trial = self._is_trial, self._num_rounds, True
         try:
             (build or self._term)(node)
         except (Unclear, LookupError):
             return False
         finally:
-            self._trial, self._rounds = previous_trial, previous_rounds
+            self._is_trial, self._num_rounds = previous_trial, previous_rounds
         return True
 
     def constant_value(self, node: ast.expr) -> Any:
@@ -308,12 +310,12 @@ class Reader:
         except Exception:
             raise Unclear from None
 
-    def _assert(self, node: ast.expr) -> None:
-        num_steps, self._leaves = len(self.plan.steps), 0
+    def _read_assertion(self, node: ast.expr) -> None:
+        num_steps, self._num_leaves = len(self.plan.steps), 0
         term = self._term(node)
-        if self._leaves:
+        if self._num_leaves:
             self.plan.claims.append(term)
-            self.judged += 1
+            self.num_dependent += 1
             return
         del self.plan.steps[num_steps:]
         stored_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
@@ -328,18 +330,18 @@ class Reader:
         step_number = add_step(self.plan, "value", f"any(name in globals() for name in {unknown_names!r})")
         self._all_inside = True
         try:
-            judged_term = self._term(node)
+            inside_term = self._term(node)
         finally:
             self._all_inside = False
         strict = self.plan.strict
         self.plan.claims.append(
             lambda answers: (
-                judged_term(answers)
+                inside_term(answers)
                 if outside.value_of(answers, step_number) is True
                 else not strict[0] and term(answers)
             )
         )
-        self.possible += 1
+        self.num_possible += 1
 
     def _term(self, node: ast.expr) -> Term:
         """Returns a function that computes an expression outside the sandbox from the values of its leaves, which the sandbox
@@ -349,7 +351,7 @@ class Reader:
         if is_literal:
             return lambda answers: value
         if self._is_leaf(node):
-            return self._leaf(node)
+            return self._add_leaf(node)
         match node:
             case ast.BoolOp():
                 part_terms = [self._term(part_node) for part_node in node.values]
@@ -382,14 +384,14 @@ class Reader:
                 return lambda answers: container(answers)[index_term(answers)]
             case ast.NamedExpr():
                 named_value = self.constant_value(node.value)
-                if not self._trial:
+                if not self._is_trial:
                     self._bind(node.target.id, named_value)
                 return lambda answers: named_value
             case ast.Call() if self._is_method(node):
                 assert isinstance(node.func, ast.Attribute)
                 name, receiver = node.func.attr, self._term(node.func.value)
                 part_terms = [self._term(argument) for argument in node.args]
-                return lambda answers: outside.method(
+                return lambda answers: outside.call_method(
                     receiver(answers), name, [part_term(answers) for part_term in part_terms]
                 )
             case ast.JoinedStr():
@@ -416,11 +418,11 @@ class Reader:
         constant = self.plan.values[name] if name in self.plan.values else outside.CONSTANTS[self._meaning(node)]
         return lambda answers: constant
 
-    def _leaf(self, node: ast.expr) -> Term:
+    def _add_leaf(self, node: ast.expr) -> Term:
         # The sandbox cannot compute a leaf with values that are known only outside.
-        if self._trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
+        if self._is_trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
             raise Unclear
-        self._leaves += 1
+        self._num_leaves += 1
         source = ast.unparse(self._insert_values(node))
         for name in [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
             self.plan.values.pop(name, None)
@@ -529,17 +531,17 @@ class Reader:
         try:
             if any(generator.is_async for generator in node.generators):
                 raise Unclear
-            rounds = self._rounds_of(node.generators, node.elt)
+            rounds = self._build_rounds(node.generators, node.elt)
         except Unclear:
             if isinstance(node, ast.GeneratorExp) or outer_bindings:
                 raise
             self.plan, self._step_numbers = plan_before
-            return self._leaf(node)  # the sandbox can return a list
+            return self._add_leaf(node)  # the sandbox can return a list
         finally:
             self._bound = outer_bindings
         return lambda answers: container_type(list(rounds(answers)))
 
-    def _rounds_of(self, generators: Sequence[ast.comprehension], element: ast.expr) -> Term:
+    def _build_rounds(self, generators: Sequence[ast.comprehension], element: ast.expr) -> Term:
         if not generators:
             term = self._term(element)
             return lambda answers: [term(answers)]
@@ -551,15 +553,15 @@ class Reader:
         if elements is not None and not self._bound:
             rounds_terms = []
             for value in elements:
-                self._rounds += 1
-                if self._rounds > MOST_ROUNDS:
+                self._num_rounds += 1
+                if self._num_rounds > MOST_ROUNDS:
                     raise Unclear
                 renamer = NameReplacer(assign_expressions(first_generator.target, value))
                 condition_terms = [self._term(renamer.visit(expression(test))) for test in first_generator.ifs]
                 inner_generators = [ast.comprehension(g.target, renamer.visit(expression(g.iter)),
                          [renamer.visit(expression(test)) for test in g.ifs], 0) for g in other_generators]  # fmt: skip
                 rounds_terms.append(
-                    (condition_terms, self._rounds_of(inner_generators, renamer.visit(expression(element))))
+                    (condition_terms, self._build_rounds(inner_generators, renamer.visit(expression(element))))
                 )
             return lambda answers: [
                 element_value
@@ -571,7 +573,7 @@ class Reader:
         cells: dict[str, list[Any]] = {name: [None] for name in assign_expressions(first_generator.target, None)}
         self._bound |= cells
         condition_terms = [self._term(test) for test in first_generator.ifs]
-        body = self._rounds_of(other_generators, element)
+        body = self._build_rounds(other_generators, element)
 
         def run(answers: Sequence[Answer]) -> Any:
             for round_value in iterable_term(answers):

@@ -20,9 +20,9 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 _LARGEST_EXPONENT = 10_000
-_MOST_ALIKE = 32
+_MAX_EQUAL_HASHES = 32
 """Maximum number of set members with the same hash. A malicious program could return more to slow down comparisons."""
 
 
@@ -32,7 +32,7 @@ def decode(value: Any, depth: int = 0) -> Any:
     Raises:
         ValueError: The encoding is invalid, because a program wrote it.
     """
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         raise ValueError("nested too deep")
     if value is None or isinstance(value, (bool, str)):
         return value
@@ -47,7 +47,7 @@ def decode(value: Any, depth: int = 0) -> Any:
 
 def _decode_dict(content: Any, decode_element: Callable[[Any], Any]) -> dict[Any, Any]:
     pairs = [(decode_element(key), decode_element(element)) for key, element in content]
-    _spread([key for key, _ in pairs])
+    _refuse_equal_hashes([key for key, _ in pairs])
     return dict(pairs)
 
 
@@ -65,14 +65,14 @@ def _decode_moment(content: Any, _: Callable[[Any], Any]) -> Any:
     return moments[content[0]].fromisoformat(str(content[1]))
 
 
-def _spread(members: list[Hashable]) -> Iterable[Hashable]:
+def _refuse_equal_hashes(members: list[Hashable]) -> Iterable[Hashable]:
     """Refuses too many members with the same hash, for which hashing takes quadratic time; returns the members.
 
     Raises:
-        ValueError: More than `_MOST_ALIKE` members share a hash.
+        ValueError: More than `_MAX_EQUAL_HASHES` members share a hash.
     """
     hash_counts = collections.Counter(map(hash, members))
-    if len(members) > _MOST_ALIKE and max(hash_counts.values()) > _MOST_ALIKE:
+    if len(members) > _MAX_EQUAL_HASHES and max(hash_counts.values()) > _MAX_EQUAL_HASHES:
         raise ValueError("a set of members that share their hash")
     return members
 
@@ -89,11 +89,11 @@ _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
     "l": lambda content, decode_element: [decode_element(element) for element in content],
     "g": lambda content, decode_element: iter([decode_element(element) for element in content]),
     "t": lambda content, decode_element: tuple(decode_element(element) for element in content),
-    "s": lambda content, decode_element: set(_spread([decode_element(element) for element in content])),
+    "s": lambda content, decode_element: set(_refuse_equal_hashes([decode_element(element) for element in content])),
     "d": _decode_dict,
 }
 
-_MOST_BITS, _MOST_ITEMS = 1 << 22, 1 << 20
+_MAX_BITS, _MAX_ITEMS = 1 << 22, 1 << 20
 Answer = Mapping[str, Any]
 Term = Callable[[Sequence[Answer]], Any]
 """Function that computes a value from the sandbox's answers to a plan's steps."""
@@ -101,7 +101,7 @@ Term = Callable[[Sequence[Answer]], Any]
 
 def _range(*numbers: int) -> range:
     rounds = range(*numbers)
-    if len(rounds) > _MOST_ITEMS:
+    if len(rounds) > _MAX_ITEMS:
         raise ValueError("too large")
     return rounds
 
@@ -133,20 +133,20 @@ class Approximation:
         self.absolute = abs
 
     def __eq__(self, other: object) -> bool:
-        return self._near(self.expected, other)
+        return self._is_close(self.expected, other)
 
-    def _near(self, expected: Any, value: Any) -> bool:
+    def _is_close(self, expected: Any, value: Any) -> bool:
         if isinstance(expected, dict):
             return (
                 isinstance(value, dict)
                 and value.keys() == expected.keys()
-                and all(self._near(element, value[key]) for key, element in expected.items())
+                and all(self._is_close(element, value[key]) for key, element in expected.items())
             )
         if isinstance(expected, (list, tuple)):
             return (
                 isinstance(value, (list, tuple))
                 and len(value) == len(expected)
-                and all(self._near(*value_pair) for value_pair in zip(expected, value, strict=True))
+                and all(self._is_close(*value_pair) for value_pair in zip(expected, value, strict=True))
             )
         if isinstance(expected, bool) or not isinstance(expected, (int, float, complex, Decimal, Fraction)):
             return bool(expected == value)
@@ -242,7 +242,7 @@ def has_raised(answers: Sequence[Answer], number: int, names: Sequence[str], pat
     return any(name in classes for name in names) and (pattern is None or re.search(pattern, message) is not None)
 
 
-def method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
+def call_method(receiver: Any, name: str, arguments: Sequence[Any]) -> Any:
     """Calls a method of `KNOWN_METHODS`; returns its result, with views of dicts as lists."""
     return_value = getattr(receiver, name)(*arguments)
     return list(return_value) if isinstance(receiver, dict) and name in ("items", "keys", "values") else return_value
@@ -302,7 +302,7 @@ def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
     if isinstance(first, number_types) and isinstance(second, number_types):
         if kind is ast.Pow and isinstance(first, (int, Fraction)):
             max_bits = max(int(integer_part).bit_length() for integer_part in (first.numerator, first.denominator))
-            if not float(abs(second)) * max_bits <= _MOST_BITS:
+            if not float(abs(second)) * max_bits <= _MAX_BITS:
                 raise ValueError("too large")
         return ARITHMETIC[kind](first, second)
     if kind is ast.Add and type(first) is type(second) and isinstance(first, (str, bytes, list, tuple)):
@@ -312,7 +312,7 @@ def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
     if kind is ast.Mult:
         sequence, repetitions = (second, first) if isinstance(first, int) else (first, second)
         if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(repetitions, int):
-            if len(sequence) * repetitions > _MOST_ITEMS:
+            if len(sequence) * repetitions > _MAX_ITEMS:
                 raise ValueError("too large")
             return sequence * repetitions
     raise TypeError("no arithmetic of these")

@@ -63,28 +63,30 @@ def last_number(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-_WAYS: dict[str, Callable[[str], str | None]] = {
+_EXTRACTION_METHODS: dict[str, Callable[[str], str | None]] = {
     "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number,
     "whole": lambda text: text.strip() or None,
 }  # fmt: skip
 
 
-def check_ways(ways: Sequence[str], option: str) -> tuple[str, ...]:
+def check_extraction_methods(methods: Sequence[str], option: str) -> tuple[str, ...]:
     """Checks the names of extraction methods.
 
     Raises:
         ConfigError: A name is unknown.
     """
-    unknown_ways = [way for way in ways if way not in _WAYS]
-    if unknown_ways or isinstance(ways, str):
-        unknown_way = ways if isinstance(ways, str) else unknown_ways[0]
-        raise ConfigError(f"reward.terms: {option} has {unknown_way!r}; allowed: a list of {', '.join(_WAYS)}")
-    return tuple(ways)
+    unknown_methods = [method for method in methods if method not in _EXTRACTION_METHODS]
+    if unknown_methods or isinstance(methods, str):
+        unknown_method = methods if isinstance(methods, str) else unknown_methods[0]
+        raise ConfigError(
+            f"reward.terms: {option} has {unknown_method!r}; allowed: a list of {', '.join(_EXTRACTION_METHODS)}"
+        )
+    return tuple(methods)
 
 
-def extract(text: str, ways: Sequence[str]) -> str | None:
+def extract(text: str, methods: Sequence[str]) -> str | None:
     """Returns the answer of the first extraction method that finds one; None if no method does."""
-    return next((answer for way in ways if (answer := _WAYS[way](text)) is not None), None)
+    return next((answer for method in methods if (answer := _EXTRACTION_METHODS[method](text)) is not None), None)
 
 
 _MAX_CHARACTERS = 1000
@@ -204,13 +206,15 @@ class MathReward:
     def __init__(self, extract: Sequence[str] = ("boxed", "####"), last_number: bool = False) -> None:
         required("math_verify", "reward 'math' needs math-verify")
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warnings about timeouts, which the pool enforces
-        self._ways = check_ways(extract, "extract of 'math'") + (("last_number",) if last_number else ())
+        self._methods = check_extraction_methods(extract, "extract of 'math'") + (
+            ("last_number",) if last_number else ()
+        )
 
     def __call__(self, sample: Sample) -> float:
         reference = extract(sample.answer, ("boxed", "####", "whole"))
         if reference is None:
             raise ValueError("the problem has no answer to compare with")
-        answer = extract(sample.response, self._ways)
+        answer = extract(sample.response, self._methods)
         return float(answer is not None and equal(reference, answer))
 
 
@@ -228,11 +232,11 @@ def equal(reference: str, answer: str) -> bool:
             return True
     # The pool limits the time. The timeouts of math-verify would require the main thread.
     library = importlib.import_module("math_verify")
-    return bool(library.verify(_parsed(reference), _parsed(answer), timeout_seconds=None))
+    return bool(library.verify(_parse(reference), _parse(answer), timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)
-def _parsed(answer: str) -> list[Any]:
+def _parse(answer: str) -> list[Any]:
     library = importlib.import_module("math_verify")
     extraction_configs = [library.LatexExtractionConfig(), library.ExprExtractionConfig()]
     expressions: list[Any] = library.parse(f"${answer}$", extraction_configs, parsing_timeout=None)

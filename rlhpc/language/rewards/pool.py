@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.typed import plain
-from rlhpc.language.rewards.base import Reward, Sample, SaysInline
+from rlhpc.language.rewards.base import DeclaresInline, Reward, Sample
 from rlhpc.language.rewards.pool_server import judge
 from rlhpc.language.rewards.registry import REWARDS, build_reward, check_arguments
 from rlhpc.runtime import pickle_stream
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _START_S = 120.0
 """Maximum time in seconds in which a judge process builds its rewards."""
-_MOST_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 3
 _SERVER = "from rlhpc.language.rewards.pool_server import main; main()"
 
 
@@ -66,7 +66,7 @@ class Term:
     @property
     def inline(self) -> bool:
         """True if the term is cheap and safe enough to run in this process."""
-        inline = isinstance(self.factory, SaysInline) and self.factory.inline
+        inline = isinstance(self.factory, DeclaresInline) and self.factory.inline
         return bool(inline(**self.kwargs) if callable(inline) else inline)
 
 
@@ -104,8 +104,8 @@ class RewardPool:
         }
         self._remote = [term for term in terms if not term.inline]
         self._queue: collections.deque[int] = collections.deque()
-        self._waiting: dict[int, tuple[Hashable, Sample]] = {}
-        self._done: list[tuple[Any, Scored]] = []
+        self._pending: dict[int, tuple[Hashable, Sample]] = {}
+        self._scored: list[tuple[Any, Scored]] = []
         self._ticket = self._number = self._failed_starts = 0
         self._counts = collections.Counter[str]()
         self._num_failures = 0
@@ -123,7 +123,7 @@ class RewardPool:
             try:
                 self._start_server()
                 while not any(judge_process.ready for judge_process in self._judges.values()):
-                    self._attend(1.0)
+                    self._process_events(1.0)
             except BaseException:
                 self.close()
                 raise
@@ -131,10 +131,10 @@ class RewardPool:
     def submit(self, sample_id: Hashable, sample: Sample) -> None:
         """Queues a sample; `poll` returns its score with `sample_id`."""
         self._ticket += 1
-        self._waiting[self._ticket] = (sample_id, sample)
+        self._pending[self._ticket] = (sample_id, sample)
         if self._remote:
             self._queue.append(self._ticket)
-            self._feed()
+            self._send_queued()
         else:
             self._finish(self._ticket, {}, "")
 
@@ -147,10 +147,10 @@ class RewardPool:
         deadline = time.monotonic() + timeout_s
         while True:
             next_deadline = min([deadline, *(judge_process.deadline for judge_process in self._judges.values())])
-            self._attend(0.0 if self._done else max(0.0, next_deadline - time.monotonic()))
-            if self._done or time.monotonic() >= deadline or not self._waiting:
+            self._process_events(0.0 if self._scored else max(0.0, next_deadline - time.monotonic()))
+            if self._scored or time.monotonic() >= deadline or not self._pending:
                 break
-        scored_samples, self._done = self._done, []
+        scored_samples, self._scored = self._scored, []
         return scored_samples
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
@@ -166,18 +166,18 @@ class RewardPool:
                     scores[indices[key]] = scored
                 else:
                     other_scores.append((key, scored))
-        self._done = other_scores + self._done
+        self._scored = other_scores + self._scored
         return [scores[i] for i in range(len(samples))]
 
     def unfinished(self) -> int:
         """Returns the number of submitted samples whose scores `poll` has not yet returned."""
-        return len(self._waiting) + len(self._done)
+        return len(self._pending) + len(self._scored)
 
     def drain(self) -> None:
         """Drops all submitted samples."""
         self._queue.clear()
-        self._waiting.clear()
-        self._done.clear()
+        self._pending.clear()
+        self._scored.clear()
 
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call: `scored`, `failed`, and the failures `timeouts`, `died` and `raised`."""
@@ -225,7 +225,7 @@ class RewardPool:
     def _end_server(self, timeout_s: float) -> None:
         """Ends the server and its judges; kills the server if it does not exit in time."""
         for judge_process in list(self._judges.values()):
-            self._forget(judge_process)
+            self._remove(judge_process)
         if self._control is not None:
             self._control.close()  # the server reads end-of-file, and ends its processes
         if self._server is not None:
@@ -257,7 +257,7 @@ class RewardPool:
     def _restart(self) -> None:
         """Restarts a server that was killed. The judges of the killed server have ended, too."""
         self._failed_starts += 1
-        if self._failed_starts > _MOST_FAILED_STARTS:
+        if self._failed_starts > _MAX_FAILED_STARTS:
             raise RlhpcError(f"the judges' server ended {self._failed_starts} times in a row; see its output above")
         log.warning("the judges' server is gone; starting another")
         tickets = [judge_process.ticket for judge_process in self._judges.values() if judge_process.ticket is not None]
@@ -266,7 +266,7 @@ class RewardPool:
             self._finish(ticket, {}, "the judge died", "died")
         self._start_server()
 
-    def _forget(self, judge_process: _Judge) -> None:
+    def _remove(self, judge_process: _Judge) -> None:
         self._judges.pop(judge_process.number, None)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(judge_process.socket)
@@ -274,18 +274,18 @@ class RewardPool:
 
     def _replace(self, judge_process: _Judge, failure: str, reason: str) -> None:
         assert self._control is not None
-        self._forget(judge_process)
+        self._remove(judge_process)
         with contextlib.suppress(OSError):
             pickle_stream.send(self._control, {"op": "kill", "judge": judge_process.number})
         if judge_process.ticket is not None:
             self._finish(judge_process.ticket, {}, reason, failure)
         if not judge_process.ready:
             self._failed_starts += 1
-            if self._failed_starts > _MOST_FAILED_STARTS:
+            if self._failed_starts > _MAX_FAILED_STARTS:
                 raise RlhpcError(f"a judge could not be started {self._failed_starts} times in a row: {reason}")
         self._start_judge()
 
-    def _attend(self, timeout_s: float) -> None:
+    def _process_events(self, timeout_s: float) -> None:
         """Receives messages from judges, replaces judges that exceed their time limit, and sends queued samples."""
         if not self._remote:
             return
@@ -300,7 +300,7 @@ class RewardPool:
                 self._replace(judge_process, "timeouts", reason)
             else:
                 self._replace(judge_process, "died", f"it built no rewards within {_START_S:g} s")
-        self._feed()
+        self._send_queued()
 
     def _receive(self, judge_process: _Judge) -> None:
         message = pickle_stream.receive(judge_process.socket)
@@ -316,14 +316,14 @@ class RewardPool:
             judge_process.ticket, judge_process.deadline = None, math.inf
             self._finish(message["ticket"], *message["verdict"])
 
-    def _feed(self) -> None:
+    def _send_queued(self) -> None:
         for judge_process in list(self._judges.values()):
             while self._queue and judge_process.ready and judge_process.ticket is None:
                 ticket = self._queue.popleft()
-                if ticket not in self._waiting:
+                if ticket not in self._pending:
                     continue
                 try:
-                    pickle_stream.send(judge_process.socket, (ticket, self._waiting[ticket][1]))
+                    pickle_stream.send(judge_process.socket, (ticket, self._pending[ticket][1]))
                 except OSError:
                     self._queue.appendleft(ticket)
                     break  # the judge has ended, which the next read of its socket detects
@@ -340,9 +340,9 @@ class RewardPool:
             errors: Reasons why remote terms failed; "" if none failed.
             failure: Metric that counts the failure.
         """
-        if ticket not in self._waiting:
+        if ticket not in self._pending:
             return
-        sample_id, sample = self._waiting.pop(ticket)
+        sample_id, sample = self._pending.pop(ticket)
         inline_values, inline_errors = judge(self._inline, sample)
         values, errors = values | inline_values, "; ".join(filter(None, (errors, inline_errors)))
         terms = {name: values.get(name, self.failed) for name in self._weights}
@@ -352,7 +352,7 @@ class RewardPool:
             total_score = self.failed
             self._counts.update(("failed", failure))
             self._log_failure(errors)
-        self._done.append((sample_id, Scored(total_score, terms, bool(errors), errors)))
+        self._scored.append((sample_id, Scored(total_score, terms, bool(errors), errors)))
 
     def _log_failure(self, reason: str) -> None:
         """Logs the first three failures, then each thousandth failure."""

@@ -48,7 +48,7 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
     return term_values, "; ".join(errors)
 
 
-def _work(spec: Spec, connection: socket.socket) -> None:
+def _run_judge(spec: Spec, connection: socket.socket) -> None:
     """Runs a judge process: builds the rewards, then scores samples one by one."""
     limits = [factory.memory_mb if isinstance(factory, MemoryBound) else 0 for _, factory, _ in spec]
     if all(limits):
@@ -99,7 +99,7 @@ class JudgeServer:
             self._reap()
         for pid in self.judges:
             _kill_tree(pid)
-        _kill_tree(os.getpid(), itself=False)
+        _kill_tree(os.getpid(), include_root=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, number: int) -> None:
@@ -123,7 +123,7 @@ class JudgeServer:
             folder.mkdir()
             tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
             random.seed()
-            _work(self.spec, socket.socket(fileno=fd))
+            _run_judge(self.spec, socket.socket(fileno=fd))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -152,13 +152,13 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def _kill_tree(pid: int, itself: bool = True) -> None:
+def _kill_tree(pid: int, include_root: bool = True) -> None:
     """Kills a process and its descendants. Suspends the process first, so that it starts no further descendants."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
         root_process = psutil.Process(pid)
-        if itself:
+        if include_root:
             root_process.suspend()
         while descendants := [
             descendant
@@ -168,9 +168,9 @@ def _kill_tree(pid: int, itself: bool = True) -> None:
             for process in descendants:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            if not itself:
+            if not include_root:
                 psutil.wait_procs(descendants, timeout=1)
-        if itself:
+        if include_root:
             root_process.kill()
 
 

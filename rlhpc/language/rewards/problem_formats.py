@@ -36,7 +36,7 @@ def tests_of(meta: Mapping[str, Any]) -> list[Test]:
     column = next((name for name in COLUMNS if meta.get(name)), None)
     if column is None:
         raise ValueError(f"the problem has no tests: its meta has none of {', '.join(map(repr, COLUMNS))}")
-    return list(_tests(meta[column], entry_of(meta)))
+    return list(_iter_tests(meta[column], entry_of(meta)))
 
 
 def setup_of(meta: Mapping[str, Any]) -> str:
@@ -53,31 +53,31 @@ def entry_of(meta: Mapping[str, Any]) -> str:
         return str(meta["entry_point"])
     metadata = meta.get("metadata")
     if isinstance(metadata, str):
-        metadata = _json(metadata)
+        metadata = _try_parse_json(metadata)
     return str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else ""
 
 
-def _tests(value: Any, entry: str) -> Iterator[Test]:
+def _iter_tests(value: Any, entry: str) -> Iterator[Test]:
     if isinstance(value, str):
         stripped_text = value.strip()
-        if stripped_text[:1] in ("{", "[") and (parsed_json := _json(stripped_text)) is not None:
-            yield from _tests(parsed_json, entry)
+        if stripped_text[:1] in ("{", "[") and (parsed_json := _try_parse_json(stripped_text)) is not None:
+            yield from _iter_tests(parsed_json, entry)
         elif _COMPRESSED.fullmatch(stripped_text) and " " not in stripped_text:
             raise ValueError("a test is compressed (private_test_cases of LiveCodeBench): decode it first")
         else:
             yield value
     elif isinstance(value, Mapping):
-        yield from _pairs(value, entry)
+        yield from _iter_input_output(value, entry)
     elif isinstance(value, Sequence):
         for element in value:
-            yield from _tests(element, entry)
+            yield from _iter_tests(element, entry)
     else:
         raise ValueError(
             f"a test is a {type(value).__name__}; allowed: Python statements, or objects with input and output"
         )
 
 
-def _json(text: str) -> Any:
+def _try_parse_json(text: str) -> Any:
     try:
         parsed_json = json.loads(text)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _json(text: str) -> Any:
     return parsed_json if isinstance(parsed_json, (dict, list)) else None
 
 
-def _pairs(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
+def _iter_input_output(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
     keys = set(test)
     if {"call", "output"} <= keys:
         yield test
@@ -97,20 +97,20 @@ def _pairs(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
             # APPS wraps each result in a list of one.
             has_wrapped_outputs = all(isinstance(output, list) and len(output) == 1 for output in outputs)
             for arguments, output in zip(inputs, outputs, strict=True):
-                yield _call(str(name), arguments, output[0] if has_wrapped_outputs else output)
+                yield _call_test(str(name), arguments, output[0] if has_wrapped_outputs else output)
         else:
             for stdin, stdout in zip(inputs, outputs, strict=True):
-                yield {"input": _lines(stdin), "output": _lines(stdout)}
+                yield {"input": _join_lines(stdin), "output": _join_lines(stdout)}
     elif {"input", "output"} <= keys:
         test_type = str(test.get("testtype") or test.get("type") or "stdin")
         if test_type in ("stdin", "stdin_stdout"):
-            yield {"input": _lines(test["input"]), "output": _lines(test["output"])}
+            yield {"input": _join_lines(test["input"]), "output": _join_lines(test["output"])}
         elif test_type == "functional":
             if not entry:
                 raise ValueError("a test calls a function that the problem does not name: set entry_point")
             try:
                 arguments = [json.loads(line) for line in str(test["input"]).splitlines() if line.strip()]
-                yield _call(entry, arguments, json.loads(str(test["output"])))
+                yield _call_test(entry, arguments, json.loads(str(test["output"])))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"a functional test has input or output that is no JSON: {error}") from None
         else:
@@ -122,14 +122,14 @@ def _pairs(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
         )
 
 
-def _call(name: str, arguments: Any, output: Any) -> Test:
+def _call_test(name: str, arguments: Any, output: Any) -> Test:
     if not isinstance(arguments, list):
         raise ValueError(f"a test calls {name} with a {type(arguments).__name__}, not with a list of arguments")
     source = ", ".join(map(repr, arguments))
     return {"call": _METHOD.format(name, source) if name.isidentifier() else f"{name}({source})", "output": output}
 
 
-def _lines(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     """Returns the text of stdin or stdout, which some data sets store as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -146,13 +146,13 @@ def parse_test(test: str) -> list[ast.stmt]:
         body = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"a test of the problem is no Python: {error}") from None
-    return list(_opened(body))
+    return list(_iter_statements(body))
 
 
-def _opened(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def _iter_statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     for statement in body:
         if isinstance(statement, ast.If) and _is_main_guard(statement.test):
-            yield from _opened(statement.body)
+            yield from _iter_statements(statement.body)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             if isinstance(statement.value.value, str) and ">>>" in statement.value.value:
                 yield from _doctest(statement.value.value)
@@ -238,7 +238,7 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
                 raise ValueError(f"the class {statement.name} has no method test…, so it tests nothing")
             classes.append(statement)
         elif isinstance(statement, ast.ClassDef) and statement.name.startswith("Test") and not statement.bases:
-            functions += _methods(statement)
+            functions += _pytest_methods(statement)
         else:
             plain_statements.append(statement)
     return plain_statements, functions, classes
@@ -292,7 +292,7 @@ def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
     return plain_function
 
 
-def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
+def _pytest_methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
     """Converts the tests of a pytest class without base classes to functions.
 
     Raises:
@@ -315,13 +315,13 @@ def _methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
     return functions
 
 
-_COMPARED = {
+_COMPARISONS = {
     "assertEqual": "==", "assertEquals": "==", "assertNotEqual": "!=", "assertIs": "is", "assertIsNot": "is not",
     "assertIn": "in", "assertNotIn": "not in", "assertGreater": ">", "assertGreaterEqual": ">=", "assertLess": "<",
     "assertLessEqual": "<=", "assertListEqual": "==", "assertDictEqual": "==", "assertTupleEqual": "==",
     "assertSetEqual": "==", "assertSequenceEqual": "==", "assertMultiLineEqual": "==",
 }  # fmt: skip
-_OF_ONE = {
+_UNARY_ASSERTIONS = {
     "assertTrue": "assert {}", "assertFalse": "assert not {}", "assertIsNone": "assert {} is None",
     "assertIsNotNone": "assert {} is not None",
 }  # fmt: skip
@@ -403,10 +403,10 @@ class _Unittest(ast.NodeTransformer):
             keyword.value = self.visit(keyword.value)
         name, arguments = ast.unparse(call.func).removeprefix("self."), [ast.unparse(a) for a in call.args]
         keywords = {str(k.arg): ast.unparse(k.value) for k in call.keywords if k.arg != "msg"}
-        if name in _COMPARED and len(arguments) in (2, 3) and not keywords:
-            source = f"assert ({arguments[0]}) {_COMPARED[name]} ({arguments[1]})"
-        elif name in _OF_ONE and len(arguments) in (1, 2) and not keywords:
-            source = _OF_ONE[name].format(f"({arguments[0]})")
+        if name in _COMPARISONS and len(arguments) in (2, 3) and not keywords:
+            source = f"assert ({arguments[0]}) {_COMPARISONS[name]} ({arguments[1]})"
+        elif name in _UNARY_ASSERTIONS and len(arguments) in (1, 2) and not keywords:
+            source = _UNARY_ASSERTIONS[name].format(f"({arguments[0]})")
         elif name in ("assertIsInstance", "assertNotIsInstance") and len(arguments) in (2, 3) and not keywords:
             negation = "not " * (name == "assertNotIsInstance")
             source = f"assert {negation}isinstance({arguments[0]}, {arguments[1]})"

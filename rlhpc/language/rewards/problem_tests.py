@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.language.rewards import expected_values as outside
 from rlhpc.language.rewards import problem_formats
-from rlhpc.language.rewards.code_test_plan import TestPlan, add_step, calls, has_check, meanings_of
+from rlhpc.language.rewards.code_test_plan import TestPlan, add_step, has_call, has_check, meanings_of
 from rlhpc.language.rewards.code_tests import Reader
 from rlhpc.language.rewards.expected_values import Term
 from rlhpc.language.rewards.python_expressions import Unclear, has_assertion, is_always_true, to_expression
@@ -37,36 +37,36 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     }
     if entry_point in vars(builtins):  # otherwise a program without it would pass
         plan.prepared.append(add_step(plan, "do", f"globals()[{entry_point!r}]"))
-    num_judged = num_possible = 0
+    num_dependent = num_possible = 0
     for test_number, test in enumerate(tests, 1):
         if isinstance(test, Mapping):
-            claim = _equal(add_step(plan, "value", str(test["call"])), test["output"])
+            claim = _equality_claim(add_step(plan, "value", str(test["call"])), test["output"])
             plan.claims.append(outside.require_steps(plan.prepared, claim) if plan.prepared else claim)
-            num_judged += 1
+            num_dependent += 1
             continue
         body = problem_formats.parse_test(test)
         problem_formats.require_modules(body)
         _refuse_constant(body, test_number)
         reader = Reader(plan.copy(), entry_point, defined_functions)
         try:  # a test that cannot be split runs completely in the sandbox
-            plan, num_judging = reader.read(body), reader.judged
-            num_possible += reader.possible
+            plan, num_dependent_of_test = reader.read(body), reader.num_dependent
+            num_possible += reader.num_possible
         except (Unclear, RecursionError):
-            num_judging = _script(plan, body, entry_point, defined_functions)
-        if not num_judging and not reader.possible and not (body and all(map(_prepares, body))):
-            raise ValueError(f"test {test_number} tests nothing: {_why(body)}")
+            num_dependent_of_test = _add_script(plan, body, entry_point, defined_functions)
+        if not num_dependent_of_test and not reader.num_possible and not (body and all(map(_may_prepare, body))):
+            raise ValueError(f"test {test_number} tests nothing: {_explain(body)}")
         defined_functions |= {
             setup_statement.name: setup_statement
             for setup_statement in body
             if isinstance(setup_statement, ast.FunctionDef)
         }
-        num_judged += num_judging
-    plan.strict[0] = not num_judged
-    if tests and not num_judged and not num_possible:
+        num_dependent += num_dependent_of_test
+    plan.strict[0] = not num_dependent
+    if tests and not num_dependent and not num_possible:
         syntax_example = next(
             (body for test in tests if isinstance(test, str) and (body := problem_formats.parse_test(test))), []
         )
-        raise ValueError(f"its tests test nothing: {_why(syntax_example)}")
+        raise ValueError(f"its tests test nothing: {_explain(syntax_example)}")
     return plan
 
 
@@ -102,7 +102,7 @@ def _refuse_constant(body: Sequence[ast.stmt], number: int) -> None:
             )
 
 
-def _why(body: Sequence[ast.stmt]) -> str:
+def _explain(body: Sequence[ast.stmt]) -> str:
     if not body:
         return "it has no statement"
     if any(isinstance(statement, ast.FunctionDef) and statement.name == "check" for statement in body):
@@ -112,12 +112,12 @@ def _why(body: Sequence[ast.stmt]) -> str:
     return "it has no assertion that is reached; write assert CONDITION"
 
 
-def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
+def _add_script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
     """Adds a test that runs completely in the sandbox; returns 1, or 0 if the test asserts nothing."""
     plain_statements, functions, classes = problem_formats.test_functions(body)
     source: list[ast.stmt] = [*plain_statements, *functions, *classes]
     lines = [f"{function.name}()" for function in functions]
-    if has_check(plain_statements) and entry and not calls(plain_statements, "check"):
+    if has_check(plain_statements) and entry and not has_call(plain_statements, "check"):
         lines.append(f"check({entry})")
     if classes:
         class_names = ", ".join(class_.name for class_ in classes)
@@ -141,7 +141,7 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
     value_statements = [
         f"{name} = {ast.unparse(to_expression(known_value))}"
         for name, known_value in plan.values.items()
-        if name in mentioned_names and _has_notation(known_value)
+        if name in mentioned_names and _has_literal(known_value)
     ]
     value_statements += [f"globals()[{entry!r}]"] if entry in vars(builtins) else []
     value_statements += [ast.unparse(plan.definitions[name]) for name in plan.definitions if name in mentioned_names]
@@ -150,13 +150,13 @@ def _script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mappi
     return 1
 
 
-def _prepares(statement: ast.stmt) -> bool:
+def _may_prepare(statement: ast.stmt) -> bool:
     """Returns whether a statement may prepare later tests."""
     is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
     return is_call or isinstance(statement, _PREPARATION)
 
 
-def _has_notation(value: Any) -> bool:
+def _has_literal(value: Any) -> bool:
     try:
         to_expression(value)
     except Unclear:
@@ -164,7 +164,7 @@ def _has_notation(value: Any) -> bool:
     return True
 
 
-def _equal(number: int, output: Any) -> Term:
+def _equality_claim(number: int, output: Any) -> Term:
     return lambda answers: outside.as_json(outside.value_of(answers, number)) == outside.as_json(output)
 
 

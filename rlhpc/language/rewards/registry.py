@@ -9,7 +9,7 @@ from typing import Any
 from rlhpc.config.options import check_options
 from rlhpc.language.data.prompts import Located, WordedDataset
 from rlhpc.language.data.registry import _require_answers
-from rlhpc.language.rewards.base import ChecksProblems, Comparing, Reward
+from rlhpc.language.rewards.base import ChecksProblems, NeedsAnswer, Reward
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
@@ -75,7 +75,7 @@ def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> No
         if name.lower() not in REWARDS.names() and ":" not in name:
             continue  # a scoring group
         reward = REWARDS.find(name)
-        if isinstance(reward, Comparing) and reward.needs_answer:
+        if isinstance(reward, NeedsAnswer) and reward.needs_answer:
             _require_answers(dataset, f"the reward {name!r}", key)
         if not isinstance(reward, ChecksProblems):
             continue

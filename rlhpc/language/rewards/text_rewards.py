@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhpc.language.rewards.base import Sample
-from rlhpc.language.rewards.math_verifier import check_ways, extract, squeeze
+from rlhpc.language.rewards.math_verifier import check_extraction_methods, extract, squeeze
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 
@@ -129,14 +129,14 @@ class ReasoningGymReward:
     memory_mb = 4096
 
     def __init__(self, extract: Sequence[str] = ("tag", "boxed", "####", "whole")) -> None:
-        self._ways = check_ways(extract, "extract of 'reasoning_gym'")
+        self._methods = check_extraction_methods(extract, "extract of 'reasoning_gym'")
 
     def __call__(self, sample: Sample) -> float:
         from rlhpc.language.data.reasoning_gym import score
 
         if "entry" not in sample.meta:
             raise ValueError("the problem is not of source reasoning_gym: its meta has no entry")
-        answer = extract(sample.response, self._ways)
+        answer = extract(sample.response, self._methods)
         return 0.0 if answer is None else float(score(answer, sample.meta))
 
 
