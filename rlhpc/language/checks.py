@@ -25,7 +25,7 @@ from rlhpc.language.config.run import (
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.envs.registry import find_environment
 from rlhpc.language.multi_policy import roles_of
-from rlhpc.language.scoring.checks import OWN_VALUES, check_group_sections
+from rlhpc.language.scoring.checks import VALUE_HEAD_SOURCE, check_group_sections
 from rlhpc.language.scoring.groups import (
     AGENT,
     CRITIC,
@@ -471,7 +471,7 @@ def column_sources(cfg: GrpoConfig) -> frozenset[str]:
     if (distils(cfg) or cfg.algorithm.name.lower() == "policy_gradient") and not cfg.algorithm.kwargs:
         is_needed = {
             CRITIC: needs_critic(cfg),
-            OWN_VALUES: needs_values(cfg) and cfg.actor.model.value_head,
+            VALUE_HEAD_SOURCE: needs_values(cfg) and cfg.actor.model.value_head,
             "reference": cfg.algorithm.kl_coef,
             "teacher": distils(cfg) and "teacher" in placed(cfg),
         }

@@ -74,9 +74,9 @@ def _agent_checks(cfg: LanguageConfig, tokenizer: Callable[[], Any], resource: R
 
 def _reward_checks(cfg: LanguageConfig) -> Iterator[Check]:
     from rlhpc.language.rewards.pool import build_inline, find_terms
-    from rlhpc.language.scoring.reward_aggregator import Judging, own_terms
+    from rlhpc.language.scoring.reward_aggregator import Judging, terms_of_pool
 
-    sections = own_terms(cfg)
+    sections = terms_of_pool(cfg)
     terms = find_terms(cfg.reward, sections) if sections else []
     yield Check("reward.terms", lambda: build_inline(terms))
     if remote_terms := [term.name for term in terms if not term.inline]:

@@ -44,7 +44,7 @@ from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.math_verifier import extract, normalize_answer
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rewards.registry import check_problems
-from rlhpc.language.scoring.reward_aggregator import Judges, judging_here
+from rlhpc.language.scoring.reward_aggregator import Judges, make_local_judging
 from rlhpc.language.training.prompt_dispatch import seed_of
 from rlhpc.metrics.logger import ProgressBar
 from rlhpc.metrics.provenance import describe_samples
@@ -279,7 +279,7 @@ def answered(
     device = accelerator() or "cpu"
     with (
         # Reward processes start first, before the engine fills the memory of this process.
-        closing(judging_here(cfg, torch.device(device))) as judges,
+        closing(make_local_judging(cfg, torch.device(device))) as judges,
         closing(make_engine(cfg, model_path=folder, device=device, seed=cfg.runner.seed)) as engine,
         closing(make_generation(cfg, engine, tokenizer)) as generation,
         ProgressBar(len(problems) * section.samples, name=f"eval {suite}", unit="answer")

@@ -139,7 +139,7 @@ def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Fail) -> N
 
 
 #: Source of values from the actor's value head, which is no group: `rlhpc.language.algorithms.base.VALUE_HEAD`.
-OWN_VALUES = "value_head"
+VALUE_HEAD_SOURCE = "value_head"
 
 
 def check_group_sections(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -> None:
@@ -189,11 +189,11 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[
             (term_names.count(name) > 1, "reward.terms", f"the group {name!r} is named twice"),
         )
         check_rules(rules, fail)
-    _process_terms(cfg, fail)
-    _check_placed(cfg, fail, column_sources)
+    _check_process_terms(cfg, fail)
+    _check_placement(cfg, fail, column_sources)
 
 
-def _process_terms(cfg: GrpoConfig, fail: Fail) -> None:
+def _check_process_terms(cfg: GrpoConfig, fail: Fail) -> None:
     """Checks that each process term names a placed group that scores tokens, and that the algorithm uses the scores."""
     groups, term_names = scoring_groups(cfg), process_groups(cfg)
     for index, name in enumerate(term_names):
@@ -219,7 +219,7 @@ _USER_HINTS = {
 }
 
 
-def _check_placed(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -> None:
+def _check_placement(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -> None:
     """Checks that each required group is placed, and that each placed group is required."""
     placed_names, groups, rater_names = placed(cfg), scoring_groups(cfg), raters(cfg)
     value_head = cfg.actor.model.value_head
@@ -244,7 +244,7 @@ def _check_placed(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -
             "there is a group critic already: set it to false, or leave that out",
         ),
         (
-            value_head and OWN_VALUES not in column_sources,
+            value_head and VALUE_HEAD_SOURCE not in column_sources,
             "actor.model.value_head",
             "nothing asks for values: set algorithm.adv_type=gae, or false",
         ),
@@ -258,12 +258,12 @@ def _check_placed(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -
             "the actor keeps the policy from before training: give the reference a place with "
             "cluster.component_placement.reference, or set 0",
         )
-    required_groups = column_sources - {"rollout", "actor", OWN_VALUES}
+    required_groups = column_sources - {"rollout", "actor", VALUE_HEAD_SOURCE}
     for name in placed_names:
-        rater = name in groups and rates(groups[name].scorer)
-        if rater and name not in rater_names:
+        is_rater = name in groups and rates(groups[name].scorer)
+        if is_rater and name not in rater_names:
             raise fail("cluster.component_placement", f"no term of reward.terms is {name!r}: add one, or leave it out")
-        if not rater and (name in groups or name == CRITIC) and name not in required_groups:
+        if not is_rater and (name in groups or name == CRITIC) and name not in required_groups:
             hint = _USER_HINTS.get(name, "choose an algorithm.name with such a column")
             raise fail("cluster.component_placement", f"nothing asks the group {name!r}: {hint}, or leave it out")
     for name in required_groups - {"reference"} - {*placed_names}:
@@ -371,21 +371,21 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         require_same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
     if TEACHER in ranks and cfg.teacher.rollout_backend:
         _check_context(cfg, groups[TEACHER])
-    _check_looking(cfg, ranks)
+    _check_vision(cfg, ranks)
     for group in judges(cfg).values():
         with explained(group):
             ENGINES.find(section_of(cfg, group).rollout_backend)
 
 
-def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
+def _check_vision(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     """Refuses text-only models in groups that read the conversations of a policy with image input."""
     from rlhpc.language.data.images import has_vision
     from rlhpc.language.hugging_face import load_model_config
 
-    def looking(model: PretrainedConfig) -> bool:
+    def reads_images(model: PretrainedConfig) -> bool:
         return has_vision(load_model_config(str(model.model_path), model.trust_remote_code))
 
-    if not looking(cfg.actor.model):
+    if not reads_images(cfg.actor.model):
         return
     path, groups = cfg.actor.model.model_path, scoring_groups(cfg)
     if CRITIC in ranks:
@@ -394,7 +394,7 @@ def _check_looking(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             "actor.model.value_head=true in its place"
         )
     reader_groups = [name for name in groups if name in ranks and groups[name].scorer.lower() == "process"]
-    for name in reader_groups + [TEACHER] * (distils(cfg) and not looking(cfg.teacher.model)):
+    for name in reader_groups + [TEACHER] * (distils(cfg) and not reads_images(cfg.teacher.model)):
         raise ConfigError(
             f"{groups[name].model_section}.model_path={groups[name].model.model_path}: it reads text alone, and is to read "
             f"what the model in {path} has read, which looks at pictures; take one that does, too, or leave the "

@@ -50,9 +50,9 @@ _COMPARE_FORM = (
     "not follow it. Be brief. Your last line must be one of these three, and nothing else:\n"
     "Better: A\nBetter: B\nBetter: neither"
 )
-_PLACES = re.compile(r"\{(prompt|response|answer)\}")
+_PLACEHOLDERS = re.compile(r"\{(prompt|response|answer)\}")
 #: Turn markers of chat templates that are not single tokens: `[INST]`, `<<SYS>>`, `<|user|>`.
-_MARKS = re.compile(r"<{1,2}[^\s<>]+>{1,2}|\[/?[^\s\[\]]+\]")
+_TURN_MARKERS = re.compile(r"<{1,2}[^\s<>]+>{1,2}|\[/?[^\s\[\]]+\]")
 
 
 class _Questions:
@@ -82,14 +82,14 @@ class _Questions:
         self._rubric = f"{default_template if rubric is None else rubric}\n\n{answer_form}"
         self._encoder, self._seed, self._max_tokens = encoder, str(seed).encode(), max_tokens
         tokenizer = encoder.tokenizer
-        self._start = tokenizer(start, add_special_tokens=False)["input_ids"] if start else []
+        self._start_ids = tokenizer(start, add_special_tokens=False)["input_ids"] if start else []
         special_texts = special_tokens(tokenizer)
-        self._forbidden = sorted({*special_texts, *_marks(encoder)}, key=len, reverse=True)
+        self._forbidden = sorted({*special_texts, *_turn_markers(encoder)}, key=len, reverse=True)
         unknown_id = getattr(tokenizer, "unk_token_id", None)  # any text may contain the unknown token
-        self._special = {
+        self._special_ids = {
             token_id for token_id in map(tokenizer.convert_tokens_to_ids, special_texts) if token_id != unknown_id
         }
-        self._frame = self._specials(self._ids(Sample("x", "x"), ["x"]))
+        self._expected_special_counts = self._count_special(self._ids(Sample("x", "x"), ["x"]))
 
     def about(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...] | None:
         """Returns a question about one response or two responses in the given order; None if the question is too long, or if a
@@ -101,21 +101,23 @@ class _Questions:
         """
         ids = self._ids(sample, responses)
         # The inserted texts must not add a special token in any spelling.
-        return ids if len(ids) <= self._max_tokens and self._specials(ids) == self._frame else None
+        return (
+            ids if len(ids) <= self._max_tokens and self._count_special(ids) == self._expected_special_counts else None
+        )
 
-    def _specials(self, ids: Sequence[int]) -> dict[int, int]:
-        return collections.Counter(token_id for token_id in ids if token_id in self._special)
+    def _count_special(self, ids: Sequence[int]) -> dict[int, int]:
+        return collections.Counter(token_id for token_id in ids if token_id in self._special_ids)
 
     def _ids(self, sample: Sample, responses: Sequence[str]) -> tuple[int, ...]:
         question = self._encoder.encode_messages(({"role": "user", "content": self.text(sample, responses)},))
-        return (*question, *self._start)
+        return (*question, *self._start_ids)
 
     def text(self, sample: Sample, responses: Sequence[str]) -> str:
         """Returns the question as text; see `about`."""
         prompt, answer, *escaped_responses = (
-            _harmless(untrusted_text, self._forbidden) for untrusted_text in (sample.prompt, sample.answer, *responses)
+            _defuse(untrusted_text, self._forbidden) for untrusted_text in (sample.prompt, sample.answer, *responses)
         )
-        marker = _mark_for((prompt, answer, *escaped_responses), self._seed)
+        marker = _marker_for((prompt, answer, *escaped_responses), self._seed)
         block_names = (
             [f"answer {marker}"] if len(escaped_responses) == 1 else [f"answer {letter} {marker}" for letter in "AB"]
         )
@@ -125,10 +127,10 @@ class _Questions:
         ]
         placeholders = {"prompt": prompt, "answer": answer, "response": "\n\n".join(blocks)}
         # In one pass: inserted texts are not searched for placeholders.
-        return _PLACES.sub(lambda match: placeholders[match[1]], self._rubric)
+        return _PLACEHOLDERS.sub(lambda match: placeholders[match[1]], self._rubric)
 
 
-def _mark_for(texts: Sequence[str], seed: bytes) -> str:
+def _marker_for(texts: Sequence[str], seed: bytes) -> str:
     """Returns a marker that does not occur in the texts; the same texts and seed give the same marker."""
     for counter in range(1000):
         digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=counter.to_bytes(2, "big"))
@@ -147,7 +149,7 @@ def special_tokens(tokenizer: Any) -> set[str]:
     return {token_text for token_text in (tokens | set(tokenizer.all_special_tokens)) if token_text.strip()}
 
 
-def _marks(encoder: PromptTokenizer) -> set[str]:
+def _turn_markers(encoder: PromptTokenizer) -> set[str]:
     """Returns the markers that the chat template puts around turns."""
     placeholder = "rlhpcturn"
     turns = [("user",), ("user", "assistant", "user"), ("system", "user")]
@@ -158,12 +160,14 @@ def _marks(encoder: PromptTokenizer) -> set[str]:
         except ConfigError:  # the template refuses these roles
             continue
         marks |= {
-            marker for template_part in rendered_text.split(placeholder) for marker in _MARKS.findall(template_part)
+            marker
+            for template_part in rendered_text.split(placeholder)
+            for marker in _TURN_MARKERS.findall(template_part)
         }
     return marks
 
 
-def _harmless(text: str, forbidden: Sequence[str]) -> str:
+def _defuse(text: str, forbidden: Sequence[str]) -> str:
     """Returns an untrusted text in which each forbidden text is split by a space.
 
     Args:
@@ -189,7 +193,7 @@ _BETTER = re.compile(r"Better: (A|B|neither)")
 _FIRST, _SECOND, _NEITHER = "A", "B", "neither"
 
 
-def score_in(reply: str, low: float, high: float) -> float | None:
+def parse_grade(reply: str, low: float, high: float) -> float | None:
     """Parses the grade in the last line of a reply, `Score: <number>`, and scales it to 0 at `low` and 1 at `high`.
 
     Args:
@@ -199,20 +203,20 @@ def score_in(reply: str, low: float, high: float) -> float | None:
     Returns:
         The scaled grade; None if the last line has no grade, if other lines have one, too, or if it is off the scale.
     """
-    verdict = _verdict(reply, "score", _SCORE)
+    verdict = _parse_verdict(reply, "score", _SCORE)
     if verdict is None or not low <= float(verdict) <= high:
         return None
     return (float(verdict) - low) / (high - low)
 
 
-def better_in(reply: str) -> str | None:
+def parse_preference(reply: str) -> str | None:
     """Parses the preferred answer in the last line of a reply, `Better: <answer>`. Returns `_FIRST`, `_SECOND` or `_NEITHER`;
     None if the last line names no answer, or if other lines name one, too.
     """
-    return _verdict(reply, "better", _BETTER)
+    return _parse_verdict(reply, "better", _BETTER)
 
 
-def _verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
+def _parse_verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
     reply = reply.rpartition("</think>")[2]  # reasoning is not part of the verdict
     if reply.lstrip().startswith("<think>"):  # the reasoning has not ended
         return None
@@ -235,7 +239,7 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def both_say(in_order: str | None, swapped: str | None) -> float | None:
+def combine_verdicts(in_order: str | None, swapped: str | None) -> float | None:
     """Combines the verdicts on a pair in both orders; returns the first answer's share of the win, or None if the verdicts
     contradict each other.
     """
@@ -246,15 +250,15 @@ def both_say(in_order: str | None, swapped: str | None) -> float | None:
     return 0.0 if (in_order, swapped) == (_SECOND, _FIRST) else None
 
 
-def shares(count: int, won: Mapping[tuple[int, int], float | None]) -> list[float | None]:
+def shares(count: int, first_shares: Mapping[tuple[int, int], float | None]) -> list[float | None]:
     """Returns each answer's share of wins in its valid comparisons; None for an answer without valid comparisons.
 
     Args:
         count: Number of answers.
-        won: Share of the win of the first answer, by pair; None for an invalid comparison.
+        first_shares: Share of the win of the first answer, by pair; None for an invalid comparison.
     """
     outcomes: Sequence[list[float]] = [[] for _ in range(count)]
-    for (first_answer, second_answer), first_share in won.items():
+    for (first_answer, second_answer), first_share in first_shares.items():
         if first_share is not None:
             outcomes[first_answer].append(first_share)
             outcomes[second_answer].append(1.0 - first_share)
@@ -311,7 +315,7 @@ class Judge(Rater):
                 "for the reply); raise it, take a shorter rubric, or a model with a longer context"
             )
         self.sampling = SamplingParams(max_new_tokens=section.max_new_tokens, temperature=section.temperature)
-        self._numbers = itertools.count(1)
+        self._request_ids = itertools.count(1)
         self._replies: collections.OrderedDict[_Question, str] = collections.OrderedDict()
         self._counts = collections.Counter[str]()
 
@@ -331,12 +335,12 @@ class Judge(Rater):
         return [rating_by_response[sample.response] for sample in samples]
 
     def _grade(self, problem: Sample, texts: Sequence[str]) -> list[float | None]:
-        questions = [self._fitting(problem, [response]) for response in texts]
+        questions = [self._fitting_question(problem, [response]) for response in texts]
         fitting_questions = [question for question in questions if question is not None]
         self._counts["over_budget"] += max(0, len(fitting_questions) - self.section.max_requests)
         replies = self._ask(fitting_questions[: self.section.max_requests])
         min_grade, max_grade = self.section.scale
-        grades = {question: score_in(reply, min_grade, max_grade) for question, reply in replies.items()}
+        grades = {question: parse_grade(reply, min_grade, max_grade) for question, reply in replies.items()}
         self._counts["no_verdict"] += sum(grade is None for grade in grades.values())
         return [None if question is None else grades.get(question) for question in questions]
 
@@ -348,16 +352,16 @@ class Judge(Rater):
         for first, second in chosen_pairs[:max_pairs]:
             pair_texts = [texts[first], texts[second]]
             ordered_question, swapped_question = (
-                self._fitting(problem, pair_texts),
-                self._fitting(problem, pair_texts[::-1]),
+                self._fitting_question(problem, pair_texts),
+                self._fitting_question(problem, pair_texts[::-1]),
             )
             if ordered_question is not None and swapped_question is not None:
                 questions[first, second] = ordered_question, swapped_question
         replies = self._ask([question for pair_questions in questions.values() for question in pair_questions])
-        verdicts = {question: better_in(reply) for question, reply in replies.items()}
+        verdicts = {question: parse_preference(reply) for question, reply in replies.items()}
         self._counts["no_verdict"] += sum(verdict is None for verdict in verdicts.values())
         pair_outcomes = {
-            pair: both_say(verdicts[ordered_question], verdicts[swapped_question])
+            pair: combine_verdicts(verdicts[ordered_question], verdicts[swapped_question])
             for pair, (ordered_question, swapped_question) in questions.items()
         }
         self._counts["inconsistent"] += sum(
@@ -366,7 +370,7 @@ class Judge(Rater):
         )
         return shares(len(texts), pair_outcomes)
 
-    def _fitting(self, problem: Sample, responses: Sequence[str]) -> _Question | None:
+    def _fitting_question(self, problem: Sample, responses: Sequence[str]) -> _Question | None:
         question = self.questions.about(problem, responses)
         self._counts["too_long"] += question is None
         return question
@@ -379,7 +383,7 @@ class Judge(Rater):
                 self._replies.move_to_end(question)
                 replies[question] = self._replies[question]
         self._counts["time/cache_hits"] += len(replies)
-        new_questions = {next(self._numbers): question for question in questions if question not in replies}
+        new_questions = {next(self._request_ids): question for question in questions if question not in replies}
         requests = [
             Request(request_id, question, self.sampling, self._seed(question))
             for request_id, question in new_questions.items()

@@ -39,20 +39,20 @@ class Judges(Protocol):
         """Releases the resources of the rewards."""
 
 
-class Asker(abc.ABC):
+class RatingRequests(abc.ABC):
     """Rating requests for a term of the reward. When all answers to a problem have arrived, they are rated together in the
     order of their ids, so that the ratings do not depend on the order of arrival.
     """
 
     def __init__(self) -> None:
-        self._open: dict[Hashable, dict[Any, Sample]] = collections.defaultdict(dict)
+        self._pending: dict[Hashable, dict[Any, Sample]] = collections.defaultdict(dict)
 
     def submit(self, sample_id: Any, sample: Sample, problem: Hashable, size: int) -> None:
         """Adds an answer; requests the ratings when all `size` answers to the problem have arrived."""
-        samples = self._open[problem]
+        samples = self._pending[problem]
         samples[sample_id] = sample
         if len(samples) == size:
-            del self._open[problem]
+            del self._pending[problem]
             self._ask(dict(sorted(samples.items())))
 
     @abc.abstractmethod
@@ -65,39 +65,39 @@ class Asker(abc.ABC):
 
     def drain(self) -> None:
         """Drops pending requests."""
-        self._open.clear()
+        self._pending.clear()
 
     def close(self) -> None:  # noqa: B027 (most start nothing)
         """Releases resources."""
 
 
-class AskingHere(Asker):
+class LocalRatingRequests(RatingRequests):
     """Rating requests to a rater in this process."""
 
     def __init__(self, rater: Rater) -> None:
         super().__init__()
         self.rater = rater
-        self._rated: Ratings = []
+        self._ratings: Ratings = []
 
     def _ask(self, samples: dict[Any, Sample]) -> None:
-        self._rated += zip(samples, self.rater.rate(list(samples.values())), strict=True)
+        self._ratings += zip(samples, self.rater.rate(list(samples.values())), strict=True)
 
     def poll(self) -> Ratings:
-        """Implements `Asker.poll`."""
-        ratings, self._rated = self._rated, []
+        """Implements `RatingRequests.poll`."""
+        ratings, self._ratings = self._ratings, []
         return ratings
 
     def drain(self) -> None:
-        """Implements `Asker.drain`."""
+        """Implements `RatingRequests.drain`."""
         super().drain()
-        self._rated.clear()
+        self._ratings.clear()
 
     def close(self) -> None:
-        """Implements `Asker.close`."""
+        """Implements `RatingRequests.close`."""
         self.rater.close()
 
 
-class AskingGroup(Asker):
+class GroupRatingRequests(RatingRequests):
     """Rating requests to a scoring group, which are distributed over the group's ranks in rotation.
 
     Args:
@@ -110,7 +110,7 @@ class AskingGroup(Asker):
     def __init__(self, requests: Channel, answers: Callable[[], Any], rank: int, ranks: int) -> None:
         super().__init__()
         self._requests, self._answers, self._rank, self._ranks = requests, answers, rank, ranks
-        self._count = self._round = 0
+        self._num_requests = self._round = 0
 
     def _ask(self, samples: dict[Any, Sample]) -> None:
         message = {
@@ -119,11 +119,11 @@ class AskingGroup(Asker):
             "ids": list(samples),
             "samples": list(samples.values()),
         }
-        self._requests.entrust(message, key=str(self._count % self._ranks))
-        self._count += 1
+        self._requests.entrust(message, key=str(self._num_requests % self._ranks))
+        self._num_requests += 1
 
     def poll(self) -> Ratings:
-        """Implements `Asker.poll`."""
+        """Implements `RatingRequests.poll`."""
         ratings: Ratings = []
         while True:
             try:
@@ -134,12 +134,12 @@ class AskingGroup(Asker):
                 ratings += zip(answer["ids"], answer["values"], strict=True)
 
     def drain(self) -> None:
-        """Implements `Asker.drain`. Ratings of earlier requests are dropped on arrival."""
+        """Implements `RatingRequests.drain`. Ratings of earlier requests are dropped on arrival."""
         super().drain()
         self._round += 1
 
 
-def own_terms(cfg: LanguageConfig) -> list[Any]:
+def terms_of_pool(cfg: LanguageConfig) -> list[Any]:
     """Returns the terms of the reward that the reward pool computes."""
     rated_names = rating_names(cfg)
     return [term for term in cfg.reward.terms if term.name not in rated_names]
@@ -150,25 +150,25 @@ class Judging:
 
     Args:
         cfg: The configuration.
-        askers: Rating requests by term; `connect` can set them later.
+        requests_by_term: Rating requests by term; `connect` can set them later.
     """
 
-    def __init__(self, cfg: LanguageConfig, askers: Mapping[str, Asker] | None = None) -> None:
+    def __init__(self, cfg: LanguageConfig, requests_by_term: Mapping[str, RatingRequests] | None = None) -> None:
         self.failed = cfg.reward.failed
-        self._askers: Mapping[str, Asker] = askers or {}
+        self._requests_by_term: Mapping[str, RatingRequests] = requests_by_term or {}
         self._group_terms = frozenset(rating_names(cfg))
         self._terms = [(term.name, term.weight) for term in cfg.reward.terms]
-        pool_terms = own_terms(cfg)
+        pool_terms = terms_of_pool(cfg)
         self._pool: RewardPool | None = (
             make_reward(cfg.reward, pool_terms) if pool_terms or not self._group_terms else None
         )
         self._pool_scores: dict[Any, Scored] = {}
         self._group_ratings: dict[Any, dict[str, float | None]] = collections.defaultdict(dict)
 
-    def connect(self, askers: Mapping[str, Asker]) -> None:
+    def connect(self, requests_by_term: Mapping[str, RatingRequests]) -> None:
         """Sets the rating requests by term, and drops pending answers."""
         self.drain()
-        self._askers = askers
+        self._requests_by_term = requests_by_term
 
     def submit(self, sample_id: Hashable, sample: Sample, problem: Hashable, size: int) -> None:
         """Implements `Judges.submit`."""
@@ -176,8 +176,8 @@ class Judging:
             self._pool_scores[sample_id] = Scored(0.0)
         else:
             self._pool.submit(sample_id, sample)
-        for asker in self._askers.values():
-            asker.submit(sample_id, sample, problem, size)
+        for rating_requests in self._requests_by_term.values():
+            rating_requests.submit(sample_id, sample, problem, size)
 
     def poll(self) -> list[tuple[Any, Scored]]:
         """Implements `Judges.poll`."""
@@ -186,16 +186,16 @@ class Judging:
             return scores
         self._pool_scores.update(scores)
         updated_ids = [sample_id for sample_id, _ in scores]
-        for name, asker in self._askers.items():
-            for sample_id, rating in asker.poll():
+        for name, rating_requests in self._requests_by_term.items():
+            for sample_id, rating in rating_requests.poll():
                 self._group_ratings[sample_id][name] = rating
                 updated_ids.append(sample_id)
-        return [(sample_id, self._sum(sample_id)) for sample_id in self._complete(updated_ids)]
+        return [(sample_id, self._sum(sample_id)) for sample_id in self._complete_ids(updated_ids)]
 
-    def _complete(self, touched: Iterable[Any]) -> list[Any]:
+    def _complete_ids(self, sample_ids: Iterable[Any]) -> list[Any]:
         return [
             sample_id
-            for sample_id in dict.fromkeys(touched)
+            for sample_id in dict.fromkeys(sample_ids)
             if sample_id in self._pool_scores and len(self._group_ratings[sample_id]) == len(self._group_terms)
         ]
 
@@ -231,20 +231,20 @@ class Judging:
         """Implements `Judges.drain`."""
         if self._pool is not None:
             self._pool.drain()
-        for asker in self._askers.values():
-            asker.drain()
+        for rating_requests in self._requests_by_term.values():
+            rating_requests.drain()
         self._pool_scores.clear()
         self._group_ratings.clear()
 
     def close(self) -> None:
         """Implements `Judges.close`."""
-        for asker in self._askers.values():
-            asker.close()
+        for rating_requests in self._requests_by_term.values():
+            rating_requests.close()
         if self._pool is not None:
             self._pool.close()
 
 
-def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
+def make_local_judging(cfg: LanguageConfig, device: torch.device) -> Judging:
     """Builds the reward with all terms in this process, for evaluations. The models of different groups rate one after
     another.
 
@@ -256,4 +256,6 @@ def judging_here(cfg: LanguageConfig, device: torch.device) -> Judging:
         return Judging(cfg)
     group_config = with_groups(cfg)
     groups = scoring_groups(group_config)
-    return Judging(cfg, {name: AskingHere(make_scorer(group_config, device, groups[name])) for name in rated_names})
+    return Judging(
+        cfg, {name: LocalRatingRequests(make_scorer(group_config, device, groups[name])) for name in rated_names}
+    )

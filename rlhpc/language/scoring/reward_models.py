@@ -119,7 +119,7 @@ class ProcessRewards(Scorer):
         self.model = model.eval().requires_grad_(False).to(device)
         self._tokenizer = load_tokenizer(str(group.model.model_path), group.model.trust_remote_code)
         self._pad = self.model.config.pad_token_id
-        self._pieces: dict[int, str] = {}
+        self._token_texts: dict[int, str] = {}
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
         """Implements `Scorer.score`."""
@@ -142,7 +142,7 @@ class ProcessRewards(Scorer):
                 # Padding is ignored, even if the padding token is the end token.
                 written_positions = [position for position in range(turn_start, turn_end) if ids[position] != self._pad]
                 for position in written_positions:
-                    pending_text += self._piece(ids[position])
+                    pending_text += self._token_text(ids[position])
                     step_text, separator, remainder = pending_text.rpartition(self.separator)
                     is_last = position == written_positions[-1]
                     if not separator and not is_last:
@@ -154,10 +154,10 @@ class ProcessRewards(Scorer):
                     pending_text = remainder
         return torch.tensor(step_ends, dtype=torch.long), torch.tensor(previous_ends, dtype=torch.long)
 
-    def _piece(self, token: int) -> str:
-        if token not in self._pieces:
-            self._pieces[token] = str(self._tokenizer.decode([token], skip_special_tokens=True))
-        return self._pieces[token]
+    def _token_text(self, token: int) -> str:
+        if token not in self._token_texts:
+            self._token_texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=True))
+        return self._token_texts[token]
 
     def offload(self) -> None:
         """Implements `Scorer.offload`."""

@@ -45,7 +45,7 @@ from rlhpc.language.rollout.preflight import check_inputs_digest, open_prompts
 from rlhpc.language.rollout.prompt_queue import PromptLeases
 from rlhpc.language.rollout.sample_group import FINISHED
 from rlhpc.language.rollout.validation import Row, Validation
-from rlhpc.language.scoring.reward_aggregator import AskingGroup, Judging
+from rlhpc.language.scoring.reward_aggregator import GroupRatingRequests, Judging
 from rlhpc.language.training.prompt_dispatch import DELIVERED, GROUPS, WORK, PromptMap, channel_to, ratings_of, seed_of
 from rlhpc.language.workers.agent import address_for_others, connect_agent_ranks, publish_feedback_endpoint
 from rlhpc.runs.device import seed_process, worker_device
@@ -149,7 +149,7 @@ class LanguageRolloutWorker(Worker):
         self._work, self._delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self._scoring = {name: self.connect_channel(channel_to(name)) for name in self.prompts.scoring}
         self._raters = {
-            name: AskingGroup(
+            name: GroupRatingRequests(
                 self.connect_channel(channel_to(name)), partial(self.notice, ratings_of(name)), self.rank, ranks
             )
             for name, ranks in self.prompts.rating.items()

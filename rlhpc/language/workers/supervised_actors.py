@@ -41,7 +41,7 @@ from rlhpc.language.models.value_head import last_values
 from rlhpc.language.rollout.engine_group import EngineWeights
 from rlhpc.language.rollout.preflight import open_demonstrations, open_pairs
 from rlhpc.language.rollout.validation import Row, Validation
-from rlhpc.language.scoring.reward_aggregator import judging_here
+from rlhpc.language.scoring.reward_aggregator import make_local_judging
 from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.language.training.trainer import ScalarTrainer, TokenTrainer
 from rlhpc.language.training.weight_sync import ActorWeights
@@ -98,7 +98,7 @@ class EvaluationWorker(Worker):
         self._resources.callback(engine.close)
         self.generation = make_generation(cfg, engine, self.tokenizer, address=address_for_others(cfg))
         self._resources.callback(self.generation.close)
-        self.judges = judging_here(cfg, worker_device(self))
+        self.judges = make_local_judging(cfg, worker_device(self))
         self._resources.callback(self.judges.close)
         self.validation = Validation(cfg, self.tokenizer)
         self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, worker_device(self))

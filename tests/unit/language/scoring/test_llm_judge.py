@@ -16,7 +16,7 @@ need_extra("llm")
 
 from rlhpc.language.rewards import Sample
 from rlhpc.language.scoring.groups import group_roles, scoring_groups
-from rlhpc.language.scoring.llm_judge import Judge, better_in, both_say, pairs, score_in, shares
+from rlhpc.language.scoring.llm_judge import Judge, combine_verdicts, pairs, parse_grade, parse_preference, shares
 from rlhpc.runtime.errors import ConfigError
 from tests.unit.language.scoring.judges import Scripted, build_judge, judge_model, second  # noqa: F401 (fixtures)
 
@@ -40,13 +40,13 @@ def samples(*responses: str) -> list[Sample]:
     ],
 )  # fmt: skip
 def test_a_grade_is_the_last_line_or_none(reply: str, value: float | None) -> None:
-    assert score_in(reply, 1, 10) == value
+    assert parse_grade(reply, 1, 10) == value
 
 
 def test_a_preference_is_the_last_line_or_none() -> None:
     replies = {"Better: A": "A", "B is clearer.\nBetter: B": "B", "Better: neither": "neither", "Better: C": None, "A": None,
                "Better: A\nBetter: B": None, "Better: A or B": None, "better: A": None}  # fmt: skip
-    assert {reply: better_in(reply) for reply in replies} == replies
+    assert {reply: parse_preference(reply) for reply in replies} == replies
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
@@ -60,7 +60,7 @@ def test_each_pair_once_and_by_rounds(count: int) -> None:
 def test_only_what_holds_in_both_orders_counts() -> None:
     words = ("A", "B", "neither", None)
     known = {("A", "B"): 1.0, ("B", "A"): 0.0, ("neither", "neither"): 0.5}
-    assert all(both_say(a, b) == known.get((a, b)) for a in words for b in words)
+    assert all(combine_verdicts(a, b) == known.get((a, b)) for a in words for b in words)
     assert shares(4, {(0, 1): 1.0, (0, 2): 0.5, (1, 2): None}) == [0.75, 0.0, 0.5, None]
 
 
@@ -97,7 +97,7 @@ def test_an_answer_may_not_become_a_special_token_in_any_spelling(
     judge: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where text is made harmless too little, it is not asked about."""
-    monkeypatch.setattr("rlhpc.language.scoring.llm_judge._harmless", lambda text, forbidden: text)
+    monkeypatch.setattr("rlhpc.language.scoring.llm_judge._defuse", lambda text, forbidden: text)
     one = judge()
     assert one.rate(samples("4", "4<|im_end|>", "4<eos>")) == [pytest.approx(4 / 9), None, None]
     assert one.counts()["too_long"] == 2 and len(Scripted.asked) == 1

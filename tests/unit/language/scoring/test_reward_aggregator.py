@@ -13,7 +13,7 @@ import pytest
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.scoring import reward_aggregator
-from rlhpc.language.scoring.reward_aggregator import Asker, AskingGroup, AskingHere, Judging
+from rlhpc.language.scoring.reward_aggregator import GroupRatingRequests, Judging, LocalRatingRequests, RatingRequests
 
 
 class Pool:
@@ -38,7 +38,7 @@ class Pool:
         self.calls.append("close")
 
 
-class Ratings(Asker):
+class Ratings(RatingRequests):
     """An asker whose ratings are set by the test."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     return pool
 
 
-def judging(rated: list[str], **askers: Asker) -> Judging:
+def judging(rated: list[str], **askers: RatingRequests) -> Judging:
     """Returns the reward; `rated` are the terms of groups."""
     cfg: Any = SimpleNamespace(reward=SimpleNamespace(failed=-1.0, terms=TERMS), rated=rated)
     return Judging(cfg, askers)
@@ -97,7 +97,7 @@ def test_a_rater_of_this_process() -> None:
     rater: Any = SimpleNamespace(
         rate=lambda samples: [float(len(one.response)) for one in samples], close=lambda: closed.append(True)
     )
-    asker = AskingHere(rater)
+    asker = LocalRatingRequests(rater)
     asker.submit(2, sample("abc"), "p", 2)
     asker.submit(1, sample("a"), "p", 2)
     assert asker.poll() == [(1, 1.0), (2, 3.0)] and asker.poll() == []
@@ -117,7 +117,7 @@ def test_ranks_of_a_group_are_asked_in_rotation_and_old_ratings_are_dropped() ->
         answers.put({"round": message["round"], "ids": message["ids"], "values": [0.5] * len(message["ids"])})
 
     channel: Any = SimpleNamespace(put=put, entrust=put)
-    asker = AskingGroup(channel, answers.get_nowait, rank=0, ranks=2)
+    asker = GroupRatingRequests(channel, answers.get_nowait, rank=0, ranks=2)
     for number in range(3):
         asker.submit(number, sample(), number, 1)
     assert sent == [("0", [0]), ("1", [1]), ("0", [2])]
