@@ -1,1 +1,1 @@
-"""Language models on verifiable tasks: prompts, rewards, engines, agents, and the runs that train them."""
+"""Training of language models: data, rewards, engines, agents, algorithms and task types."""

@@ -526,7 +526,7 @@ def check_accelerators(cfg: TrainedLanguageConfig, per_process: Mapping[str, int
     """Checks that trainers and engines have one accelerator per process; further accelerators would be idle.
 
     Raises:
-        PlacementError: A component's processes have several accelerators, of which its backend uses one.
+        PlacementError: A component has several accelerators per process, and its backend uses one of them.
     """
     for name, count in per_process.items():
         key = _BACKEND_KEYS.get(name, f"the scorer of {name}")

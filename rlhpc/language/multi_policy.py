@@ -31,7 +31,7 @@ class Policies(NamedTuple):
     names: tuple[str, ...] = ()
     by_role: tuple[int, ...] = ()
 
-    def of(self, roles: torch.Tensor) -> torch.Tensor:
+    def indices_of(self, roles: torch.Tensor) -> torch.Tensor:
         """Returns the policy index of each role index."""
         return roles.new_tensor(self.by_role)[roles]
 

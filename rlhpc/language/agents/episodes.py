@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from rlhpc.language.agents.chat_content import content_of, looker_of, message_text
-from rlhpc.language.data.images import Looker, PromptImages, joined
+from rlhpc.language.data.images import Looker, PromptImages, concatenate_images
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tokenizer import without_end
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
@@ -398,7 +398,7 @@ class EpisodeRunner:
             self._end(episode, "error")
             return
         if len(ids) <= remaining_tokens:
-            episode.images = joined(episode.images, images)
+            episode.images = concatenate_images(episode.images, images)
         elif images is not None:  # an image must not be truncated
             self._end(episode, "length")
             return

@@ -24,7 +24,7 @@ from rlhpc.language.agents.gateway.server import MODEL, EngineRequest, Gateway
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession, stop_reason
 from rlhpc.language.agents.inline_agents import InlineAgents, InlineEnvironment
 from rlhpc.language.agents.turn_tree import AgentTurn, RequestError, TurnTree
-from rlhpc.language.data.images import placed
+from rlhpc.language.data.images import insert_image_parts
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError, RlhpcError
@@ -403,7 +403,10 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
     """Returns a prompt's messages for agents, including its images."""
     if not prompt.images:
         return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
-    image_parts, messages = iter(make_image_parts(prompt.images)), placed(prompt.messages, len(prompt.images))
+    image_parts, messages = (
+        iter(make_image_parts(prompt.images)),
+        insert_image_parts(prompt.messages, len(prompt.images)),
+    )
     for message in messages:
         message["content"] = [
             next(image_parts) if content_part["type"] == "image" else content_part

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.chat_content import content_of, text_after_reply
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.data.images import Looker, PromptImages, digest_of, joined
+from rlhpc.language.data.images import Looker, PromptImages, concatenate_images, digest_of
 from rlhpc.language.data.tokenizer import REPLY, render_chat
 from rlhpc.language.policy_text import parse_arguments, valid_text
 from rlhpc.runtime.errors import ConfigError
@@ -357,7 +357,7 @@ class Renderer:
             if rendered_suffix is not None:
                 prefix_ids = tree.ids(parent)
                 ids, images = self._encode(rendered_suffix, messages[length - 1 :], len(prefix_ids))
-                return prefix_ids + ids, parent, joined(reply.images, images)
+                return prefix_ids + ids, parent, concatenate_images(reply.images, images)
         ids, images = self._encode(self._text(messages, tools), messages)
         return ids, tree.find_parent(ids, role, images), images
 

@@ -53,7 +53,7 @@ def read_messages(value: Any, *, sparse: bool = False, pictures: bool = False) -
 
 
 def read_tools(value: Any, *, sparse: bool = False) -> tuple[dict[str, Any], ...]:
-    """Reads the tool definitions of a row: a list, or a list as JSON text; null for none.
+    """Reads the tool definitions of a row: a list, a list as JSON text, or null.
 
     Raises:
         ConfigError: The value is not a list of tool definitions.

@@ -83,12 +83,14 @@ class PromptImages:
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
-def joined(first: PromptImages | None, then: PromptImages | None) -> PromptImages | None:
+def concatenate_images(former: PromptImages | None, latter: PromptImages | None) -> PromptImages | None:
     """Concatenates the images of two consecutive parts of a prompt."""
-    if first is None or then is None:
-        return first or then
-    arrays = {name: np.concatenate([getattr(first, name), getattr(then, name)]) for name in ("grids", "at")}
-    return PromptImages(first.patches + then.patches, merge=first.merge, digests=first.digests + then.digests, **arrays)
+    if former is None or latter is None:
+        return former or latter
+    arrays = {name: np.concatenate([getattr(former, name), getattr(latter, name)]) for name in ("grids", "at")}
+    return PromptImages(
+        former.patches + latter.patches, merge=former.merge, digests=former.digests + latter.digests, **arrays
+    )
 
 
 def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
@@ -135,7 +137,7 @@ class Looker:
 
     def conversation(self, prompt: Prompt) -> list[dict[str, Any]]:
         """Returns a prompt's conversation, with placeholders for its images."""
-        return placed(prompt.messages, len(prompt.images))
+        return insert_image_parts(prompt.messages, len(prompt.images))
 
     def expand_image_tokens(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Repeats each image token as often as its image has tokens; returns the ids and each image's first position."""
@@ -297,7 +299,7 @@ def multimodal_form(message: dict[str, str]) -> dict[str, Any]:
     return {**message, "content": content_parts}
 
 
-def placed(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def insert_image_parts(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Returns a conversation with image parts: at each `MARK`, or, without any `MARK`, before the last user message."""
     placed_messages = [dict(message) for message in messages]
     if not any(MARK in message["content"] for message in placed_messages):
@@ -406,22 +408,22 @@ def _as_sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else (value,)
 
 
-def _bytes(one: Any, folder: Path) -> bytes:
-    if isinstance(one, Mapping):
-        image_bytes = one.get("bytes")
-        one = image_bytes if image_bytes is not None else one.get("path")
-    if isinstance(one, bytes):
-        return one
-    if hasattr(one, "save"):  # a PIL image: `datasets` decodes images
-        return _png(one)
-    if not isinstance(one, str) or not one:
-        raise ConfigError(f"a picture is {type(one).__name__}; allowed: {_FORMS}")
-    if one.startswith(_DATA_URL_PREFIX):
-        return from_url(one)
+def _bytes(image: Any, folder: Path) -> bytes:
+    if isinstance(image, Mapping):
+        image_bytes = image.get("bytes")
+        image = image_bytes if image_bytes is not None else image.get("path")
+    if isinstance(image, bytes):
+        return image
+    if hasattr(image, "save"):  # a PIL image: `datasets` decodes images
+        return _png(image)
+    if not isinstance(image, str) or not image:
+        raise ConfigError(f"a picture is {type(image).__name__}; allowed: {_FORMS}")
+    if image.startswith(_DATA_URL_PREFIX):
+        return from_url(image)
     try:
-        return _path(one, folder).read_bytes()
+        return _path(image, folder).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{_path(one, folder)} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{_path(image, folder)} cannot be read: {error.strerror}") from None
 
 
 def from_url(url: str) -> bytes:
@@ -447,6 +449,6 @@ def _png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def _path(one: str, folder: Path) -> Path:
-    path = expand_home(one)
+def _path(image: str, folder: Path) -> Path:
+    path = expand_home(image)
     return path if path.is_absolute() else folder / path

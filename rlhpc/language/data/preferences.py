@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.config.data import DataSourceConfig, SourceConfig
 from rlhpc.language.data.chat_messages import Message, is_plain, last_turn, message_text, read_messages
-from rlhpc.language.data.prompts import Prompt, WordedDataset
+from rlhpc.language.data.prompts import Prompt, TemplatedDataset
 from rlhpc.language.data.registry import make_dataset
 from rlhpc.language.data.tokenizer import PromptTokenizer
 from rlhpc.runtime.errors import ConfigError
@@ -61,7 +61,7 @@ class Preferences:
         problems = DataSourceConfig(
             **{**source_fields, "kwargs": dict(cfg.kwargs)}, answer_key=None, response_key=self._response_key
         )
-        self._problems: WordedDataset = make_dataset(problems, part, key=self._key)
+        self._problems: TemplatedDataset = make_dataset(problems, part, key=self._key)
         source_problems: Any = self._problems.problems
         if form == "labels" and hasattr(source_problems, "expect_responses"):
             source_problems.expect_responses()

@@ -18,11 +18,11 @@ class Prompt:
     Attributes:
         id: Row or number of the problem in its source.
         messages: The conversation before the response, in the form of chat templates: `[{"role": "user", "content": ...}]`,
-            where a message may also have keys such as `tool_calls` and `reasoning_content`; or one message with role "raw",
-            whose content is the unchanged prompt. `content` is always a text.
-        answer: Reference answer for rewards, as text; "" for none.
+            and possibly further keys such as `tool_calls` and `reasoning_content`. A prompt without a chat template is one
+            message with role "raw" and the prompt as content. `content` is always a text.
+        answer: Reference answer for rewards, as text; "" without a reference.
         meta: Further data for rewards, such as unit tests, JSON-serializable.
-        response: Demonstration for SFT; "" for none.
+        response: Demonstration for SFT; "" without a demonstration.
         level: Difficulty or category, for evaluation tables.
         images: Contents of image files (PNG, JPEG), in the order of `<image>` in the messages; without these placeholders,
             images come before the last user message.
@@ -65,7 +65,7 @@ class PromptDataset(Protocol):
 
 
 @runtime_checkable
-class Located(Protocol):
+class HasPlaces(Protocol):
     """Dataset of problems that come from rows of files."""
 
     def place(self, index: int) -> str:
@@ -73,7 +73,7 @@ class Located(Protocol):
 
 
 @runtime_checkable
-class Answering(Protocol):
+class ChecksAnswers(Protocol):
     """Dataset that can check for missing reference answers."""
 
     def require_answers(self, why: str) -> None:
@@ -85,7 +85,7 @@ class Answering(Protocol):
 
 
 @runtime_checkable
-class Demonstrating(Protocol):
+class ChecksResponses(Protocol):
     """Dataset that can check for missing demonstrations."""
 
     def require_responses(self) -> None:
@@ -138,8 +138,8 @@ class PromptSampler:
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
-class Wording:
-    """Prompt template, applied to the last user message or raw prompt, and system prompt.
+class PromptTemplate:
+    """Template of the last user message or raw prompt, and system prompt.
 
     In the template, `{prompt}` stands for the question, and `{name}` for a value of the problem's `meta`, such as another
     column of its file. Other braces are text: `\\boxed{}` needs no escape.
@@ -183,15 +183,15 @@ class Wording:
         return _FIELD.sub(lambda match: str(values.get(match[1], match[0])), self.template)
 
 
-class WordedDataset:
+class TemplatedDataset:
     """Problems of a source, with `prompt_template` and `system_prompt` applied."""
 
-    def __init__(self, problems: PromptDataset, wording: Wording) -> None:
+    def __init__(self, problems: PromptDataset, prompt_template: PromptTemplate) -> None:
         self.problems = problems
-        self.wording = wording
+        self.prompt_template = prompt_template
 
     def __len__(self) -> int:
         return len(self.problems)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self.wording(self.problems[index])
+        return self.prompt_template(self.problems[index])

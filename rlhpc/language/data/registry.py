@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rlhpc.language.data.prompts import Answering, Demonstrating, PromptDataset, WordedDataset, Wording
+from rlhpc.language.data.prompts import ChecksAnswers, ChecksResponses, PromptDataset, PromptTemplate, TemplatedDataset
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.plugins import Registry
 
@@ -45,7 +45,7 @@ PROCEDURAL = ("reasoning_gym", "arithmetic", "code", "drawn", "environment")
 
 def make_dataset(
     cfg: DataSourceConfig, part: str = "train", *, demonstrations: bool = False, key: str | None = None
-) -> WordedDataset:
+) -> TemplatedDataset:
     """Builds the problems of a section `data.train` or `data.eval[i]`.
 
     Args:
@@ -70,7 +70,7 @@ def make_dataset(
             f"{key}.images_key is {cfg.images_key!r}, and source {cfg.source} makes its problems up, without columns: leave "
             "it out"
         )
-    wording = Wording(cfg.prompt_template, cfg.system_prompt, key=key)
+    template = PromptTemplate(cfg.prompt_template, cfg.system_prompt, key=key)
     source = SOURCES.find(cfg.source, f"{key}.source")
     try:
         problems = source(cfg, part=part, key=key)
@@ -78,22 +78,22 @@ def make_dataset(
         raise ConfigError(f"{key}: source {cfg.source!r} cannot be made: {error}") from error
     if len(problems) == 0:
         raise ConfigError(f"{key}: the dataset is empty ({_description(cfg, part)})")
-    worded_dataset = WordedDataset(problems, wording)
+    dataset = TemplatedDataset(problems, template)
     if demonstrations:
-        _require_responses(worded_dataset, cfg, key)
-    return worded_dataset
+        _require_responses(dataset, cfg, key)
+    return dataset
 
 
-def _require_answers(dataset: WordedDataset, why: str, key: str) -> None:
-    if isinstance(dataset.problems, Answering):
+def _require_answers(dataset: TemplatedDataset, why: str, key: str) -> None:
+    if isinstance(dataset.problems, ChecksAnswers):
         dataset.problems.require_answers(why)
     elif not dataset[0].answer.strip():
         raise ConfigError(f"{key}: its problems have no reference answer, and {why} compares with one")
 
 
-def _require_responses(dataset: WordedDataset, cfg: DataSourceConfig, key: str) -> None:
+def _require_responses(dataset: TemplatedDataset, cfg: DataSourceConfig, key: str) -> None:
     # Table sources check all rows and name the invalid one; for other sources only the first problem is checked.
-    if isinstance(dataset.problems, Demonstrating):
+    if isinstance(dataset.problems, ChecksResponses):
         dataset.problems.require_responses()
     elif not dataset[0].response:
         raise ConfigError(f"{key}: source {cfg.source!r} has no demonstrations; sft needs a response to every prompt")

@@ -123,11 +123,11 @@ def evaluate_language_model(
         suite: Name of a suite; `default` is the first suite if no suite has that name.
         output: JSON file to write, atomically; the samples go to `<stem>.samples.jsonl` in the same folder.
         backend: Engine; by default `rollout.rollout_backend`.
-        global_step: Step of the evaluation; by default the result of `step_evaluated`.
+        global_step: Step of the evaluation; by default the result of `evaluated_step`.
         progress: Whether to show the number of scored answers on stderr.
 
     Returns:
-        See `rlhpc.language.reporting.eval_metrics.summarize`; also dropped (problems whose prompts are too long), suite,
+        See `rlhpc.language.reporting.eval_metrics.summarize`; also dropped (problems with too long prompts), suite,
         global_step, model, backend, seed, temperature, top_p, top_k and max_new_tokens.
 
     Raises:
@@ -144,12 +144,12 @@ def evaluate_language_model(
         model_path = next(iter(folders_of(cfg, folder).values()))
         tokenizer = load_tokenizer(model_path, cfg.actor.model.trust_remote_code)
         problems, num_dropped = problems_of(cfg, section, tokenizer)
-        rows = answered(problems, cfg, section, suite, folder, tokenizer, progress)
+        rows = answer_problems(problems, cfg, section, suite, folder, tokenizer, progress)
     summary = {
         **summarize(rows),
         "dropped": num_dropped,
         "suite": suite,
-        "global_step": step_evaluated(model, step, output) if global_step is None else global_step,
+        "global_step": evaluated_step(model, step, output) if global_step is None else global_step,
         "model": str(model),
         "backend": cfg.rollout.rollout_backend,
         "seed": cfg.runner.seed,
@@ -163,7 +163,7 @@ def evaluate_language_model(
     return summary
 
 
-def step_evaluated(model: str | Path, step: int | None, output: str | Path | None) -> int:
+def evaluated_step(model: str | Path, step: int | None, output: str | Path | None) -> int:
     """Returns the step of an evaluation.
 
     For checkpoints it is `step`. For other models (`step` is None) it is the number N in the name `global_step_<N>` of the
@@ -253,7 +253,7 @@ def _find_export(checkpoint: Path, step: int) -> Path | None:
     return folder
 
 
-def answered(
+def answer_problems(
     problems: Problems,
     cfg: LanguageConfig,
     section: EvalDataConfig,

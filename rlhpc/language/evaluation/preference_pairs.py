@@ -18,7 +18,7 @@ from rlhpc.config.typed import select
 from rlhpc.language.config.data import DataSourceConfig, EvalDataConfig, suite_named
 from rlhpc.language.data import load_tokenizer
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.evaluation.evaluate import answered, model_folder, problems_of
+from rlhpc.language.evaluation.evaluate import answer_problems, model_folder, problems_of
 from rlhpc.language.models.builtin import resolve_model
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import replace_durably
@@ -69,7 +69,7 @@ def make_pairs(
         folder = folder_and_step[0]
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
         problems, _ = problems_of(cfg, section, tokenizer, split)
-        answers = answered(problems, cfg, section, section.name, folder, tokenizer, progress)
+        answers = answer_problems(problems, cfg, section, section.name, folder, tokenizer, progress)
     groups = [answers[index * samples : (index + 1) * samples] for index in range(len(problems))]
     make_rows = pairs_of if form == "pairs" else labels_of
     rows_by_problem = [list(make_rows(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]

@@ -126,20 +126,21 @@ def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length
     return dataclasses.replace(batch, reward=torch.tensor(target_rewards, dtype=torch.float32))
 
 
-def cut(batch: TokenBatch, each: int, max_tokens: int) -> Parts:
+def split_rows(batch: TokenBatch, responses_per_row: int, max_tokens: int) -> Parts:
     """Divides rows into micro-batches; the responses of a row stay together.
 
     Args:
         batch: All rows.
-        each: Number of responses per row.
+        responses_per_row: Number of responses per row.
         max_tokens: `actor.max_tokens_per_micro_batch`.
     """
     if not len(batch):
         return []
-    offsets = torch.arange(each)
-    row_groups = micro_batches(batch.lengths.view(-1, each).amax(1) * each, max_tokens)
+    offsets = torch.arange(responses_per_row)
+    row_groups = micro_batches(batch.lengths.view(-1, responses_per_row).amax(1) * responses_per_row, max_tokens)
     return [
-        (row_indices, batch.select((row_indices[:, None] * each + offsets).flatten())) for row_indices in row_groups
+        (row_indices, batch.select((row_indices[:, None] * responses_per_row + offsets).flatten()))
+        for row_indices in row_groups
     ]
 
 
@@ -150,7 +151,7 @@ def rewards_of(
     pad: int,
     max_tokens: int,
     forward: Callable[[TokenBatch], Tensor],
-    evenly: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
+    equalize: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
 ) -> list[list[float]]:
     """Computes the rewards of each row's responses.
 
@@ -159,7 +160,7 @@ def rewards_of(
         encoder, max_length, pad: See `batch_of`.
         max_tokens: Maximum number of tokens of a micro-batch, including padding.
         forward: Function that returns the values `[T]` of a batch's tokens.
-        evenly: Function that gives all ranks the same number of micro-batches.
+        equalize: Function that gives all ranks the same number of micro-batches.
 
     Raises:
         NonFinite: A reward is not finite.
@@ -167,7 +168,7 @@ def rewards_of(
     full_batch = batch_of(rows, encoder, max_length, pad)
     responses_per_row = len(rows[0].responses) if rows else 1
     rewards_by_row: list[list[float]] = [[] for _ in rows]
-    for row_indices, batch in evenly(cut(full_batch, responses_per_row, max_tokens), full_batch):
+    for row_indices, batch in equalize(split_rows(full_batch, responses_per_row, max_tokens), full_batch):
         predictions = forward(batch).cpu()
         rewards = last_values(predictions, batch).view(-1, responses_per_row).tolist() if len(row_indices) else []
         for index, row_rewards in zip(row_indices.tolist(), rewards, strict=True):
@@ -221,7 +222,7 @@ def evaluate_reward_model(
         ConfigError: The suite is unknown, or model or data are not available.
         CheckpointError: The checkpoint is invalid.
     """
-    from rlhpc.language.evaluation.evaluate import model_folder, step_evaluated, write_result
+    from rlhpc.language.evaluation.evaluate import evaluated_step, model_folder, write_result
     from rlhpc.language.models.loading import compute_dtype
 
     section = suite_named(cfg.data.eval, suite)
@@ -258,7 +259,7 @@ def evaluate_reward_model(
         **summarize_preferences(rows, form),
         "dropped": suite_data.dropped,
         "suite": suite,
-        "global_step": step_evaluated(model, step, output),
+        "global_step": evaluated_step(model, step, output),
         "model": str(model),
         "loss_type": cfg.algorithm.loss_type,
         "dtype": str(dtype).removeprefix("torch."),

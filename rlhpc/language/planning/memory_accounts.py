@@ -78,7 +78,7 @@ def _largest_context(name: str, serving: Serving) -> Mapping[str, str]:
 
 
 def _wider_engines(name: str, serving: Serving, capacity: float) -> Sequence[SuggestedChange]:
-    """Returns the smallest engine with more ranks that fits, for groups whose engines may have several ranks."""
+    """Returns the smallest engine with more ranks that fits; () for groups with engines of one rank."""
     if serving.engine != "vllm" or name != "rollout":
         return ()
     for tensor in _powers(serving.size.heads):
@@ -451,8 +451,8 @@ def _loading_memory(training: Training, ranks: GroupRanks) -> tuple[MemoryTerm, 
 def _description(training: Training, section: LanguageActorConfig) -> str:
     division = {"fsdp": f" ({format_sizes(training.sizes)})", "deepspeed": f" (ZeRO-{training.stage})"}
     facts = (
-        f"{section.model.model_path}: {counted(training.size.parameters)} parameters",
-        f"LoRA of rank {training.lora}: {counted(training.num_trained)} trained" if training.lora else "",
+        f"{section.model.model_path}: {format_count(training.size.parameters)} parameters",
+        f"LoRA of rank {training.lora}: {format_count(training.num_trained)} trained" if training.lora else "",
         training.backend + division.get(training.backend, ""),
         "offloaded to the host" if training.offload else "",
         "bfloat16" if training.mixed_precision else "float32",
@@ -467,7 +467,7 @@ def format_sizes(sizes: MeshSizes) -> str:
     return ", ".join(f"{key} {ways}" for key, ways in dataclasses.asdict(sizes).items() if ways > 1) or "shard 1"
 
 
-def counted(parameters: int) -> str:
+def format_count(parameters: int) -> str:
     """Formats a number of parameters: `7.62 B`, `135 M`."""
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
 
@@ -508,7 +508,7 @@ def _serving_account(
     bucket_bytes = min(float(serving.itemsize * serving.size.parameters), float(NUM_BUCKETS * BUCKET_BYTES))
     engine_text = f"{engine} engines" + (f" of {tensor} ranks" if tensor > 1 else "")
     description = (
-        f"{model.model_path}: {counted(serving.size.parameters)} parameters, {engine_text}, "
+        f"{model.model_path}: {format_count(serving.size.parameters)} parameters, {engine_text}, "
         f"up to {serving.sequences} sequences of {serving.length} tokens"
     )
     cache_note = f"the KV cache has room for {serving.describe_cache()}; {serving.sequences} are asked for at a time"
@@ -566,6 +566,6 @@ def _frozen_account(
     )
     return Account(
         name,
-        description=f"{model.model_path}: {counted(size.parameters)} parameters, passes over {tokens} tokens",
+        description=f"{model.model_path}: {format_count(size.parameters)} parameters, passes over {tokens} tokens",
         moments=(Moment("scoring", (*memory_terms, process(ranks.accelerated))),),
     )

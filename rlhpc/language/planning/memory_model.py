@@ -118,7 +118,7 @@ _CHUNK_ELEMENTS, _HOST_DIVISOR, _MIN_HOST_ROWS = 1 << 24, 4, 128
 
 
 def _chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
-    """Returns the number of tokens whose logits are computed at once."""
+    """Returns the number of rows of logits (tokens) that are computed at once."""
     rows = max(1, _CHUNK_ELEMENTS // vocabulary)
     return min(tokens, rows, max(_MIN_HOST_ROWS, rows // _HOST_DIVISOR)) if on_host else min(tokens, rows)
 

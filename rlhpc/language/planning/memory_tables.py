@@ -16,8 +16,8 @@ from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.typed import typed
 from rlhpc.language.config.run import GrpoConfig, responses_per_step
 from rlhpc.language.planning.memory_accounts import (
-    counted,
     divisions,
+    format_count,
     format_sizes,
     largest_tokens,
     peak_bytes,
@@ -63,23 +63,23 @@ def _training_table(cfg: GrpoConfig) -> str:
             division_and_fit = _nearest_division(
                 dataclasses.replace(base, size=size, sizes=MeshSizes(shard=num_accelerators), separate_embeddings=True)
             )
-            name = f"{model.rpartition('/')[2]} ({counted(size.parameters)})"
+            name = f"{model.rpartition('/')[2]} ({format_count(size.parameters)})"
             rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(division_and_fit))} |")
     return "\n".join(rows)
 
 
-def _nearest_division(plain: Training) -> tuple[Training, bool]:
+def _nearest_division(configured: Training) -> tuple[Training, bool]:
     """Returns the nearest division that fits, or the division with the lowest peak; and whether the result fits."""
     divisions_that_fit = [
-        (distance, division) for distance, division in divisions(plain) if peak_bytes(division) <= _USABLE
+        (distance, division) for distance, division in divisions(configured) if peak_bytes(division) <= _USABLE
     ]
     if divisions_that_fit:
-        return min(divisions_that_fit, key=lambda one: (one[0], peak_bytes(one[1])))[1], True
-    return min((division for _, division in divisions(plain)), key=peak_bytes), False
+        return min(divisions_that_fit, key=lambda candidate: (candidate[0], peak_bytes(candidate[1])))[1], True
+    return min((division for _, division in divisions(configured)), key=peak_bytes), False
 
 
-def _cells(fitting: tuple[Training, bool]) -> Iterator[str]:
-    training, is_fitting = fitting
+def _cells(division_and_fit: tuple[Training, bool]) -> Iterator[str]:
+    training, is_fitting = division_and_fit
     peak_moment = max(training.moments(), key=lambda moment: moment.nbytes)
     yield format_sizes(training.sizes)
     yield f"{peak_moment.nbytes / GIB:.1f}" + ("" if is_fitting else " (**does not fit**)")

@@ -29,7 +29,9 @@ _QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "num_expe
 _LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072}
 
 
-def _sizes(base: Mapping[str, Any], hidden: int, inner: int, layers: int, heads: int, kv: int, **more: Any) -> Any:
+def _sizes(
+    base: Mapping[str, Any], hidden: int, inner: int, layers: int, heads: int, kv: int, **other_keys: Any
+) -> Any:
     return {
         **base,
         "hidden_size": hidden,
@@ -37,7 +39,7 @@ def _sizes(base: Mapping[str, Any], hidden: int, inner: int, layers: int, heads:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        **more,
+        **other_keys,
     }
 
 
@@ -289,60 +291,66 @@ def _tiny_config(
     }
 
 
-def _build_size(c: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
-    num_heads = int(c.get("num_attention_heads") or c.get("n_head") or 1)
-    hidden_size = int(c.get("hidden_size") or c.get("n_embd") or 0)
-    experts = _num_experts(c)
-    intermediate_size = int(c.get("intermediate_size") or c.get("n_inner") or 4 * hidden_size)
-    context_length = c.get("max_position_embeddings") or c.get("n_positions")
-    latent_size = int(c.get("kv_lora_rank") or 0)
+def _build_size(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
+    num_heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
+    hidden_size = int(config.get("hidden_size") or config.get("n_embd") or 0)
+    experts = _num_experts(config)
+    intermediate_size = int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden_size)
+    context_length = config.get("max_position_embeddings") or config.get("n_positions")
+    latent_size = int(config.get("kv_lora_rank") or 0)
     return ModelSize(
         shapes=shapes,
         linear=linear,
-        windows=tuple(_windows(c)),
-        latent=latent_size + int(c.get("qk_rope_head_dim") or 0) if latent_size else 0,
-        latent_heads=sum(int(c.get(f"{projection}_head_dim") or 0) for projection in ("qk_nope", "qk_rope", "v"))
+        windows=tuple(_windows(config)),
+        latent=latent_size + int(config.get("qk_rope_head_dim") or 0) if latent_size else 0,
+        latent_heads=sum(int(config.get(f"{projection}_head_dim") or 0) for projection in ("qk_nope", "qk_rope", "v"))
         if latent_size
         else 0,
         hidden=hidden_size,
-        layers=int(c.get("num_hidden_layers") or c.get("n_layer") or 0),
+        layers=int(config.get("num_hidden_layers") or config.get("n_layer") or 0),
         heads=num_heads,
-        kv_heads=int(c.get("num_key_value_heads") or num_heads),
-        head_dim=int(c.get("head_dim") or hidden_size // num_heads),
+        kv_heads=int(config.get("num_key_value_heads") or num_heads),
+        head_dim=int(config.get("head_dim") or hidden_size // num_heads),
         intermediate=intermediate_size,
-        vocabulary=int(c["vocab_size"]),
+        vocabulary=int(config["vocab_size"]),
         experts=experts,
-        experts_per_token=int(c.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_width=_expert_width({"intermediate_size": intermediate_size, **c}) if experts else 0,
+        experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+        expert_width=_expert_width({"intermediate_size": intermediate_size, **config}) if experts else 0,
         qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
         context=None if context_length is None else int(context_length),
-        computes_all_logits=any(c.get(key) not in (None, 1, 1.0) for key in _LOGIT_SCALING_KEYS),
+        computes_all_logits=any(config.get(key) not in (None, 1, 1.0) for key in _LOGIT_SCALING_KEYS),
     )
 
 
-def _windows(c: Mapping[str, Any]) -> Iterator[float]:
+def _windows(config: Mapping[str, Any]) -> Iterator[float]:
     """Yields the attention window of each layer with a KV cache, in tokens."""
-    layers = int(c.get("num_hidden_layers") or c.get("n_layer") or 0)
-    window = float(c.get("sliding_window") or math.inf)
-    layer_types = c.get("layer_types")
+    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    window = float(config.get("sliding_window") or math.inf)
+    layer_types = config.get("layer_types")
     if not layer_types:  # all layers have the same type, except the first layers of Qwen
-        first_sliding = layers if c.get("use_sliding_window") is False else int(c.get("max_window_layers") or 0)
+        first_sliding = (
+            layers if config.get("use_sliding_window") is False else int(config.get("max_window_layers") or 0)
+        )
         layer_types = ["sliding_attention" if layer >= first_sliding else "full_attention" for layer in range(layers)]
     for layer_type in layer_types:
         if layer_type == "chunked_attention":
-            yield float(c.get("attention_chunk_size") or math.inf)
+            yield float(config.get("attention_chunk_size") or math.inf)
         elif "attention" in layer_type and "linear" not in layer_type:
             yield window if layer_type == "sliding_attention" else math.inf
 
 
-def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields names and shapes of the parameters of a family in `FAMILIES`, with the names and order of transformers."""
-    family, hidden_size, num_heads = c["model_type"], int(c["hidden_size"]), int(c["num_attention_heads"])
-    width = int(c.get("head_dim") or hidden_size // num_heads)
-    query_size, kv_size = num_heads * width, int(c.get("num_key_value_heads") or num_heads) * width
-    has_bias = family == "qwen2" or bool(c.get("attention_bias"))
-    yield "model.embed_tokens.weight", (int(c["vocab_size"]), hidden_size)
-    for layer in range(int(c["num_hidden_layers"])):
+    family, hidden_size, num_heads = (
+        config["model_type"],
+        int(config["hidden_size"]),
+        int(config["num_attention_heads"]),
+    )
+    width = int(config.get("head_dim") or hidden_size // num_heads)
+    query_size, kv_size = num_heads * width, int(config.get("num_key_value_heads") or num_heads) * width
+    has_bias = family == "qwen2" or bool(config.get("attention_bias"))
+    yield "model.embed_tokens.weight", (int(config["vocab_size"]), hidden_size)
+    for layer in range(int(config["num_hidden_layers"])):
         prefix = f"model.layers.{layer}"
         for name, shape in (
             ("q", (query_size, hidden_size)),
@@ -356,46 +364,46 @@ def _shapes(c: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         if family in ("qwen3", "qwen3_moe"):
             yield f"{prefix}.self_attn.q_norm.weight", (width,)
             yield f"{prefix}.self_attn.k_norm.weight", (width,)
-        yield from _feed_forward(c, layer, f"{prefix}.mlp")
+        yield from _feed_forward(config, layer, f"{prefix}.mlp")
         yield f"{prefix}.input_layernorm.weight", (hidden_size,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden_size,)
     yield "model.norm.weight", (hidden_size,)
-    if not c.get("tie_word_embeddings"):
-        yield "lm_head.weight", (int(c["vocab_size"]), hidden_size)
+    if not config.get("tie_word_embeddings"):
+        yield "lm_head.weight", (int(config["vocab_size"]), hidden_size)
 
 
-def _num_experts(c: Mapping[str, Any]) -> int:
+def _num_experts(config: Mapping[str, Any]) -> int:
     """Returns the number of experts per layer; 0 for families without experts, for any contents of the configuration."""
-    if c.get("model_type") in FAMILIES and c["model_type"] not in _MIXTURES:
+    if config.get("model_type") in FAMILIES and config["model_type"] not in _MIXTURES:
         return 0
-    return int(c.get("num_experts") or c.get("num_local_experts") or c.get("n_routed_experts") or 0)
+    return int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
 
 
-def _expert_width(c: Mapping[str, Any]) -> int:
+def _expert_width(config: Mapping[str, Any]) -> int:
     """Returns the inner width of an expert."""
-    expert_width = None if c.get("model_type") == "mixtral" else c.get("moe_intermediate_size")
-    return int(expert_width or c["intermediate_size"])
+    expert_width = None if config.get("model_type") == "mixtral" else config.get("moe_intermediate_size")
+    return int(expert_width or config["intermediate_size"])
 
 
-def _feed_forward(c: Mapping[str, Any], number: int, at: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden_size, experts = int(c["hidden_size"]), _num_experts(c)
-    step = int(c.get("decoder_sparse_step") or 1)
-    is_dense = not experts or number in (c.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+def _feed_forward(config: Mapping[str, Any], number: int, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden_size, experts = int(config["hidden_size"]), _num_experts(config)
+    step = int(config.get("decoder_sparse_step") or 1)
+    is_dense = not experts or number in (config.get("mlp_only_layers") or ()) or (number + 1) % step != 0
     if is_dense:
-        inner_size = int(c["intermediate_size"])
+        inner_size = int(config["intermediate_size"])
         for name, shape in (
             ("gate", (inner_size, hidden_size)),
             ("up", (inner_size, hidden_size)),
             ("down", (hidden_size, inner_size)),
         ):
-            yield f"{at}.{name}_proj.weight", shape
-            if c.get("mlp_bias"):
-                yield f"{at}.{name}_proj.bias", shape[:1]
+            yield f"{prefix}.{name}_proj.weight", shape
+            if config.get("mlp_bias"):
+                yield f"{prefix}.{name}_proj.bias", shape[:1]
         return
-    inner_size = _expert_width(c)
-    yield f"{at}.gate.weight", (experts, hidden_size)
-    yield f"{at}.experts.gate_up_proj", (experts, 2 * inner_size, hidden_size)
-    yield f"{at}.experts.down_proj", (experts, hidden_size, inner_size)
+    inner_size = _expert_width(config)
+    yield f"{prefix}.gate.weight", (experts, hidden_size)
+    yield f"{prefix}.experts.gate_up_proj", (experts, 2 * inner_size, hidden_size)
+    yield f"{prefix}.experts.down_proj", (experts, hidden_size, inner_size)
 
 
 def _build_on_meta(

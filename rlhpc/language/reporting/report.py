@@ -218,21 +218,21 @@ def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[st
     best_evaluation = max(evaluations, key=lambda result: result["accuracy"], default=None)
     last_evaluation = evaluations[-1] if evaluations else None
 
-    def of(name: str) -> float | None:
+    def latest_value(name: str) -> float | None:
         return next(iter(series(rows, name)[1][-1:]), None)
 
-    def evaluated(title: str, result: Evaluation | None) -> str:
+    def evaluation_card(title: str, result: Evaluation | None) -> str:
         if result is None:
             return card(title, "–", "not evaluated yet")
         return card(title, f"{result['accuracy']:.1%}", f"accuracy, {result['suite']}, step {result['global_step']}")
 
     name, label = trained
-    metric_value, wall_s = of(name), of("time/wall_s")
+    metric_value, wall_s = latest_value(name), latest_value("time/wall_s")
     rate_values = series(rows, rate)[1]
     return (
         '<div class="cards">'
-        + evaluated("Best evaluation", best_evaluation)
-        + evaluated("Last evaluation", last_evaluation)
+        + evaluation_card("Best evaluation", best_evaluation)
+        + evaluation_card("Last evaluation", last_evaluation)
         + card(label.capitalize(), "–" if metric_value is None else f"{metric_value:.3f}", "at the last step")
         + card("Training steps", str(rows[-1]["step"]) if rows else "–", "")
         + card("Wall time", "–" if wall_s is None else duration(wall_s), "training")

@@ -596,9 +596,9 @@ def _render_episode(row: _Row) -> str:
     return f'<article class="episode">{header}<div class="branches">{branches}</div></article>'
 
 
-def _render_branch(number: int, sample: Any, of: int) -> str:
+def _render_branch(number: int, sample: Any, num_branches: int) -> str:
     role = escape(str(sample.get("role") or ""))
-    title = " · ".join(filter(None, [role, f"branch {number} of {of}" if of > 1 else ""]))
+    title = " · ".join(filter(None, [role, f"branch {number} of {num_branches}" if num_branches > 1 else ""]))
     return f'<div class="branch"><h4>{title}</h4>{"".join(map(_render_part, sample["parts"]))}</div>'
 
 

@@ -72,14 +72,14 @@ class NeedsAnswer(Protocol):
 
 
 @runtime_checkable
-class MemoryBound(Protocol):
+class HasMemoryLimit(Protocol):
     """Reward with a memory limit for its process, in MiB."""
 
     memory_mb: int
 
 
 @runtime_checkable
-class Preloading(Protocol):
+class HasPreload(Protocol):
     """Reward with modules that the pool's server imports before it forks the reward processes."""
 
     preload: Sequence[str]

@@ -257,9 +257,9 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def require_steps(done: Sequence[int], claim: Term) -> Term:
-    """Returns a term that holds if a claim holds and the steps `done` have passed."""
-    return lambda answers: all("passed" in answers[step_number] for step_number in done) and claim(answers)
+def require_steps(step_numbers: Sequence[int], claim: Term) -> Term:
+    """Returns a term that holds if a claim holds and the steps have passed."""
+    return lambda answers: all("passed" in answers[step_number] for step_number in step_numbers) and claim(answers)
 
 
 def evaluate_bool_op(parts: Sequence[Term], *, stops: bool) -> Term:
@@ -291,7 +291,7 @@ def compare_chain(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Te
     return value
 
 
-def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
+def compute(kind: type[ast.operator], left: Any, right: Any) -> Any:
     """Computes arithmetic on numbers, and concatenation, repetition and difference of containers.
 
     Raises:
@@ -299,18 +299,18 @@ def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
         TypeError: The operation is not supported for these operands.
     """
     number_types: Any = (int, float, complex, Fraction, Decimal)
-    if isinstance(first, number_types) and isinstance(second, number_types):
-        if kind is ast.Pow and isinstance(first, (int, Fraction)):
-            max_bits = max(int(integer_part).bit_length() for integer_part in (first.numerator, first.denominator))
-            if not float(abs(second)) * max_bits <= _MAX_BITS:
+    if isinstance(left, number_types) and isinstance(right, number_types):
+        if kind is ast.Pow and isinstance(left, (int, Fraction)):
+            max_bits = max(int(integer_part).bit_length() for integer_part in (left.numerator, left.denominator))
+            if not float(abs(right)) * max_bits <= _MAX_BITS:
                 raise ValueError("too large")
-        return ARITHMETIC[kind](first, second)
-    if kind is ast.Add and type(first) is type(second) and isinstance(first, (str, bytes, list, tuple)):
-        return first + second
-    if kind is ast.Sub and isinstance(first, (set, frozenset)) and isinstance(second, (set, frozenset)):
-        return first - second
+        return ARITHMETIC[kind](left, right)
+    if kind is ast.Add and type(left) is type(right) and isinstance(left, (str, bytes, list, tuple)):
+        return left + right
+    if kind is ast.Sub and isinstance(left, (set, frozenset)) and isinstance(right, (set, frozenset)):
+        return left - right
     if kind is ast.Mult:
-        sequence, repetitions = (second, first) if isinstance(first, int) else (first, second)
+        sequence, repetitions = (right, left) if isinstance(left, int) else (left, right)
         if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(repetitions, int):
             if len(sequence) * repetitions > _MAX_ITEMS:
                 raise ValueError("too large")

@@ -26,7 +26,7 @@ def squeeze(text: str) -> str:
     return " ".join(text.split())
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     """Returns the content of the last `\\boxed{...}`, which may contain nested braces."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
@@ -43,14 +43,14 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def hashed(text: str) -> str | None:
+def extract_hashed(text: str) -> str | None:
     """Returns the rest of the line after the last `####`."""
     _, separator, suffix = text.rpartition("####")
     answer = suffix.split("\n", 1)[0].strip() if separator else ""
     return answer or None
 
 
-def tagged(text: str) -> str | None:
+def extract_tagged(text: str) -> str | None:
     """Returns the content of the last `<answer>...</answer>`."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
@@ -64,7 +64,7 @@ def last_number(text: str) -> str | None:
 
 
 _EXTRACTION_METHODS: dict[str, Callable[[str], str | None]] = {
-    "boxed": boxed, "####": hashed, "tag": tagged, "last_number": last_number,
+    "boxed": extract_boxed, "####": extract_hashed, "tag": extract_tagged, "last_number": last_number,
     "whole": lambda text: text.strip() or None,
 }  # fmt: skip
 

@@ -170,7 +170,7 @@ class RewardPool:
         return [scores[i] for i in range(len(samples))]
 
     def unfinished(self) -> int:
-        """Returns the number of submitted samples whose scores `poll` has not yet returned."""
+        """Returns the number of submitted samples that `poll` has not yet returned."""
         return len(self._pending) + len(self._scored)
 
     def drain(self) -> None:

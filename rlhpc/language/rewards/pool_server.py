@@ -24,7 +24,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.rewards.base import MemoryBound, Preloading, Reward, Sample
+from rlhpc.language.rewards.base import HasMemoryLimit, HasPreload, Reward, Sample
 from rlhpc.language.rewards.registry import build_reward
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import ConfigError
@@ -50,7 +50,7 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
 
 def _run_judge(spec: Spec, connection: socket.socket) -> None:
     """Runs a judge process: builds the rewards, then scores samples one by one."""
-    limits = [factory.memory_mb if isinstance(factory, MemoryBound) else 0 for _, factory, _ in spec]
+    limits = [factory.memory_mb if isinstance(factory, HasMemoryLimit) else 0 for _, factory, _ in spec]
     if all(limits):
         memory_limit = max(limits) << 20
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
@@ -189,7 +189,7 @@ def main() -> None:
         import psutil  # noqa: F401
 
         for _, factory, _ in spec:
-            for module in factory.preload if isinstance(factory, Preloading) else ():
+            for module in factory.preload if isinstance(factory, HasPreload) else ():
                 with contextlib.suppress(ImportError):  # the judge reports it in an error message
                     importlib.import_module(module)
     except BaseException as error:

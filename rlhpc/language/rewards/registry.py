@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlhpc.config.options import check_options
-from rlhpc.language.data.prompts import Located, WordedDataset
+from rlhpc.language.data.prompts import HasPlaces, TemplatedDataset
 from rlhpc.language.data.registry import _require_answers
 from rlhpc.language.rewards.base import ChecksProblems, NeedsAnswer, Reward
 from rlhpc.runtime.errors import ConfigError
@@ -56,7 +56,7 @@ def build_reward(name: str, factory: Callable[..., Any], kwargs: dict[str, Any])
     return reward
 
 
-def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> None:
+def check_problems(terms: Iterable[str], dataset: TemplatedDataset, key: str) -> None:
     """Rejects problems that a reward term cannot score.
 
     Examples are programming problems without tests, and problems without the reference answer that the term compares with.
@@ -79,11 +79,11 @@ def check_problems(terms: Iterable[str], dataset: WordedDataset, key: str) -> No
             _require_answers(dataset, f"the reward {name!r}", key)
         if not isinstance(reward, ChecksProblems):
             continue
-        for index in range(len(problems) if isinstance(problems, Located) else 1):
+        for index in range(len(problems) if isinstance(problems, HasPlaces) else 1):
             try:
                 reward.check_problem(problems[index].meta)
             except ValueError as error:
-                problem_place = problems.place(index) if isinstance(problems, Located) else f"its problem {index}"
+                problem_place = problems.place(index) if isinstance(problems, HasPlaces) else f"its problem {index}"
                 raise ConfigError(
                     f"{key}: {problem_place}: reward.terms has {name!r}, which cannot judge this problem: {error}. "
                     "Mend the row or leave it out; docs/how-to/rewards.md says which tests are read"

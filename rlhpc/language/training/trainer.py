@@ -649,7 +649,7 @@ class TokenTrainer(ModelTrainer):
         The adapter stays active for the backward pass, until the next call.
         """
         if self.policies.names:
-            (policy,) = self.policies.of(batch.role).unique().tolist()
+            (policy,) = self.policies.indices_of(batch.role).unique().tolist()
             lora.choose(self.backend.module, self.policies.names[policy])
 
     def _scores(

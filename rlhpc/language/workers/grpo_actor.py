@@ -57,7 +57,7 @@ def by_policy(policies: Policies, batch: TokenBatch, cut: Callable[[TokenBatch],
         batch: Batch with samples of any policies.
         cut: Function that splits the samples of one policy into micro-batches: the same number on all ranks, some maybe empty.
     """
-    policy_of_sample, micro_batches = policies.of(batch.role), Parts()
+    policy_of_sample, micro_batches = policies.indices_of(batch.role), Parts()
     for policy in range(len(policies.names)):
         indices = torch.nonzero(policy_of_sample == policy).flatten()
         micro_batches += [(indices[samples], micro_batch) for samples, micro_batch in cut(batch.select(indices))]
@@ -78,7 +78,7 @@ def split_by_policy(
     """
     metrics = []
     for batch, batch_metrics in zip(batches, parts, strict=True):
-        policy_name = policies.names[int(policies.of(batch.role)[0])]
+        policy_name = policies.names[int(policies.indices_of(batch.role)[0])]
         metrics_with_tokens = {**batch_metrics, "tokens": batch.mask.sum()}
         policy_metrics = {
             f"{POLICY}{name}/{metric}": total if name == policy_name else torch.zeros(())

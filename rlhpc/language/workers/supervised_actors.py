@@ -28,10 +28,10 @@ from rlhpc.language.evaluation.reward_model import (
     EACH,
     Suite,
     batch_of,
-    cut,
     encoder_of,
     most_tokens,
     rewards_of,
+    split_rows,
     suites_of,
     training_rows,
 )
@@ -268,7 +268,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
 
     def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """Yields micro-batches of complete pairs with the reference's log-probs, the same number on each rank."""
-        for _, micro_batch in self._pad_evenly(cut(batch, _PAIR, self.max_tokens), batch):
+        for _, micro_batch in self._pad_evenly(split_rows(batch, _PAIR, self.max_tokens), batch):
             micro_batch.columns[REF_LOGPROBS] = self.backend.reference(micro_batch).logprobs.cpu()
             yield micro_batch
 
@@ -378,7 +378,9 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             loss_value = losses.sum() / count
             return loss_value, {"loss": loss_value, **metrics}
 
-        batches = [batch for _, batch in self._pad_evenly(cut(balanced, answers_per_row, self.max_tokens), balanced)]
+        batches = [
+            batch for _, batch in self._pad_evenly(split_rows(balanced, answers_per_row, self.max_tokens), balanced)
+        ]
         return self._run_only_step(step, self.backend.forward_backward(batches, loss), tokens, balanced)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:

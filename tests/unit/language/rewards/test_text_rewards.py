@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from rlhpc.language.rewards import Sample
-from rlhpc.language.rewards.math_verifier import boxed, extract, hashed, last_number, tagged
+from rlhpc.language.rewards.math_verifier import extract, extract_boxed, extract_hashed, extract_tagged, last_number
 from rlhpc.language.rewards.text_rewards import ExactReward, FormatReward, HTTPReward, LengthReward
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
@@ -20,12 +20,12 @@ def said(response: str, answer: str = "", **more) -> Sample:
 
 
 def test_answers_are_found():
-    assert boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}} it is") == r"\frac{1}{2}"
-    assert boxed(r"\boxed{a \} b}") == r"a \} b"
-    assert boxed(r"\boxed 5.") == "5" and boxed(r"\fbox{7}") == "7"
-    assert boxed("none") is None and boxed(r"\boxed{not closed") is None
-    assert hashed("#### 1\nno:\n#### 1,200 \nend") == "1,200" and hashed("####") is None
-    assert tagged("<answer>1</answer> <answer> 2 </answer>") == "2" and tagged("</answer><answer>") is None
+    assert extract_boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}} it is") == r"\frac{1}{2}"
+    assert extract_boxed(r"\boxed{a \} b}") == r"a \} b"
+    assert extract_boxed(r"\boxed 5.") == "5" and extract_boxed(r"\fbox{7}") == "7"
+    assert extract_boxed("none") is None and extract_boxed(r"\boxed{not closed") is None
+    assert extract_hashed("#### 1\nno:\n#### 1,200 \nend") == "1,200" and extract_hashed("####") is None
+    assert extract_tagged("<answer>1</answer> <answer> 2 </answer>") == "2" and extract_tagged("</answer><answer>") is None
     assert last_number("from 3 to -4.5, or $1,250.") == "$1,250" and last_number("none") is None
     assert last_number("it is 1/2") == "1/2"
     assert extract(r"#### 3 or \boxed{4}", ("boxed", "####")) == "4"
