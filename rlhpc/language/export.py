@@ -503,6 +503,7 @@ def _export_adapted(
 
 
 def _load_shards(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    """Returns the names and full values of the parameters in a sharded checkpoint."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     from rlhpc.training.distributed_checkpoint import load_sharded
@@ -524,6 +525,7 @@ def _load_shards(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _read_identity(checkpoint: Path) -> dict[str, Any]:
+    """Returns the contents of a checkpoint's backend.json."""
     path = checkpoint / "backend.json"
     try:
         identity: dict[str, Any] = read_json(path.read_bytes())

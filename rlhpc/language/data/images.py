@@ -409,6 +409,7 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 
 
 def _bytes(image: Any, folder: Path) -> bytes:
+    """Returns the contents of an image file from a path, a data URL, `{bytes: …}` or a PIL image."""
     if isinstance(image, Mapping):
         image_bytes = image.get("bytes")
         image = image_bytes if image_bytes is not None else image.get("path")

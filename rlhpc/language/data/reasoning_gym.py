@@ -176,6 +176,7 @@ def _reasoning_gym() -> Any:
 
 
 def _check_task(task: Any, kwargs: dict[str, Any], key: str) -> None:
+    """Checks the name and the arguments of a task."""
     factory = _reasoning_gym()
     if task not in factory.DATASETS or task == "composite":
         close_names = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)

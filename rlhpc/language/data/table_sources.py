@@ -387,6 +387,7 @@ class _ColumnProblems:
                 )
 
     def _select(self, filters: str | None, part: str, fraction: float) -> list[int]:
+        """Checks all rows; returns the numbers of the rows that match the filter and belong to the part."""
         column_keys = {
             "prompt_key": self._prompt,
             "answer_key": self._answer,

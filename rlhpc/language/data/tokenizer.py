@@ -251,6 +251,7 @@ class PromptTokenizer:
             raise ConfigError(f"{prompt.where}: {error}") from None
 
     def _check(self, prompt: Prompt) -> list[str]:
+        """Implements `check`; error messages do not name the problem."""
         messages = [*prompt.messages, *([prompt.turn] if prompt.turn else [])]
         if self._is_bare(prompt.messages):
             require_plain(messages, prompt.tools)

@@ -72,6 +72,7 @@ def transcript(episode: Episode, tokenizer: Any, roles: tuple[str, ...] = ()) ->
 
 
 def _sample(sample: Episode, tokenizer: Any, roles: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the transcript of a sample; see `transcript`."""
     runs: list[dict[str, Any]] = [{"turn": 0, "read": _text(tokenizer, sample.prompt_ids)}]
     start = 0
     for (turn, is_drawn), mask_run in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):

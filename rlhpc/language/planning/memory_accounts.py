@@ -251,6 +251,7 @@ def accounts(
 
 
 def _account(cfg: TrainedLanguageConfig, name: str, ranks: GroupRanks, build: bool) -> Account:
+    """Returns the memory account of a group; for unknown models an account with the reason."""
     try:
         if name == "actor":
             return _training_account(cfg, name, cfg.actor, ranks, build)
@@ -382,6 +383,7 @@ def _teacher_bytes(cfg: GrpoConfig, ranks: GroupRanks, build: bool) -> float:
 def _training_account(
     cfg: TrainedLanguageConfig, name: str, section: LanguageActorConfig, ranks: GroupRanks, build: bool
 ) -> Account:
+    """Returns the account of a rank that trains a model."""
     training = training_of(cfg, name, section, ranks, build=build)
     is_colocated = bool(select(cfg, "actor.offload_in_rollout"))
     moments = training.moments()

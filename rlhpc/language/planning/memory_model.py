@@ -459,6 +459,7 @@ class Training:
         )
 
     def _local_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
+        """Returns the memory terms of each moment with the backend `local`."""
         size, trained_bytes = self.size, 4.0 * self.num_trained
         base = (
             *self._model_terms(),
@@ -480,6 +481,7 @@ class Training:
         }
 
     def _fsdp_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
+        """Returns the memory terms of each moment with FSDP2."""
         size, sizes, element_bytes = self.size, self.sizes, self.itemsize
         step_terms = (*self._model_terms(), *terms(gradients=4.0 * self.num_trained * self.rank_fraction()))
         if self.offload and self.accelerated:
@@ -535,6 +537,7 @@ class Training:
         }
 
     def _deepspeed_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
+        """Returns the memory terms of each moment with DeepSpeed ZeRO."""
         size, element_bytes, num_trained, is_stage_3 = self.size, self.itemsize, self.num_trained, self.stage == 3
         fraction = 1.0 / self.ranks if is_stage_3 else 1.0
         is_offloaded = self.offload and self.accelerated

@@ -292,6 +292,7 @@ def _tiny_config(
 
 
 def _build_size(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
+    """Builds a `ModelSize` from config.json and the shapes of the parameters."""
     num_heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
     hidden_size = int(config.get("hidden_size") or config.get("n_embd") or 0)
     experts = _num_experts(config)
@@ -386,6 +387,7 @@ def _expert_width(config: Mapping[str, Any]) -> int:
 
 
 def _feed_forward(config: Mapping[str, Any], number: int, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields names and shapes of the parameters of a layer's MLP or experts."""
     hidden_size, experts = int(config["hidden_size"]), _num_experts(config)
     step = int(config.get("decoder_sparse_step") or 1)
     is_dense = not experts or number in (config.get("mlp_only_layers") or ()) or (number + 1) % step != 0

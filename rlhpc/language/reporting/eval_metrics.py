@@ -103,6 +103,7 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
 
 
 def _score_metrics(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
+    """Returns accuracy, pass@k, majority and mean reward of problems."""
     samples = len(problems[0])
     right_counts = [sum(bool(row["right"]) for row in problem) for problem in problems]
     pass_rates = {

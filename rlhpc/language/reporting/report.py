@@ -272,6 +272,7 @@ def evaluation_section(
 
 
 def _evaluation_table(evaluations: Sequence[Evaluation]) -> str:
+    """Renders a table with one row per evaluation."""
     best_accuracies = {
         suite: max(evaluation["accuracy"] for evaluation in suite_results)
         for suite, suite_results in group_by_suite(evaluations).items()

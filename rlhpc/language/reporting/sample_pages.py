@@ -262,6 +262,7 @@ def _order_problems(columns: Sequence[_Column]) -> list[Any]:
 
 
 def _render_suite(columns: Sequence[_Column]) -> str:
+    """Renders the section of a suite: table of checkpoints, map, and selected problems."""
     ids = _order_problems(columns)
     chosen_ids = [ids[i] for i in spread(len(ids), _PROBLEMS)]
     columns_with_rows = [column for column in columns if column.selected_rows]
@@ -370,6 +371,7 @@ def _render_map(columns: Sequence[_Column], ids: Sequence[Any]) -> str:
 
 
 def _render_problem(key: Any, columns: Sequence[_Column]) -> str:
+    """Renders a problem with the answers of all checkpoints."""
     first_sample = next((rows[0] for column in reversed(columns) if (rows := column.selected_rows.get(key))), None)
     if first_sample is None:
         return ""
@@ -408,6 +410,7 @@ def _render_answer(step: int, rows: Sequence[_Row]) -> str:
 
 
 def _render_sample(row: _Row) -> str:
+    """Renders a sample with its score."""
     verdict = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     facts = [f"{row['tokens']} tokens"] if "tokens" in row else []
     if row.get("finished") is False:

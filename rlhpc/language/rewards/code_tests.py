@@ -183,6 +183,7 @@ class Reader:
             self._read_statement(ast.fix_missing_locations(NameReplacer(replacements).visit(statement_copy)))
 
     def _read_statement(self, statement: ast.stmt) -> None:
+        """Parses a statement of a test: adds assertions as claims, and other statements as steps or known values."""
         inner_nodes = list(ast.walk(statement))
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             return
@@ -311,6 +312,7 @@ class Reader:
             raise Unclear from None
 
     def _read_assertion(self, node: ast.expr) -> None:
+        """Adds a claim for an assertion; an assertion that holds independently of the program adds none."""
         num_steps, self._num_leaves = len(self.plan.steps), 0
         term = self._term(node)
         if self._num_leaves:
@@ -419,6 +421,7 @@ class Reader:
         return lambda answers: constant
 
     def _add_leaf(self, node: ast.expr) -> Term:
+        """Adds a step that computes an expression in the sandbox; returns a term for its value."""
         # The sandbox cannot compute a leaf with values that are known only outside.
         if self._is_trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
             raise Unclear
@@ -542,6 +545,7 @@ class Reader:
         return lambda answers: container_type(list(rounds(answers)))
 
     def _build_rounds(self, generators: Sequence[ast.comprehension], element: ast.expr) -> Term:
+        """Returns a term that computes the elements of a comprehension."""
         if not generators:
             term = self._term(element)
             return lambda answers: [term(answers)]
@@ -586,6 +590,7 @@ class Reader:
         return run
 
     def _function_of(self, node: ast.Call) -> Callable[..., Any] | None:
+        """Returns the function of a call if it can be computed outside the sandbox; None otherwise."""
         name = self._meaning(node.func)
         function, keywords = outside.FUNCTIONS.get(name, (None, ()))
         if name in outside.KNOWN_FUNCTIONS and not self._bound:

@@ -136,6 +136,7 @@ class Approximation:
         return self._is_close(self.expected, other)
 
     def _is_close(self, expected: Any, value: Any) -> bool:
+        """Returns whether a value is within the tolerance of the expected value, element by element."""
         if isinstance(expected, dict):
             return (
                 isinstance(value, dict)

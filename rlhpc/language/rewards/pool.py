@@ -199,6 +199,7 @@ class RewardPool:
     # -- judges
 
     def _start_server(self) -> None:
+        """Starts the server and its judge processes; waits until the server has imported the rewards."""
         control, server_end = socket.socketpair()
         self._folder = str(make_temporary_folder("judges"))
         self._server = subprocess.Popen(
@@ -237,6 +238,7 @@ class RewardPool:
         shutil.rmtree(self._folder, ignore_errors=True)  # a killed server has not removed its folder
 
     def _start_judge(self) -> None:
+        """Requests a judge process from the server."""
         assert self._control is not None
         self._number += 1
         pool_end, judge_end = socket.socketpair()
@@ -273,6 +275,7 @@ class RewardPool:
         judge_process.socket.close()
 
     def _replace(self, judge_process: _Judge, failure: str, reason: str) -> None:
+        """Replaces a judge process that failed; its sample is scored as failed."""
         assert self._control is not None
         self._remove(judge_process)
         with contextlib.suppress(OSError):
@@ -317,6 +320,7 @@ class RewardPool:
             self._finish(message["ticket"], *message["verdict"])
 
     def _send_queued(self) -> None:
+        """Sends queued samples to idle judge processes."""
         for judge_process in list(self._judges.values()):
             while self._queue and judge_process.ready and judge_process.ticket is None:
                 ticket = self._queue.popleft()

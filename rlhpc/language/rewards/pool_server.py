@@ -103,6 +103,7 @@ class JudgeServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, number: int) -> None:
+        """Forks a judge process with a socket that the pool has sent."""
         _, (fd,), _, _ = socket.recv_fds(self.control, 1, 1)
         server, pid = os.getpid(), os.fork()
         if pid:
@@ -130,6 +131,7 @@ class JudgeServer:
             os._exit(0)
 
     def _reap(self) -> None:
+        """Removes judge processes that have ended, and kills their child processes."""
         while True:
             try:
                 pid, _ = os.waitpid(-1, os.WNOHANG)

@@ -58,6 +58,7 @@ def entry_of(meta: Mapping[str, Any]) -> str:
 
 
 def _iter_tests(value: Any, entry: str) -> Iterator[Test]:
+    """Yields the tests in the value of a column."""
     if isinstance(value, str):
         stripped_text = value.strip()
         if stripped_text[:1] in ("{", "[") and (parsed_json := _try_parse_json(stripped_text)) is not None:
@@ -86,6 +87,7 @@ def _try_parse_json(text: str) -> Any:
 
 
 def _iter_input_output(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
+    """Yields the tests of an object with calls or inputs and their outputs."""
     keys = set(test)
     if {"call", "output"} <= keys:
         yield test
@@ -183,6 +185,7 @@ def _runs_tests(statement: ast.stmt) -> bool:
 
 
 def _doctest(text: str) -> list[ast.stmt]:
+    """Converts the examples of a doctest to assertions."""
     try:
         examples = doctest.DocTestParser().get_examples(text)
     except ValueError as error:

@@ -118,6 +118,7 @@ def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
 
 
 def _check_comparisons(cfg: GrpoConfig, section: JudgeConfig, refuse: Fail) -> None:
+    """Checks that a comparing judge gets at least two answers per problem."""
     rules = (
         (
             cfg.algorithm.group_size < 2,

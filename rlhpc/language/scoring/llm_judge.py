@@ -335,6 +335,7 @@ class Judge(Rater):
         return [rating_by_response[sample.response] for sample in samples]
 
     def _grade(self, problem: Sample, texts: Sequence[str]) -> list[float | None]:
+        """Returns the grade of each answer, scaled to 0 to 1."""
         questions = [self._fitting_question(problem, [response]) for response in texts]
         fitting_questions = [question for question in questions if question is not None]
         self._counts["over_budget"] += max(0, len(fitting_questions) - self.section.max_requests)
@@ -345,6 +346,7 @@ class Judge(Rater):
         return [None if question is None else grades.get(question) for question in questions]
 
     def _compare(self, problem: Sample, texts: Sequence[str]) -> list[float | None]:
+        """Returns each answer's share of wins in pairwise comparisons in both orders."""
         chosen_pairs = list(pairs(len(texts)))
         max_pairs = self.section.max_requests // 2
         self._counts["over_budget"] += 2 * max(0, len(chosen_pairs) - max_pairs)

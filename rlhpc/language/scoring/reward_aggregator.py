@@ -200,6 +200,7 @@ class Judging:
         ]
 
     def _sum(self, sample_id: Any) -> Scored:
+        """Returns the weighted sum of an answer's terms; `reward.failed` if a term failed or is missing."""
         score, ratings = self._pool_scores.pop(sample_id), self._group_ratings.pop(sample_id)
         term_values = {
             **score.terms,
