@@ -292,7 +292,7 @@ def compare_chain(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Te
     return value
 
 
-def compute(kind: type[ast.operator], left: Any, right: Any) -> Any:
+def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
     """Computes arithmetic on numbers, and concatenation, repetition and difference of containers.
 
     Raises:
@@ -300,18 +300,18 @@ def compute(kind: type[ast.operator], left: Any, right: Any) -> Any:
         TypeError: The operation is not supported for these operands.
     """
     number_types: Any = (int, float, complex, Fraction, Decimal)
-    if isinstance(left, number_types) and isinstance(right, number_types):
-        if kind is ast.Pow and isinstance(left, (int, Fraction)):
-            max_bits = max(int(integer_part).bit_length() for integer_part in (left.numerator, left.denominator))
-            if not float(abs(right)) * max_bits <= _MAX_BITS:
+    if isinstance(first, number_types) and isinstance(second, number_types):
+        if kind is ast.Pow and isinstance(first, (int, Fraction)):
+            max_bits = max(int(integer_part).bit_length() for integer_part in (first.numerator, first.denominator))
+            if not float(abs(second)) * max_bits <= _MAX_BITS:
                 raise ValueError("too large")
-        return ARITHMETIC[kind](left, right)
-    if kind is ast.Add and type(left) is type(right) and isinstance(left, (str, bytes, list, tuple)):
-        return left + right
-    if kind is ast.Sub and isinstance(left, (set, frozenset)) and isinstance(right, (set, frozenset)):
-        return left - right
+        return ARITHMETIC[kind](first, second)
+    if kind is ast.Add and type(first) is type(second) and isinstance(first, (str, bytes, list, tuple)):
+        return first + second
+    if kind is ast.Sub and isinstance(first, (set, frozenset)) and isinstance(second, (set, frozenset)):
+        return first - second
     if kind is ast.Mult:
-        sequence, repetitions = (right, left) if isinstance(left, int) else (left, right)
+        sequence, repetitions = (second, first) if isinstance(first, int) else (first, second)
         if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(repetitions, int):
             if len(sequence) * repetitions > _MAX_ITEMS:
                 raise ValueError("too large")
