@@ -12,7 +12,7 @@ need_extra("llm")
 
 from rlhpc.language.data.preferences import PreferenceRow
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.evaluation.reward_model import batch_of, cut, rewards_of
+from rlhpc.language.evaluation.reward_model import batch_of, rewards_of, split_rows
 from tests.unit.language.data.pairs import encoder
 
 NONE = torch.zeros(0, dtype=torch.long)
@@ -34,7 +34,7 @@ def test_the_responses_of_a_pair_share_a_micro_batch() -> None:
     prompt = Prompt(0, ({"role": "user", "content": "1+1="},))
     rows = [PreferenceRow(prompt, ("2" * n, "3" * (9 - n)), float(n)) for n in range(1, 9)]
     whole = batch_of(rows, encoder(), 32, 0)
-    parts = cut(whole, 2, 60)
+    parts = split_rows(whole, 2, 60)
     assert len(parts) > 2 and sorted(place for part, _ in parts for place in part.tolist()) == list(range(8))
     for part, batch in parts:
         assert len(batch) == 2 * len(part) and len(batch) * batch.width <= 60
