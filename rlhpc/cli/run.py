@@ -149,10 +149,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
     from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog
+    from rlhpc.jobs.accelerators import with_accelerators
     from rlhpc.runs.conditional_keys import warn_of_unused
     from rlhpc.runs.memory.plan import refuse_overfull
 
-    refuse_overfull(cfg, args.config, "slurm" if "slurm" in Path(args.profile).name else "local")
+    launcher = "slurm" if "slurm" in Path(args.profile).name else "local"
+    refuse_overfull(with_accelerators(cfg, launcher), args.config, launcher)
     warn_of_unused(args.config, args.overrides, site=args.site)
 
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}

@@ -45,6 +45,8 @@ _EXAMPLES = {
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from rlhpc.jobs.accelerators import with_accelerators
+    from rlhpc.jobs.plan import choose_launcher
     from rlhpc.runs.checks import check_planned
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.memory.plan import refuse_overfull
@@ -65,6 +67,7 @@ def _plan(args: argparse.Namespace) -> int:
         _print_skipped(skipped_checks)
         return 0
     cfg = load_config(args.config, args.overrides, site=args.site)
+    cfg = with_accelerators(cfg, choose_launcher(cfg, args.launcher))
     if (sft_source := sft_of(args.config, cfg, args.site)) is not None:
         sft_export(args.config, cfg, sft_source)
     try:
@@ -167,6 +170,7 @@ def print_outcome(answer: dict[str, object], *, as_json: bool) -> None:
 
 def _submit(args: argparse.Namespace) -> int:
     from rlhpc.config import find_site
+    from rlhpc.jobs.accelerators import with_accelerators
     from rlhpc.jobs.plan import build_plan
     from rlhpc.jobs.probes import ProcessId
     from rlhpc.jobs.segment import SegmentJournal
@@ -185,8 +189,9 @@ def _submit(args: argparse.Namespace) -> int:
     if args.attempt < 1:
         raise ConfigError(f"--attempt is {args.attempt}; the first one is 1")
     executor = choose_executor(args.executor)
-    refuse_overfull(cfg, args.config, executor)
-    check_planned(cfg)
+    planned_cfg = with_accelerators(cfg, executor)
+    refuse_overfull(planned_cfg, args.config, executor)
+    check_planned(planned_cfg)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     enclosing_sweep = SweepPaths.around(paths)
     if args.asked_by is not None and enclosing_sweep is not None and enclosing_sweep.cancelled.exists():
@@ -205,7 +210,7 @@ def _submit(args: argparse.Namespace) -> int:
         segment=args.segment,
         executor=executor,
         environment={"RLHPC_SITE": str(find_site(args.site).absolute())} if args.site else {},
-        slurm=build_plan(cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else {},
+        slurm=build_plan(planned_cfg, launcher="slurm").submitit_parameters() if executor == "slurm" else {},
         max_restarts=cfg.runner.max_restarts,
         attempt=args.attempt,
         on_decision=submitted_config,

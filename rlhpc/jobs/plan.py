@@ -16,7 +16,7 @@ from rlhpc.config.sections import JobConfig, RunConfig
 from rlhpc.jobs.elastic.helper_plan import HelperPlan, helper_plans, submitit_options
 from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runtime.allocation import gpus_in
-from rlhpc.runtime.cluster import WITHOUT_ACCELERATORS, Cluster, read_key
+from rlhpc.runtime.cluster import Cluster, read_key, without_accelerators
 from rlhpc.runtime.cluster_config import Key, SectionSource
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.imports import run_module
@@ -119,12 +119,9 @@ def build_plan(
         ConfigError: The node groups do not form components, or a walltime is too short for a step.
         PlacementError: The placement breaks a rule.
     """
-    if launcher not in LAUNCHERS:
-        raise ConfigError(f"launcher is {launcher!r}; choose from {', '.join(LAUNCHERS)}")
     section = read_key(cfg, "cluster")
     groups = list(read_key(section, "node_groups", ()))
-    if launcher == "auto":
-        launcher = "slurm" if _needs_slurm(section, groups, cluster) or shutil.which("sbatch") else "local"
+    launcher = choose_launcher(cfg, launcher, cluster)
     is_submitted = cluster is None and launcher == "slurm"
     if cluster is None:
         cluster = Cluster.planned(section, cpus=0 if launcher == "slurm" else None)
@@ -155,6 +152,21 @@ def build_plan(
         workflow_jobs={key: job_options(section, job) for key in _WORKFLOW_JOBS if (job := read_key(workflow, key))},
         helpers=helper_plans(section, placements),
     )  # fmt: skip
+
+
+def choose_launcher(cfg: RunConfig | Mapping[str, Any], launcher: str, cluster: Cluster | None = None) -> str:
+    """Returns `slurm` or `local`; see `build_plan`.
+
+    Raises:
+        ConfigError: No launcher has that name.
+    """
+    if launcher not in LAUNCHERS:
+        raise ConfigError(f"launcher is {launcher!r}; choose from {', '.join(LAUNCHERS)}")
+    if launcher != "auto":
+        return launcher
+    section = read_key(cfg, "cluster")
+    groups = list(read_key(section, "node_groups", ()))
+    return "slurm" if _needs_slurm(section, groups, cluster) or shutil.which("sbatch") else "local"
 
 
 def _check_walltimes(components: Sequence[JobComponent], runner: SectionSource, section: SectionSource) -> None:
@@ -207,8 +219,7 @@ def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> d
 
 def _has_accelerators(group: SectionSource) -> bool:
     accelerator_keys: tuple[Key, ...] = ("gres", "gres_name", "accelerators_per_node")
-    accelerator_kind = str(read_key(group, "accelerator_kind", "")).lower()
-    return accelerator_kind not in WITHOUT_ACCELERATORS and any(read_key(group, key) for key in accelerator_keys)
+    return not without_accelerators(group) and any(read_key(group, key) for key in accelerator_keys)
 
 
 def _needs_slurm(section: SectionSource, groups: Sequence[SectionSource], cluster: Cluster | None) -> bool:

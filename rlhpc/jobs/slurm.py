@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.allocation import gpus_in
+from rlhpc.runtime.errors import RlhpcError, SubmitError, UserError
 from rlhpc.runtime.slurm import CommandOutput, ask
 from rlhpc.runtime.text import short_repr
 
@@ -125,14 +126,26 @@ def would_start(script: str) -> EstimatedStart:
 
 
 @functools.cache
-def has_gpus(partition: str | None) -> bool:
-    """Returns whether `sinfo` reports GPUs on all nodes of a partition; None stands for the default partition. False without
-    an answer.
+def gpus_of_partition(partition: str | None) -> tuple[int, ...]:
+    """Returns the numbers of GPUs that nodes of a partition (None: the default one) have, by `sinfo`, in ascending order.
+
+    Raises:
+        SubmitError: Slurm does not report them; the message has its reason.
     """
     sinfo_output = ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
     rows = [line.split("|") for line in sinfo_output.lines if "|" in line]
     rows = rows if partition else [row for row in rows if row[0].endswith("*")]
-    return sinfo_output.ok and bool(rows) and all("gpu" in row[1] for row in rows)
+    if not sinfo_output.ok or not rows:
+        raise SubmitError(sinfo_output.words if not sinfo_output.ok else "sinfo lists no such nodes")
+    return tuple(sorted({gpus_in(row[1]) or 0 for row in rows}))
+
+
+def has_gpus(partition: str | None) -> bool:
+    """Returns whether all nodes of a partition (None: the default one) have GPUs; False if Slurm does not report it."""
+    try:
+        return gpus_of_partition(partition)[0] > 0
+    except SubmitError:
+        return False
 
 
 def _parse_start(answer: CommandOutput) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ def _check_directives(section: DictConfig, path: str, fail: Fail) -> None:
 
 def _check_placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
     """Checks all placement rules on the machines that the configuration requests."""
+    from rlhpc.jobs.accelerators import with_accelerators
     from rlhpc.runtime.allocation import in_slurm_job
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import HybridComponentPlacement
@@ -142,13 +144,21 @@ def _check_placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
     try:
         placement = HybridComponentPlacement(cfg, cluster)
     except PlacementError as error:
-        if not in_slurm_job(os.environ):
-            raise
-        try:  # the configuration may leave the number of accelerators open; then the job determines it
-            cluster = Cluster(cfg.cluster)
+        # If the configuration leaves the accelerators open, those of the job or of the partition count.
+        if in_slurm_job(os.environ):
+            try:
+                cluster = Cluster(cfg.cluster)
+                placement = HybridComponentPlacement(cfg, cluster)
+            except (ConfigError, PlacementError):
+                raise error from None
+        elif shutil.which("sbatch"):
+            try:
+                cluster = Cluster.planned(with_accelerators(cfg).cluster)
+            except ConfigError:  # Slurm says nothing
+                raise error from None
             placement = HybridComponentPlacement(cfg, cluster)
-        except (ConfigError, PlacementError):
-            raise error from None
+        else:
+            raise
     roles, components = list(task_type.groups.roles_of(cfg)), task_type.groups.components(cfg)
     for component in placement.components:
         if component not in roles:

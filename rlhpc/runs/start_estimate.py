@@ -14,6 +14,7 @@ from rlhpc.config.files import read_files
 from rlhpc.config.schema import typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import find_site
+from rlhpc.jobs.accelerators import with_accelerators
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import build_plan, count_noun
 from rlhpc.jobs.shared_files import read_json_file
@@ -241,7 +242,7 @@ def _shapes(
         sized_cfg = load_config(
             request.config, [*request.overrides, *override_words, *time_overrides], site=request.site
         )
-        plan = build_plan(sized_cfg, launcher="slurm")
+        plan = build_plan(with_accelerators(sized_cfg), launcher="slurm")
         accelerators = sum(node.accelerators for node in plan.nodes)
         usable_s = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized_cfg))
         shapes.append(

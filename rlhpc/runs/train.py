@@ -13,6 +13,7 @@ from rlhpc.jobs.driver_lock import require_hosts, require_live_allocation, requi
 from rlhpc.jobs.elastic.helper_plan import helper_plans
 from rlhpc.jobs.elastic.records import Attendance
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.jobs.plan import count_noun
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
 from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.config_changes import check_resume
@@ -67,6 +68,8 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
     if cluster.source == "machine":  # in a job, the steps check their accelerators: this host may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
+    if (idle := idle_accelerators(cluster, placements)) is not None:
+        note(idle)
     cfg = task_type.checks.prepare(cfg, resumes=run.resume.path is not None)
     cfg = task_type.groups.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
     if run.resume.path is not None:
@@ -75,6 +78,19 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     run_checks(task_type.checks.preflight(cfg, {role: len(ranks) for role, ranks in placements.items()}))
     with sole_driver(run.paths):
         return _train(task_type, cfg, user_cfg, run, cluster, strategies, placements)
+
+
+def idle_accelerators(cluster: Cluster, placements: Mapping[str, Sequence[Placement]]) -> str | None:
+    """Returns a sentence about granted accelerators that no rank uses; None if ranks use all of them."""
+    used = {(rank.node_rank, index) for ranks in placements.values() for rank in ranks for index in rank.accelerators}
+    if cluster.granted <= used:
+        return None
+    owner = "the job" if cluster.source == "slurm" else "this machine"
+    key = "component_placement" if cluster.num_accelerators > len(used) else "accelerators_per_node"
+    return (
+        f"{owner} has {count_noun(len(cluster.granted), 'accelerator')}, and the run uses {len(used) or 'none'} "
+        f"(cluster.{key})"
+    )
 
 
 def _train(

@@ -106,8 +106,9 @@ def gpus_in(text: str | None) -> int | None:
     Returns None if the list has no entry for GPUs.
     """
     total = None
-    for gres_text in (text or "").removeprefix("gres:").split(","):
-        fields = re.sub(r"\([^)]*\)", "", gres_text.strip()).removeprefix("gres/").replace("=", ":").split(":")
+    without_sockets = re.sub(r"\([^)]*\)", "", text or "")  # sockets may have a comma: `gpu:4(S:0,2)`
+    for gres_text in without_sockets.removeprefix("gres:").split(","):
+        fields = gres_text.strip().removeprefix("gres/").replace("=", ":").split(":")
         if fields[0] == "gpu":
             count = fields[-1] if len(fields) > 1 else "1"
             total = (total or 0) + (int(count) if count.isdigit() else 1)

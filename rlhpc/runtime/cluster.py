@@ -75,6 +75,7 @@ class Cluster:
         nodes: Nodes in rank order.
         node_groups: Node groups by label, without the reserved labels.
         source: Origin of the nodes: `slurm` (an allocation), `machine` (this machine) or `virtual`.
+        granted: (Node rank, index) of each accelerator that the job or the machine has, used or not.
         interface: Network interface for connections between nodes; None means the interface on the route between the nodes.
         container: Words before every command of a job step.
         bind_cores: Whether ranks are bound to the cores near their accelerators.
@@ -107,6 +108,7 @@ class Cluster:
             )
         self.source = "slurm" if slurm else "machine"
         self.nodes: list[Node] = nodes[:requested_nodes]
+        self.granted = frozenset((node.rank, index) for node in self.nodes for index in node.accelerators)
         groups = list(read_key(config, "node_groups", ()))
         self.node_groups: dict[str, NodeGroup] = _read_groups(groups, self.nodes)
         gres = gpus_in(read_key(config, "gres")) if slurm else None
@@ -183,6 +185,7 @@ class Cluster:
         """
         cluster = cls.__new__(cls)
         cluster.source, cluster.interface, cluster.container, cluster.bind_cores = "virtual", None, (), False
+        cluster.granted = frozenset()
         num_nodes = _count(num_nodes, "cluster.num_nodes", 1)
         groups = list(node_groups)
         host, cores = node_name(), granted_cpus() if cpus is None else cpus
@@ -200,7 +203,7 @@ class Cluster:
         if per_node is None and gres is None:
             for node in list(cluster.nodes):
                 section = by_rank.get(node.rank)
-                if not _without_accelerators(section) and all(read_key(section, key) is None for key in OF_THE_JOB):
+                if not without_accelerators(section) and all(read_key(section, key) is None for key in OF_THE_JOB):
                     cluster.nodes[node.rank] = _limit_accelerators(node, visible, "cluster.accelerators_per_node")
         return cluster
 
@@ -225,7 +228,7 @@ class Cluster:
             gres = gpus_in(read_key(section, "gres")) if trust_gres and not node.accelerators else None
             if (group_count := read_key(section, "accelerators_per_node")) is not None:
                 key, count = f"cluster.node_groups[{read_key(section, 'label')}].accelerators_per_node", group_count
-            elif _without_accelerators(section):
+            elif without_accelerators(section):
                 count = 0
             elif gres is not None:
                 count = gres
@@ -271,7 +274,7 @@ def _count(value: Any, key: str, minimum: int) -> int:
     return value
 
 
-def _without_accelerators(section: SectionSource) -> bool:
+def without_accelerators(section: SectionSource) -> bool:
     """Returns whether a node group declares that the run does not use the accelerators of its nodes."""
     return str(read_key(section, "accelerator_kind", "")).lower() in WITHOUT_ACCELERATORS
 

@@ -20,12 +20,15 @@ import rlhpc
 from rlhpc import reference
 from rlhpc.cli import build_parser
 from rlhpc.config.schema import Schema
+from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.segment import SegmentJournal
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.sweep import load_sweep
 from rlhpc.runs.task_type import all_task_types
+from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.placement import HybridComponentPlacement
 from tests import warm
 from tests.extras import need_extra
 from tests.warm.commands import Commands
@@ -242,6 +245,13 @@ def test_import_paths_exist(page):
         assert not rest or re.search(rf"\b{rest[0]}\b", path.read_text()), f"{page.name}: rlhpc.{dotted}"
 
 
+def uses_a_gpu(cfg: RunConfig) -> bool:
+    """Returns whether a rank of the run uses a GPU on nodes that have enough of them."""
+    cluster = Cluster.planned(cfg.cluster, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(32)))})
+    placements = HybridComponentPlacement(cfg, cluster).placements()
+    return any(rank.accelerators for ranks in placements.values() for rank in ranks)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "yaml")], ids=name_of)
 def test_yaml_is_part_of_a_configuration(page, tmp_path):
     """Of one in `configs/mine`; where it does not say, of a kind of run that has its keys."""
@@ -263,7 +273,10 @@ def test_yaml_is_part_of_a_configuration(page, tmp_path):
             (tmp_path / "mine/page.yaml").write_text(own + content)
             try:
                 if load_sweep(tmp_path / "mine/page.yaml") is None:
-                    load_config(tmp_path / "mine/page.yaml", check=False)
+                    cfg = load_config(tmp_path / "mine/page.yaml", check=False)
+                    assert "configs/site/" in content or uses_a_gpu(cfg) or "accelerators_per_node: 0" in content, (
+                        content
+                    )
                 break
             except ConfigError as error:
                 refused.append(str(error))

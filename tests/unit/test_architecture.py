@@ -202,7 +202,8 @@ FOREIGN_PARTS = {
     ),
     "rlhpc/embodied/models/lerobot/openpi.py": ({"model.model.__class__"}, "adapter of LeRobot"),
     "rlhpc/embodied/models/lerobot/policies.py": (
-        {"paligemma_with_expert.paligemma.language_model.config._attn_implementation"}, "transformers chooses the attention of a part so"
+        {"paligemma_with_expert.paligemma.language_model.config._attn_implementation"},
+        "transformers chooses the attention of a part so",
     ),
     "rlhpc/embodied/models/openvla.py": ({"vlm.config.norm_stats"}, "transformers: a key of OpenVLA's configuration"),
     "rlhpc/embodied/models/prismatic.py": (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlhpc.jobs import slurm
-from rlhpc.runtime.errors import RlhpcError, UserError
+from rlhpc.runtime.errors import RlhpcError, SubmitError, UserError
 
 Commands = Callable[..., list[str]]
 
@@ -23,7 +23,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     folder.mkdir()
     calls.touch()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    slurm.has_gpus.cache_clear()
+    slurm.gpus_of_partition.cache_clear()
 
     def define(**bodies: str) -> list[str]:
         for name, body in bodies.items():
@@ -132,6 +132,34 @@ def test_when_a_job_would_start(commands: Commands) -> None:
     )
     assert slurm.would_start("") == slurm.EstimatedStart(None, "Requested node configuration is not available")
     assert slurm.seconds_to_start({})[0] is None
+
+
+@pytest.mark.parametrize(
+    ("partition", "printed", "counts"),
+    [
+        ("gpu", "gpu|gpu:4\\ngpu|gpu:a100:2(S:0,2),nvme:1\\ngpu|gpu:4\\n", (2, 4)),
+        ("gpu", "gpu|gpu:a100:2,gpu:v100:1\\ngpu|(null)\\n", (0, 3)),
+        (None, "gpu|gpu:4\\ncpu*|(null)\\n", (0,)),
+    ],
+)
+def test_numbers_of_gpus_in_a_partition(
+    commands: Commands, partition: str | None, printed: str, counts: tuple[int, ...]
+) -> None:
+    commands(sinfo=f"printf '{printed}'")
+    assert slurm.gpus_of_partition(partition) == counts
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("echo 'sinfo: error: no way to slurmctld' >&2; exit 1", "no way to slurmctld"),
+        ("exit 0", "lists no such nodes"),
+    ],
+)
+def test_a_partition_that_slurm_does_not_describe_is_an_error(commands: Commands, body: str, reason: str) -> None:
+    commands(sinfo=body)
+    with pytest.raises(SubmitError, match=reason):
+        slurm.gpus_of_partition("gpu")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.slurm import Allowance, EstimatedStart, has_gpus
+from rlhpc.jobs.slurm import Allowance, EstimatedStart, gpus_of_partition, has_gpus
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.start_estimate import JobShape, StartEstimate, StartTimes, _shapes, moment, render, verdict, walltimes
 from rlhpc.runs.tuning.tune import TuneRequest
@@ -90,7 +90,9 @@ def test_a_walltime_within_the_reserve_never_ends() -> None:
     none, some = answer(8, 0, 3600.0, usable=0.0), answer(4, DAY, 3600.0, usable=600.0)
     assert none.shape.jobs is None and none.end is None and some.shape.jobs == 6
     assert min([none, some], key=lambda one: one.rank) is some
-    words = ["cluster.time=00:02:00", "cluster.signal_lead_s=300", "runner.save_reserve_s=60"]
+    words = [
+        "cluster.accelerators_per_node=0", "cluster.time=00:02:00", "cluster.signal_lead_s=300", "runner.save_reserve_s=60",
+    ]  # fmt: skip
     cfg = load_config("configs/quickstart.yaml", words)
     with pytest.raises(ConfigError, match="no step has room"):
         _shapes(
@@ -131,9 +133,9 @@ def test_which_partitions_have_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "sinfo").write_text(f"#!/bin/sh\ncase \"$*\" in\n{cases}*) printf '%s\\n' '{rows['']}';;\nesac\n")
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    has_gpus.cache_clear()
+    gpus_of_partition.cache_clear()
     assert [has_gpus(name) for name in ("gpu", "cpu", "all", None)] == [True, False, False, False]
     (tmp_path / "sinfo").unlink()
-    has_gpus.cache_clear()
+    gpus_of_partition.cache_clear()
     assert not has_gpus("gpu")  # nobody says
-    has_gpus.cache_clear()
+    gpus_of_partition.cache_clear()

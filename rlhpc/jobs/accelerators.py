@@ -1,0 +1,119 @@
+"""Accelerators per node of a submission whose configuration leaves their number open."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rlhpc.config.sections import RunConfig
+from rlhpc.config.typed import changed
+from rlhpc.jobs.slurm import gpus_of_partition
+from rlhpc.runtime.allocation import gpus_in
+from rlhpc.runtime.cluster import OF_THE_JOB, Cluster, read_key, without_accelerators
+from rlhpc.runtime.errors import ConfigError, PlacementError, SubmitError
+from rlhpc.runtime.placement import HybridComponentPlacement
+
+Cfg = TypeVar("Cfg", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class _OpenSection:
+    """Section without a number of accelerators: `cluster` or one of its node groups.
+
+    Attributes:
+        key: Key of the section.
+        label: Node group; None for the nodes without a group.
+        partition: Slurm partition of its nodes; None is the default one.
+    """
+
+    key: str
+    label: str | None
+    partition: str | None
+
+    @property
+    def number_key(self) -> str:
+        return f"{self.key}.accelerators_per_node"
+
+
+def with_accelerators(cfg: Cfg, launcher: str = "slurm") -> Cfg:
+    """Returns the configuration with the number of accelerators that the job of a submission requests from Slurm.
+
+    Where neither the configuration nor the site file gives a number (`accelerators_per_node` or `gres`), it is the smallest
+    with which the placement is possible, at most the number that nodes of the partition have. It is 0 if the placement uses
+    no accelerator there. The job itself uses what it was granted, so the run is not saved with this number. With another
+    launcher than `slurm`, and in a Slurm job, the number of visible accelerators counts, and the configuration is unchanged.
+
+    Raises:
+        ConfigError: Slurm does not report the partition's GPUs, or a placement on `all` accelerators is on nodes with
+            different numbers of them; the message names the key to set.
+    """
+    is_submission = launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
+    for section in _open_sections(cfg) if is_submission else ():
+        try:
+            counts = gpus_of_partition(section.partition)
+        except SubmitError as error:
+            raise ConfigError(
+                f"{section.number_key} is null, and Slurm does not say how many GPUs the nodes of "
+                f"{_partition_words(section)} have ({error}): set {section.number_key} in the configuration or the site file "
+                "(0 computes on CPUs)"
+            ) from None
+        cfg = _smallest_that_fits(cfg, section, counts)
+    return cfg
+
+
+def _open_sections(cfg: RunConfig) -> list[_OpenSection]:
+    """Returns the sections whose nodes have an open number of accelerators, the whole cluster first."""
+    cluster, sections = cfg.cluster, []
+    if cluster.accelerators_per_node is not None or gpus_in(cluster.gres) is not None:
+        return []
+    groups = Cluster.planned(cluster).node_groups
+    for index, group in enumerate(cluster.node_groups):
+        requests_nodes = any(read_key(group, key) is not None for key in OF_THE_JOB)
+        is_known = group.accelerators_per_node is not None or gpus_in(group.gres) is not None
+        if requests_nodes and not is_known and not without_accelerators(group):
+            partition = group.partition or cluster.partition
+            sections.append(_OpenSection(f"cluster.node_groups[{index}]", str(group.label), partition))
+    of_groups = {
+        rank
+        for group in cluster.node_groups
+        if any(read_key(group, key) is not None for key in OF_THE_JOB)
+        for rank in groups[str(group.label)].node_ranks
+    }
+    if len(of_groups) < cluster.num_nodes:
+        sections.insert(0, _OpenSection("cluster", None, cluster.partition))
+    return sections
+
+
+def _smallest_that_fits(cfg: Cfg, section: _OpenSection, counts: Sequence[int]) -> Cfg:
+    """Returns the configuration with the smallest number of accelerators that its placement needs in a section.
+
+    Args:
+        cfg: The configuration.
+        section: The section.
+        counts: Numbers of GPUs that nodes of its partition have, in ascending order.
+    """
+    largest = counts[-1]
+    names_all = any(re.search(r"\ball\b", str(place), re.I) for place in cfg.cluster.component_placement.values())
+    if names_all and len(counts) > 1:
+        raise ConfigError(
+            f"{section.number_key} is null, cluster.component_placement names all accelerators, and nodes of "
+            f"{_partition_words(section)} have {' or '.join(map(str, counts))}: set {section.number_key}"
+        )
+    for number in range(largest if names_all else 1, largest + 1):
+        candidate = changed(cfg, section.number_key, number)
+        try:
+            placements = HybridComponentPlacement(candidate, Cluster.planned(candidate.cluster)).placements()
+        except PlacementError:
+            continue
+        nodes = Cluster.planned(candidate.cluster).node_group(section.label or "node").node_ranks
+        if any(rank.accelerators and rank.node_rank in nodes for ranks in placements.values() for rank in ranks):
+            return candidate
+        return changed(cfg, section.number_key, 0)
+    return changed(cfg, section.number_key, largest)
+
+
+def _partition_words(section: _OpenSection) -> str:
+    return "the default partition" if section.partition is None else f"partition {section.partition}"
