@@ -21,6 +21,17 @@ if [[ ! $build =~ ^(auto|cpu|cu[0-9]+)$ ]]; then
     exit 2
 fi
 
+# vLLM's wheel is built for CUDA 13, as is the torch that it needs: with an older driver neither can be imported.
+if [[ $build != cpu && ,$extras, == *,vllm,* ]]; then
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sort -V | head -n 1 || true)
+    if [[ $build =~ ^cu12 || ( $driver =~ ^[0-9]+ && ${driver%%.*} -lt 580 ) ]]; then
+        echo "setup: vLLM is built for CUDA 13, which needs NVIDIA driver 580 or newer; found ${driver:-RLHPC_TORCH=$build}." \
+            "Update the driver, or leave vLLM out and generate with rollout.rollout_backend=hf:" \
+            "RLHPC_EXTRAS=$(sed -E 's/(^|,)vllm(,|$)/\1/; s/,$//' <<<"$extras") bash envs/setup.sh" >&2
+        exit 2
+    fi
+fi
+
 fits() { command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 if [[ ! -x $venv/bin/python ]]; then
@@ -55,6 +66,18 @@ fi
 # Byte code is compiled here, once, rather than by every rank's first import.
 "$venv/bin/uv" pip install --python "$venv/bin/python" --constraint "$constraints" --compile-bytecode \
     --overrides envs/overrides.txt "${torch[@]}" --editable ".[$extras]"
+
+# What would otherwise be downloaded on a compute node, which may have no network: kernels, and PhysX for GPUs.
+if [[ $build != cpu ]]; then
+    if [[ -x $venv/bin/vllm ]]; then
+        "$venv/bin/vllm" download-kernels || echo "setup: vLLM's kernels were not fetched; engines compile theirs at their first start" >&2
+    fi
+    if [[ ,$extras, == *,embodied,* ]]; then
+        "$venv/bin/python" -c 'import sapien; sapien.physx.enable_gpu()' 2>/dev/null || true # it fetches first, then needs a GPU
+        compgen -G "$HOME/.sapien/physx/*/libPhysXGpu_64.so" >/dev/null ||
+            echo "setup: PhysX for GPUs was not fetched; ManiSkill downloads it at its first simulation on a GPU" >&2
+    fi
+fi
 
 if [[ ${RLHPC_EXTRAS:-} == all ]]; then
     # A small pretrained model for the tests; what it depends on is not needed.

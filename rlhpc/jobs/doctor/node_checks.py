@@ -183,6 +183,7 @@ def gpus_in_torch(results: Probed, environ: Mapping[str, str]) -> Iterator[Findi
     for node, job in jobs_by_node.items():
         report = job.torch.get(node, {"hung_s": 0.0})
         summary = f"torch {report.get('torch')} computes on the {job.gpus} granted"
+        summary += ", loads vLLM's kernels" if report.get("vllm") else ""
         summary += f", and sums over {report.get('seen')} of them by NCCL" if report.get("nccl") else ""
         problem_and_advice = _torch_problem(report, job.gpus, job.hello[node]["mask"])
         nodes_by_result.setdefault(problem_and_advice or (summary, ""), []).append(node)
@@ -194,6 +195,8 @@ def gpus_in_torch(results: Probed, environ: Mapping[str, str]) -> Iterator[Findi
         )
 
 
+#: NVIDIA driver that CUDA 13, for which vLLM's wheel is built, needs.
+MINIMUM_DRIVER = "NVIDIA driver 580"
 #: Key of torch's report that a stage adds → name of the stage, advice if the stage failed.
 _TORCH_STAGES = {
     "torch": ("importing torch", "run python -c 'import torch' there"),
@@ -202,6 +205,11 @@ _TORCH_STAGES = {
         "computing on a GPU",
         "look at that node with nvidia-smi and dmesg; where the build has no kernel for it, take another: RLHPC_TORCH=cu126 "
         "bash envs/setup.sh",
+    ),
+    "vllm": (
+        "importing vLLM's kernels",
+        f"torch and vLLM must be built for the same CUDA: bash envs/setup.sh installs both ({MINIMUM_DRIVER} or newer), or "
+        "generate with rollout.rollout_backend=hf",
     ),
 }
 _NCCL_STAGE = ("NCCL's all-reduce", "try NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 (PCIe ACS, the IOMMU)")
@@ -287,19 +295,33 @@ def node_disks(results: Probed, site: Site) -> list[Finding]:
 
 
 def simulators(results: Probed) -> list[Finding]:
-    """Checks that nodes have Vulkan and a Vulkan driver: the nodes with a requested GPU or, without any, all nodes."""
-    hellos = {node: report for job in results.jobs if job.gpus for node, report in job.hello.items()} or results.hellos
+    """Checks that nodes have Vulkan, a driver for it, and SAPIEN's library for GPU simulation: the nodes where a GPU was
+    requested or, if none was, all nodes.
+    """
+    gpu_hellos = {node: report for job in results.jobs if job.gpus for node, report in job.hello.items()}
+    hellos = gpu_hellos or results.hellos
 
     def find_problem(report: Mapping[str, Any]) -> str | None:
         if not report["vulkan"]["loader"]:
             return "have no libvulkan.so.1"
         return None if report["vulkan"]["drivers"] else "have no Vulkan driver (icd.d)"
 
+    def find_missing_library(report: Mapping[str, Any]) -> str | None:
+        return None if report["physx"] else "have no libPhysXGpu_64.so in ~/.sapien/physx"
+
     drivers = sorted({name for report in hellos.values() for name in report["vulkan"]["drivers"]})
-    return _check_nodes(
+    findings = _check_nodes(
         results, "Vulkan", find_problem, "warn",
         "simulators that render need it: install libvulkan1 and the GPU's driver with it", ", ".join(drivers), hellos,
     )  # fmt: skip
+    with_sapien = {node: report for node, report in gpu_hellos.items() if report["physx"] is not None}
+    if with_sapien:
+        findings += _check_nodes(
+            results, "GPU simulation", find_missing_library, "warn",
+            "ManiSkill downloads it at the first simulation on a GPU; where a network is, run once: "
+            "python -c 'import sapien; sapien.physx.enable_gpu()'", "PhysX for GPUs is there", with_sapien,
+        )  # fmt: skip
+    return findings
 
 
 def clocks(results: Probed) -> Iterator[Finding]:

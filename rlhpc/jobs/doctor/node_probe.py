@@ -116,6 +116,11 @@ def vulkan() -> dict[str, Any]:
     return {"loader": has_loader, "drivers": sorted(os.path.basename(path) for path in drivers if os.path.exists(path))}
 
 
+def physx() -> bool:
+    """Returns whether SAPIEN's library for simulation on GPUs is where `sapien.physx.enable_gpu` looks for it."""
+    return bool(glob.glob(os.path.expanduser("~/.sapien/physx/*/libPhysXGpu_64.so")))
+
+
 def limits() -> dict[str, int]:
     names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
     return {name: resource.getrlimit(limit_id)[0] for name, limit_id in names.items()}
@@ -203,6 +208,7 @@ def collect_facts(plan: dict[str, Any]) -> dict[str, Any]:
         "executable": sys.executable,
         "packages": {name: has_package(name) for name in plan.get("packages", ())},
         "vulkan": vulkan(),
+        "physx": physx() if has_package("sapien") else None,
         "limits": limits(),
         "space": {name: space(path) for name, path in folders.items()},
     }

@@ -6,10 +6,16 @@ The probe prints a line of JSON after each stage. If it hangs or dies, the last 
 from __future__ import annotations
 
 import ctypes
+import importlib
+import importlib.util
 import json
 import time
 import warnings
 from typing import Any
+
+
+#: Module of vLLM's kernels: vLLM 0.32 has the first, earlier versions have the second.
+VLLM_KERNELS = ("vllm._C_stable_libtorch", "vllm._C")
 
 
 def say(**values: Any) -> None:
@@ -26,6 +32,21 @@ def newest_cuda() -> str:
     return "" if code else f"{cuda_version.value // 1000}.{cuda_version.value % 1000 // 10}"
 
 
+def import_vllm_kernels() -> bool:
+    """Imports vLLM's compiled kernels, which need the CUDA version that vLLM was built for; returns False without vLLM.
+
+    vLLM itself only warns if they cannot be loaded, and fails later.
+
+    Raises:
+        ImportError: The kernels are missing, or a library that they need.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        return False
+    name = next(name for name in VLLM_KERNELS if importlib.util.find_spec(name) or name == VLLM_KERNELS[-1])
+    importlib.import_module(name)
+    return True
+
+
 def probe_torch() -> None:
     import torch
 
@@ -39,6 +60,7 @@ def probe_torch() -> None:
             2, device=f"cuda:{device_index}"
         ).sum().item()  # fails on a busy or broken device, or on a device that is too new for the build
     say(computes=True)
+    say(vllm=import_vllm_kernels())
     if num_devices < 2:
         return
     tensors = [

@@ -153,7 +153,8 @@ def _nodes() -> Iterator[tuple[str, Any]]:
     for changed in (
         {}, {"nccl": None}, {"torch": None, "words": "Killed", "code": -9}, {"seen": None, "hung_s": 60.0}, {"seen": 1},
         {"seen": 0, "torch": "2.13.0+cpu", "cuda": None, "driver": ""}, {"seen": 0, "warning": "too old"},
-        {"computes": None, "error": "RuntimeError: busy"}, {"nccl": False}, {"error": "RuntimeError: NCCL"},
+        {"computes": None, "error": "RuntimeError: busy"}, {"vllm": None, "error": "ImportError: libcudart.so.13"},
+        {"vllm": True}, {"nccl": False}, {"error": "RuntimeError: NCCL"},
         {"hung_s": 60.0, "code": None}, {"code": 1, "words": "aborted"},
     ):  # fmt: skip
         found = probed(hello("n1", mask="0,1"), gpus=2)

@@ -87,7 +87,7 @@ def test_masks() -> None:
 #: What torch says where all is well.
 FINE = {
     "driver": "13.0", "torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "seen": 2, "warning": "", "computes": True,
-    "nccl": True, "code": 0,
+    "vllm": False, "nccl": True, "code": 0,
 }  # fmt: skip
 
 
@@ -102,6 +102,7 @@ def test_gpus_that_torch_can_use() -> None:
     line = in_torch()
     assert (line.level, line.advice) == ("pass", "")
     assert line.result == "torch 2.13.0+cu130 computes on the 2 granted, and sums over 2 of them by NCCL (n1)"
+    assert "computes on the 2 granted, loads vLLM's kernels, and sums" in in_torch(vllm=True).result
     one = in_torch(granted=1, seen=1, without=("nccl",))
     assert one.level == "pass" and "NCCL" not in one.result
     assert list(nodes.gpus_in_torch(probed(hello("n1")), {})) == []  # none was asked for
@@ -121,8 +122,10 @@ def test_gpus_that_torch_can_use() -> None:
          "is built for CUDA 13.0 and finds 0 of them (CUDA_VISIBLE_DEVICES=0,1) (The NVIDIA driver on your system is too "
          "old); the driver takes CUDA up to 12.4", "nvidia-smi"),
         ({"seen": 1}, "granted 2, torch sees 1", "nvidia-smi"),
-        ({"error": "RuntimeError: CUDA error: device busy", "without": ("computes", "nccl")},
+        ({"error": "RuntimeError: CUDA error: device busy", "without": ("computes", "vllm", "nccl")},
          "computing on a GPU failed: RuntimeError: CUDA error: device busy", "nvidia-smi"),
+        ({"error": "ImportError: libcudart.so.13: cannot open shared object file", "without": ("vllm", "nccl")},
+         "importing vLLM's kernels failed: ImportError: libcudart.so.13", "NVIDIA driver 580"),
         ({"error": "RuntimeError: NCCL Error 1", "without": ("nccl",)}, "NCCL's all-reduce failed: RuntimeError", "P2P"),
         ({"hung_s": 60.0, "without": ("nccl", "code")}, "NCCL's all-reduce did not end within 60 s", "P2P"),
         ({"nccl": False}, "a wrong sum", "NCCL_P2P_DISABLE=1"),
@@ -152,6 +155,15 @@ def test_network() -> None:
     fast = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
     [line] = nodes.interface(probed(hello("n1", interfaces=fast), hello("n2", interfaces=fast)), site())
     assert line.level == "warn" and "interface: ib0" in line.advice
+
+
+def test_gpu_nodes_need_the_library_of_gpu_simulation() -> None:
+    found = probed(hello("g1", physx=True), hello("g2", physx=False), hello("g3"), gpus=1)
+    vulkan, library = nodes.simulators(found)
+    assert vulkan.level == "pass" and library.level == "warn" and library.result.startswith("g2 ")
+    assert "sapien.physx.enable_gpu()" in library.advice
+    assert levels(nodes.simulators(probed(hello("g1", physx=True), gpus=1))) == ["pass", "pass"]
+    assert levels(nodes.simulators(probed(hello("c1", physx=False)))) == ["pass"]  # no GPU was asked for
 
 
 def test_what_nodes_lack() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor import node_probe, torch_probe
 from rlhpc.jobs.doctor.probe_jobs import source_of
+from tests.extras import need_extra
 from tests.unit.jobs.doctor.cluster import hello, probed
 
 
@@ -32,6 +35,44 @@ def test_a_child_says_what_torch_sees() -> None:
     hangs = node_probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
     assert hangs == {"driver": "", "torch": "2.13", "words": "is loading", "hung_s": 2}
     assert node_probe.ask_torch(f"{first} import os; os._exit(3)", 60)["code"] == 3
+
+
+def test_the_probe_imports_vllms_kernels(tmp_path: Path) -> None:
+    """Those of the first known name; what they need and lack is the error, which vLLM itself would only log."""
+
+    def ask(*modules: str, body: str = "") -> dict[str, Any]:
+        package = tmp_path / str(len(list(tmp_path.iterdir())))
+        (package / "vllm").mkdir(parents=True)
+        for name in ("__init__", *modules):
+            (package / "vllm" / f"{name}.py").write_text(body if name in modules else "")
+        script = f"import sys; sys.path.insert(0, {str(package)!r})\n{source_of(torch_probe)}".replace(
+            'if __name__ == "__main__":', "if False:"
+        )
+        return node_probe.ask_torch(f"{script}\nsay(vllm=import_vllm_kernels())", 60)
+
+    assert ask("_C_stable_libtorch")["vllm"] is True and ask("_C")["vllm"] is True
+    assert "No module named 'vllm._C'" in ask()["words"]  # a build without kernels
+    broken = ask("_C_stable_libtorch", body="raise ImportError('libcudart.so.13: no such file')")
+    assert "libcudart.so.13" in broken["words"] and broken["code"] == 1
+
+
+def test_the_kernels_have_the_name_that_vllm_imports() -> None:
+    need_extra("vllm")
+    source = Path(find_spec("vllm").submodule_search_locations[0], "platforms", "cuda.py").read_text()  # type: ignore[union-attr,index]
+    assert f"import {torch_probe.VLLM_KERNELS[0]} " in source
+
+
+def test_the_library_of_gpu_simulation_is_looked_for_where_sapien_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_extra("embodied")
+    source = Path(find_spec("sapien").submodule_search_locations[0], "physx", "__init__.py").read_text()  # type: ignore[union-attr,index]
+    assert '".sapien" / "physx" / physx_version' in source and '"libPhysXGpu_64.so"' in source
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not node_probe.physx()
+    (tmp_path / ".sapien/physx/105.1").mkdir(parents=True)
+    (tmp_path / ".sapien/physx/105.1/libPhysXGpu_64.so").touch()
+    assert node_probe.physx()
 
 
 def test_the_probe_needs_nothing_but_python(tmp_path: Path) -> None:
