@@ -13,7 +13,6 @@ import time
 import warnings
 from typing import Any
 
-
 #: Module of vLLM's kernels: vLLM 0.32 has the first, earlier versions have the second.
 VLLM_KERNELS = ("vllm._C_stable_libtorch", "vllm._C")
 

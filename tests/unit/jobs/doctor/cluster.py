@@ -69,7 +69,8 @@ def hello(node: str, **changed: Any) -> dict[str, Any]:
     said = {
         "host": node, "node": node, "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"}, "mask": None,
         "python": list(sys.version_info[:3]), "executable": sys.executable, "packages": {"rlhpc": True, "torch": True},
-        "vulkan": {"loader": True, "drivers": ["nvidia_icd.json"]}, "physx": None, "port": 4711, "canary": {"ms": 3.0, "parent": True},
+        "vulkan": {"loader": True, "drivers": ["nvidia_icd.json"]}, "physx": None, "port": 4711,
+        "canary": {"ms": 3.0, "parent": True},
         "limits": {"nofile": 65536, "nproc": -1, "memlock": 65536},
         "space": dict.fromkeys(("runs", "home", "/tmp", "/dev/shm"), SPACE),
     }  # fmt: skip
