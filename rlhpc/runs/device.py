@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlhpc.runtime.devices import torch_device
+from rlhpc.config.sections import RunConfig
+from rlhpc.runtime.devices import accelerator, torch_device
 from rlhpc.runtime.worker import Worker
 
 #: Number of parameters below which a second thread costs more time for synchronisation than it saves. On a machine with
@@ -25,6 +26,20 @@ def worker_device(worker: Worker) -> torch.device:
         ConfigError: The rank has an accelerator that torch cannot use.
     """
     return torch.device(torch_device(worker.accelerators))
+
+
+def evaluation_device(cfg: RunConfig) -> torch.device:
+    """Returns the device of a command that evaluates, records or answers outside a run: the first accelerator.
+
+    It is the CPU on a machine without one, and for runs that compute on CPUs (`cluster.accelerators_per_node` is 0).
+    """
+    return torch.device("cpu" if cfg.cluster.accelerators_per_node == 0 else accelerator() or "cpu")
+
+
+def device_of(policy: Any) -> torch.device:
+    """Returns the device of a policy's parameters; the CPU for a policy without any, such as an expert's function."""
+    parameters = policy.parameters() if isinstance(policy, nn.Module) else iter(())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
 def seed_process(seed: int, role: str, rank: int) -> None:

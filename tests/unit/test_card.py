@@ -37,3 +37,7 @@ def test_a_whole_run_computes_there() -> None:
     """GRPO, its engine and trainer in turns in bfloat16, saved and resumed."""
     need_extra("llm")
     assert "1 passed" in on_card("-m", "gpu", "tests/integration/language/test_turns_accelerator.py", "-k", "local")
+
+
+def test_commands_that_use_a_trained_policy_compute_there() -> None:
+    assert "2 passed" in on_card("tests/card/on_card_evaluation.py")

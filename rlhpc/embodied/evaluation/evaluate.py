@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import yaml
 from omegaconf import OmegaConf
+from torch import nn
 
 from rlhpc import __version__
 from rlhpc.checkpoint import read_manifest, require_valid
@@ -28,6 +29,7 @@ from rlhpc.embodied.export import load_exported
 from rlhpc.embodied.models.registry import load_policy
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.metrics import ProgressBar
+from rlhpc.runs.device import device_of, evaluation_device, settle
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home, read_yaml, replace_durably
@@ -163,7 +165,7 @@ def evaluate_checkpoint(
     require_valid(folder, hint="or evaluate another checkpoint")
     cfg = _load_config(folder, Trust(trust_code)) if cfg is None else cfg
     env_cfg, seed = cfg.env.eval, cfg.runner.seed
-    policy = load_policy(folder, Trust.of(plain(cfg), trust_code))
+    policy = settle(load_policy(folder, Trust.of(plain(cfg), trust_code)), evaluation_device(cfg))
     films: list[Film] = []
 
     def film(env: VectorEnv) -> Film:
@@ -181,7 +183,13 @@ def evaluate_checkpoint(
                 progress_bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - start)})
 
             evaluation = evaluate_policy(
-                policy, env_cfg, seed=seed, episodes=episodes, watch=build_film, on_progress=update_bar
+                policy,
+                env_cfg,
+                seed=seed,
+                episodes=episodes,
+                device=device_of(policy),
+                watch=build_film,
+                on_progress=update_bar,
             )
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
@@ -240,8 +248,8 @@ def record_episodes(
         See `record`.
     """
     trust = Trust.of(plain(cfg), trust_code)
-    actor = load_actor(source, "--expert" if ":" in source else "--checkpoint", trust)
-    teacher_policy = None if teacher is None else load_actor(teacher, "--teacher", trust)
+    actor = _settled(load_actor(source, "--expert" if ":" in source else "--checkpoint", trust), cfg)
+    teacher_policy = None if teacher is None else _settled(load_actor(teacher, "--teacher", trust), cfg)
     seed = cfg.runner.seed if seed is None else seed
     provenance = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
     provenance |= {} if intervene is None else {"intervene": intervene}
@@ -260,6 +268,11 @@ def record_episodes(
         raise ConfigError(
             f"env.eval.env_id={cfg.env.eval.env_id} does not fit the policy of {source}: {error}"
         ) from error
+
+
+def _settled(actor: Any, cfg: EmbodiedConfig) -> Any:
+    """Moves a policy to the device of evaluations; returns an expert's function unchanged."""
+    return settle(actor, evaluation_device(cfg)) if isinstance(actor, nn.Module) else actor
 
 
 def _load_config(folder: Path, trust: Trust) -> EmbodiedConfig:

@@ -22,7 +22,7 @@ from rlhpc.embodied.envs.registry import ENVS
 from rlhpc.embodied.envs.subprocess_env import moves_hardware
 from rlhpc.embodied.evaluation.episodes import Watch, eval_noise, eval_seed, has_inference_delay, play, quotas
 from rlhpc.embodied.evaluation.intervention import Gated, Intervention
-from rlhpc.runs.device import to_tensors
+from rlhpc.runs.device import device_of, to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 #: Episodes played per requested episode before `only_success` gives up.
@@ -76,7 +76,8 @@ class EpisodeRecorder(Watch):
                 "can be recorded"
             )
         if self._teacher is not None:
-            actions = self._teacher.predict_action_batch(to_tensors(obs, torch.device("cpu")), mode="eval")[0].numpy()
+            teacher_obs = to_tensors(obs, device_of(self._teacher))
+            actions = self._teacher.predict_action_batch(teacher_obs, mode="eval")[0].cpu().numpy()
         self._before = {"obs": copy.deepcopy(obs), "actions": actions}
         if (states := self._env.env_states()) is not None:
             self._before["env_states"] = states
@@ -285,7 +286,7 @@ def record(
                     actor,
                     env,
                     quotas(num_missing, num_slots),
-                    torch.device("cpu"),
+                    device_of(student),
                     mode=mode,
                     watch=recorder,
                     noise=noise,

@@ -18,7 +18,7 @@ from rlhpc.embodied.envs.observations import take
 from rlhpc.embodied.evaluation.evaluate import write_result
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.registry import load_policy
-from rlhpc.runs.device import to_tensors
+from rlhpc.runs.device import device_of, evaluation_device, settle, to_tensors
 from rlhpc.runtime.trust import Trust
 
 
@@ -41,7 +41,7 @@ def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | 
         ConfigError: The episodes cannot be read, or the file cannot be written.
     """
     require_valid(checkpoint, hint="or evaluate another checkpoint")
-    model, trajectories = load_policy(checkpoint, Trust()), list(read_demos(cfg))
+    model, trajectories = settle(load_policy(checkpoint, Trust()), evaluation_device(cfg)), list(read_demos(cfg))
     held_out = held_out_of(len(trajectories), cfg)
     episodes_to_judge = [
         trajectory for index, trajectory in enumerate(trajectories) if index in held_out or not held_out
@@ -68,10 +68,10 @@ def score_predictions(model: Policy, trajectories: list[Trajectory]) -> dict[str
         steps, successes (steps with success), accuracy, recall (accuracy on steps with success) and specificity (accuracy on
         the other steps); a rate over no steps is 1.
     """
-    device = torch.device("cpu")
+    device = device_of(model)
     is_correct, labels = np.zeros(0, bool), np.zeros(0, bool)
     for trajectory in trajectories:
-        predicted_success = model.value(to_tensors(take(trajectory["obs"], slice(1, None)), device)).numpy() > 0.5
+        predicted_success = model.value(to_tensors(take(trajectory["obs"], slice(1, None)), device)).cpu().numpy() > 0.5
         is_correct, labels = (
             np.append(is_correct, predicted_success == trajectory["success"]),
             np.append(labels, trajectory["success"]),

@@ -17,6 +17,7 @@ from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
 from rlhpc.embodied.evaluation.evaluate import Film
 from rlhpc.embodied.models.registry import load_policy
+from rlhpc.runs.device import device_of, evaluation_device, settle
 from rlhpc.runs.run_folder import note
 from rlhpc.runs.task_type import PlayOptions
 from rlhpc.runtime.errors import ConfigError
@@ -127,7 +128,7 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
         ConfigError: The environment cannot be built or rendered, or does not fit the policy.
     """
     folder = expand_home(checkpoint).absolute()
-    policy = load_policy(folder, Trust.of(plain(cfg), options.trust_code))
+    policy = settle(load_policy(folder, Trust.of(plain(cfg), options.trust_code)), evaluation_device(cfg))
     episodes = _DEFAULT_EPISODES if options.episodes is None else options.episodes
     in_window = has_display()
     if not in_window:
@@ -149,7 +150,13 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
     evaluation: dict[str, Any] = {}
     try:
         evaluation = evaluate_policy(
-            policy, env_cfg, seed=cfg.runner.seed, episodes=episodes, watch=watch, on_progress=check_pictures
+            policy,
+            env_cfg,
+            seed=cfg.runner.seed,
+            episodes=episodes,
+            device=device_of(policy),
+            watch=watch,
+            on_progress=check_pictures,
         )
     except _WindowClosed:
         return {}

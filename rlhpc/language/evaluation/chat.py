@@ -19,8 +19,8 @@ from rlhpc.language.engines.registry import make_engine
 from rlhpc.language.evaluation.evaluate import model_folder
 from rlhpc.language.multi_policy import folders_of
 from rlhpc.language.training.prompt_dispatch import seed_of
+from rlhpc.runs.device import evaluation_device
 from rlhpc.runs.run_folder import note
-from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError
 
 _COMMANDS = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"
@@ -125,7 +125,7 @@ def chat(
             folder, _ = exit_stack.enter_context(model_folder(checkpoint, cfg.actor.model.trust_remote_code))
             model_path = next(iter(folders_of(cfg, folder).values()))
             encoder = _encoder(cfg, load_tokenizer(model_path, cfg.actor.model.trust_remote_code), system)
-            engine = make_engine(cfg, model_path=folder, device=accelerator() or "cpu", seed=seed)
+            engine = make_engine(cfg, model_path=folder, device=str(evaluation_device(cfg)), seed=seed)
         exit_stack.callback(engine.close)
         note(f"{checkpoint.name}; {_COMMANDS}")
         _talk(Conversation(engine, encoder, sampling, seed, system))

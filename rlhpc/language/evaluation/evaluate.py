@@ -48,7 +48,6 @@ from rlhpc.language.scoring.reward_aggregator import Judges, make_local_judging
 from rlhpc.language.training.prompt_dispatch import seed_of
 from rlhpc.metrics.logger import ProgressBar
 from rlhpc.metrics.provenance import describe_samples
-from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
 from rlhpc.runtime.files import expand_home, read_json, replace_durably
 from rlhpc.runtime.text import in_parentheses
@@ -275,13 +274,13 @@ def answer_problems(
     Returns:
         Rows in order of problem and sample.
     """
-    import torch
+    from rlhpc.runs.device import evaluation_device
 
-    device = accelerator() or "cpu"
+    device = evaluation_device(cfg)
     with (
         # Reward processes start first, before the engine fills the memory of this process.
-        closing(make_local_judging(cfg, torch.device(device))) as judges,
-        closing(make_engine(cfg, model_path=folder, device=device, seed=cfg.runner.seed)) as engine,
+        closing(make_local_judging(cfg, device)) as judges,
+        closing(make_engine(cfg, model_path=folder, device=str(device), seed=cfg.runner.seed)) as engine,
         closing(make_generation(cfg, engine, tokenizer)) as generation,
         ProgressBar(len(problems) * section.samples, name=f"eval {suite}", unit="answer")
         if progress

@@ -25,8 +25,8 @@ from rlhpc.language.models.micro_batching import Parts, micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import last_values, load_scalar_model, token_values
 from rlhpc.language.reporting.eval_metrics import summarize_preferences
+from rlhpc.runs.device import evaluation_device
 from rlhpc.runs.run_folder import note
-from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError, NonFinite
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def evaluate_reward_model(
 
     section = suite_named(cfg.data.eval, suite)
     form = _form(cfg)
-    device = torch.device(accelerator() or "cpu")
+    device = evaluation_device(cfg)
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
         suite_data = suite_of(cfg, section, tokenizer, form)
