@@ -67,7 +67,8 @@ class ClusterConfig(SlurmOptions):
     num_nodes: Annotated[int, COUNT] = 1
     """Number of nodes."""
     accelerators_per_node: Annotated[int | None, NOT_NEGATIVE] = None
-    """Accelerators per node; null takes those that are visible."""
+    """Accelerators per node; null takes those that are visible, and a submission requests as many as the placement needs, at
+    most those of the partition's nodes. 0 computes on CPUs."""
     accelerator_memory: str | None = None
     """Memory of one accelerator, such as `80G`; null takes what those of this machine have, and says nothing of others."""
     memory_check: Annotated[str, Choices("refuse", "warn", "off")] = "refuse"

@@ -14,7 +14,7 @@ from pathlib import Path
 import grimp
 import pytest
 
-from tests.refactor.measure import (
+from tests.structure.measure import (
     MAX_LINES,
     MAX_PUBLIC_NAMES,
     SMALL_LINES,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.refactor.flips import FLIPPED, draw, flips_of
+from tests.structure.flips import FLIPPED, draw, flips_of
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.refactor import measure, steps
-from tests.refactor.measure import Module
+from tests.structure import measure, steps
+from tests.structure.measure import Module
 
 
 def module(source: str, path: str = "rlhpc/runs/a.py") -> Module:
@@ -106,12 +105,6 @@ def test_small_modules_with_one_importer() -> None:
     modules = [module("x = 1\n" * 59), module("x = 1\n" * 60, "rlhpc/runs/b.py"), module("", "rlhpc/runs/c.py")]
     imports = {"rlhpc.x": ["rlhpc.runs.a", "rlhpc.runs.b", "rlhpc.runs.c"], "rlhpc.y": ["rlhpc.runs.c"]}
     assert measure.small_modules(modules, imports) == ["rlhpc/runs/a.py (59 lines)"]
-
-
-def test_both_commits_have_the_same_figures() -> None:
-    content = json.loads(Path(measure.__file__).with_name("before.json").read_text())
-    assert content["52525fae"]["statements"] == 51009
-    assert len({tuple(figures) for figures in content.values()}) == 1
 
 
 PROGRAM = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.refactor import mirror
+from tests.structure import mirror
 
 #: Modules that the list may have. Lower it with the list.
 LIMIT = 49
@@ -16,7 +16,7 @@ def test_each_large_module_has_its_tests_where_one_looks() -> None:
     missing, listed = mirror.unmirrored(mirror.ROOT), mirror.listed()
     expected = {path: str(mirror.mirror_of(Path(path))) for path in sorted(missing - listed)}
     assert not expected, "these modules lack these tests"
-    assert not listed - missing, "these have tests now or are gone: python -m tests.refactor.mirror --write"
+    assert not listed - missing, "these have tests now or are gone: python -m tests.structure.mirror --write"
     assert len(listed) <= LIMIT
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.extras import need_extra
-from tests.refactor.steps import run_and_count
+from tests.structure.steps import run_and_count
 
 need_extra("llm")
 

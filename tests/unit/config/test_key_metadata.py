@@ -18,7 +18,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.runs.task_parts import ConfigChecks
 from rlhpc.runs.task_type import ConfigKeys, TaskType, all_task_types
 from rlhpc.runtime.key_metadata import OnResume
-from tests.refactor.measure import read_modules, tables_of_keys
+from tests.structure.measure import read_modules, tables_of_keys
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Module-level tables that name keys without describing them: when a key is read, which were removed, which a search varies.

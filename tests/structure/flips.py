@@ -1,4 +1,4 @@
-"""Experiment on `make test-changed`: `python -m tests.refactor.flips [--files N] [--seed S] [--only K …]`.
+"""Experiment on `make test-changed`: `python -m tests.structure.flips [--files N] [--seed S] [--only K …]`.
 
 Draws modules over all packages, flips one comparison in each, in a copy of the checkout, and runs `tests.changed` on that file
 there. Prints for each module whether a test noticed the mistake, and seconds of the clock and of the processors. Where a
@@ -131,7 +131,7 @@ def try_flip(copy: Path, path: Path, flip: Flip, limit_s: float, arguments: Sequ
 
 def main() -> None:
     """Draws the flips, tries each, and prints a table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.refactor.flips", description="Flips a comparison a module.")
+    parser = argparse.ArgumentParser(prog="python -m tests.structure.flips", description="Flips a comparison a module.")
     parser.add_argument("--files", type=int, default=30, help="number of modules (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw (default: %(default)s)")
     parser.add_argument(

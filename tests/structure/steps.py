@@ -1,4 +1,4 @@
-"""Files that one training step executes: `python -m tests.refactor.steps [CHECKOUT]`.
+"""Files that one training step executes: `python -m tests.structure.steps [CHECKOUT]`.
 
 Runs the smallest GRPO run and the quickstart's PPO run. Counts, over all processes and threads, the files of `rlhpc` with a
 function that was called between the end of step 3 and the end of step 4. Timers of the runtime add a file or two now and then,
@@ -192,7 +192,7 @@ def run_and_count(name: str, folder: Path, checkout: Path = ROOT, timeout_s: flo
 
 def main() -> None:
     """Prints the files of a step of each run."""
-    parser = argparse.ArgumentParser(prog="python -m tests.refactor.steps", description="Files of a training step.")
+    parser = argparse.ArgumentParser(prog="python -m tests.structure.steps", description="Files of a training step.")
     parser.add_argument("checkout", nargs="?", type=Path, default=ROOT)
     parser.add_argument("--run", choices=RUNS, action="append", help="only this run")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Structural figures of a checkout: `python -m tests.refactor.measure CHECKOUT [--write FILE] [--list FIGURE]`.
+"""Structural figures of a checkout: `python -m tests.structure.measure CHECKOUT [--list FIGURE]`.
 
-Prints the figures as JSON. With `--write` they become the entry of the checkout's commit in a file of several commits.
+Prints the figures as JSON.
 """
 
 from __future__ import annotations
@@ -435,9 +435,8 @@ def commit_of(checkout: Path) -> str:
 
 def main() -> None:
     """Measures a checkout and prints its figures."""
-    parser = argparse.ArgumentParser(prog="python -m tests.refactor.measure", description="Figures of a checkout.")
+    parser = argparse.ArgumentParser(prog="python -m tests.structure.measure", description="Figures of a checkout.")
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--write", type=Path, help="JSON file that gets an entry under the commit's name")
     parser.add_argument("--list", metavar="FIGURE", action="append", default=[], help="print the names behind a figure")
     options = parser.parse_args()
     checkout = options.checkout.resolve()
@@ -445,10 +444,6 @@ def main() -> None:
     print(json.dumps({commit_of(checkout): figures}, indent=2))
     for name in options.list:
         print("\n".join([f"{name}:", *names[name]]))
-    if options.write:
-        known = json.loads(options.write.read_text()) if options.write.exists() else {}
-        known[commit_of(checkout)] = figures
-        options.write.write_text(json.dumps(known, indent=2) + "\n")
 
 
 if __name__ == "__main__":

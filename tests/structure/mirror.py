@@ -1,9 +1,9 @@
-"""Mirror tests of the modules: `python -m tests.refactor.mirror [--cover] [--write] [MODULE…]`.
+"""Mirror tests of the modules: `python -m tests.structure.mirror [--cover] [--write] [MODULE…]`.
 
 The tests of `rlhpc/a/b.py` are in `tests/unit/a/test_b.py`. Prints for each module of 60 statements or more whether that file
 exists and, with `--cover`, which share of the module's lines it executes when it runs alone, in the processes that it starts
-too. `tests/refactor/unmirrored.txt` lists the modules that have no such file yet; `--write` takes out those that have one now,
-and follows modules that were moved, but never lets the list grow.
+too. `tests/structure/unmirrored.txt` lists the modules that have no such file yet; `--write` takes out those that have one
+now, and follows modules that were moved, but never lets the list grow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.refactor.measure import PACKAGE, Module, count_statements, read_modules
+from tests.structure.measure import PACKAGE, Module, count_statements, read_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 UNMIRRORED = Path(__file__).with_name("unmirrored.txt")
@@ -97,7 +97,9 @@ def executed_share(module: Path, checkout: Path = ROOT) -> float:
 
 def main() -> None:
     """Prints the modules and their mirror tests, or writes the list of those without."""
-    parser = argparse.ArgumentParser(prog="python -m tests.refactor.mirror", description="Mirror tests of the modules.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.structure.mirror", description="Mirror tests of the modules."
+    )
     parser.add_argument("modules", nargs="*", help="paths of modules or folders (default: all)")
     parser.add_argument(
         "--cover", action="store_true", help="run each mirror test and print the share that it executes"
