@@ -67,16 +67,16 @@ __all__ = [
 Fail = Callable[[str, str], ConfigError]
 
 
-def check_choice(key: str, value: str, allowed: Iterable[str], build_error: Fail) -> None:
+def check_choice(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None:
     """Refuses a value that is not an allowed word; case does not matter.
 
     Raises:
         ConfigError: The value is not allowed; the message names the most similar word and all allowed words.
     """
-    check_name(key, value.lower(), allowed, build_error)
+    check_name(key, value.lower(), allowed, fail)
 
 
-def check_name(key: str, value: str, allowed: Iterable[str], build_error: Fail) -> None:
+def check_name(key: str, value: str, allowed: Iterable[str], fail: Fail) -> None:
     """Refuses a user-chosen name that is not allowed; case matters.
 
     Raises:
@@ -84,22 +84,22 @@ def check_name(key: str, value: str, allowed: Iterable[str], build_error: Fail) 
     """
     allowed = list(allowed)
     if value not in allowed:
-        raise build_error(key, f"{meant(value, allowed)}allowed: {', '.join(allowed)}")
+        raise fail(key, f"{meant(value, allowed)}allowed: {', '.join(allowed)}")
 
 
-def check_rules(rules: Iterable[tuple[object, str, str]], build_error: Fail) -> None:
+def check_rules(rules: Iterable[tuple[object, str, str]], fail: Fail) -> None:
     """Refuses a configuration that breaks a rule.
 
     Args:
         rules: For each rule, True if it is broken, its key, and its text.
-        build_error: Function that builds the error.
+        fail: Function that builds the error.
 
     Raises:
         ConfigError: The error of the first broken rule.
     """
     for is_broken, key, rule in rules:
         if is_broken:
-            raise build_error(key, rule)
+            raise fail(key, rule)
 
 
 #: Largest integer that every reader of a configuration represents exactly, including readers that use floats.
@@ -115,7 +115,7 @@ def null_numbers(keys: Mapping[str, ConfigKey]) -> dict[str, int]:
     }
 
 
-def check_ranges(cfg: object, keys: Mapping[str, ConfigKey], build_error: Fail) -> None:
+def check_ranges(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None:
     """Refuses numbers outside their ranges; null is allowed if the schema allows it.
 
     Raises:
@@ -127,10 +127,10 @@ def check_ranges(cfg: object, keys: Mapping[str, ConfigKey], build_error: Fail) 
         for path, value in values_at(cfg, key.path):
             for number in value if OmegaConf.is_list(value) else (value,):
                 if number is not None and number not in key.range:
-                    raise build_error(path, key.range.rule())
+                    raise fail(path, key.range.rule())
 
 
-def check_choices(cfg: object, keys: Mapping[str, ConfigKey], build_error: Fail) -> None:
+def check_choices(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None:
     """Refuses a word that is not among the choices of its key.
 
     Raises:
@@ -139,7 +139,7 @@ def check_choices(cfg: object, keys: Mapping[str, ConfigKey], build_error: Fail)
     for key in keys.values():
         if key.choices:
             for path, value in values_at(cfg, key.path):
-                check_choice(path, str(value), key.choices, build_error)
+                check_choice(path, str(value), key.choices, fail)
 
 
 def values_at(cfg: object, key: str) -> Iterator[tuple[str, Any]]:

@@ -51,7 +51,7 @@ def check_options(
     key: str,
     component: str,
     num_positional: int = 0,
-    build_error: Fail | None = None,
+    fail: Fail | None = None,
 ) -> dict[str, Any]:
     """Checks options against the parameters of a dataclass, a class or a function.
 
@@ -62,7 +62,7 @@ def check_options(
         key: Dotted key of the section.
         component: Name of the component in messages, such as "the mlp".
         num_positional: Number of leading parameters that are not options.
-        build_error: Function that builds the error, for messages that name the source of the key.
+        fail: Function that builds the error, for messages that name the source of the key.
 
     Returns:
         The options by their current names, without OmegaConf's types. Words with `Choices` are in lower case, because their
@@ -91,11 +91,7 @@ def check_options(
         if name not in names and not takes_any:
             rule = f"{meant(name, public_names)}{component} has no such option; {allowed}"
         if rule:
-            raise (
-                build_error(f"{key}.{name}", rule)
-                if build_error
-                else ConfigError(f"{key}.{name} is {short_repr(value)}; {rule}")
-            )
+            raise (fail(f"{key}.{name}", rule) if fail else ConfigError(f"{key}.{name} is {short_repr(value)}; {rule}"))
         if name in annotations and any(
             isinstance(rule, Choices) for rule in getattr(annotations[name], "__metadata__", ())
         ):
@@ -106,7 +102,7 @@ def check_options(
     return options
 
 
-def check_components(cfg: object, keys: Mapping[str, ConfigKey], build_error: Fail) -> None:
+def check_components(cfg: object, keys: Mapping[str, ConfigKey], fail: Fail) -> None:
     """Checks the options of all components of a configuration that declare them.
 
     Raises:
@@ -119,7 +115,7 @@ def check_components(cfg: object, keys: Mapping[str, ConfigKey], build_error: Fa
             name = str(select(cfg, f"{path.removesuffix(key.name)}{key.options.selector}"))
             declaration = key.options_of(name)
             if declaration is not None:
-                check_options(declaration, values, path, f"{key.options.selector} {name}", build_error=build_error)
+                check_options(declaration, values, path, f"{key.options.selector} {name}", fail=fail)
 
 
 def as_list(option: Option | list[Option]) -> list[Option]:

@@ -189,27 +189,21 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
         ConfigError: The section has an empty list, a repeated value, two runs of one name, or a key that a sweep cannot vary.
     """
 
-    def build_error(key_path: str, rule: str) -> ConfigError:
+    def fail(key_path: str, rule: str) -> ConfigError:
         return ConfigError(f"{source}: {SWEEP}{'.' if key_path else ''}{key_path}: {rule}")
 
     if section.grid and section.list:
-        raise build_error("", "it has both grid and list; give one of them")
+        raise fail("", "it has both grid and list; give one of them")
     if section.goal is not None:
-        check_choice(
-            f"{SWEEP}.goal", section.goal, GOALS, lambda key, rule: build_error("goal", f"{section.goal}; {rule}")
-        )
+        check_choice(f"{SWEEP}.goal", section.goal, GOALS, lambda key, rule: fail("goal", f"{section.goal}; {rule}"))
     if section.max_queued is not None and section.max_queued < 1:
-        raise build_error("max_queued", f"it is {section.max_queued}; it must be at least 1, or null for no limit")
+        raise fail("max_queued", f"it is {section.max_queued}; it must be at least 1, or null for no limit")
     if section.metric is not None and not re.fullmatch(r"[\w.-]+/[\w./-]+", section.metric):
-        raise build_error(
-            "metric", f"it is {short_repr(section.metric)}; write a metric's name, such as eval/return_mean"
-        )
-    seeds = _seeds(section, build_error)
-    combinations = (
-        _list_combinations(section.list, build_error) if section.list else _grid_combinations(section.grid, build_error)
-    )
+        raise fail("metric", f"it is {short_repr(section.metric)}; write a metric's name, such as eval/return_mean")
+    seeds = _seeds(section, fail)
+    combinations = _list_combinations(section.list, fail) if section.list else _grid_combinations(section.grid, fail)
     if not seeds and not section.grid and not section.list:
-        raise build_error("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
+        raise fail("", "it is empty; give it a grid, a list or seeds (or sweep=null for the single run)")
     varied_keys = {key for _, values in combinations for key in values} | ({_SEED} if seeds else set())
     for override_text in overrides:
         if (key := override_text.partition("=")[0].strip()) in varied_keys:
@@ -228,86 +222,82 @@ def points(section: SweepConfig, source: str, overrides: Sequence[str] = ()) -> 
         for seed in seeds or (None,)
     ]
     if len(runs) > MAX_RUNS:
-        raise build_error("", f"these are {len(runs)} runs; a sweep has at most {MAX_RUNS}")
-    _check_names(runs, build_error)
+        raise fail("", f"these are {len(runs)} runs; a sweep has at most {MAX_RUNS}")
+    _check_names(runs, fail)
     return runs
 
 
-def _seeds(section: SweepConfig, build_error: Any) -> list[int]:
+def _seeds(section: SweepConfig, fail: Any) -> list[int]:
     has_seed_keys = _SEED in section.grid or any(
         isinstance(list_entry, dict) and _SEED in list_entry for list_entry in section.list
     )
     if section.seeds and has_seed_keys:
-        raise build_error("seeds", f"{_SEED} is among the values, too; give the seeds in one of the two places")
+        raise fail("seeds", f"{_SEED} is among the values, too; give the seeds in one of the two places")
     if duplicates := _duplicates(section.seeds):
-        raise build_error("seeds", f"{duplicates[0]} is there twice")
+        raise fail("seeds", f"{duplicates[0]} is there twice")
     return [*section.seeds]
 
 
-def _grid_combinations(grid: Mapping[str, Any], build_error: Any) -> list[tuple[str, dict[str, Any]]]:
+def _grid_combinations(grid: Mapping[str, Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
     """Returns the name and the values of each combination."""
     count = 1
     for key, values in grid.items():
-        _check_key(key, build_error, "grid")
+        _check_key(key, fail, "grid")
         if isinstance(values, dict) and values:
-            raise build_error(
+            raise fail(
                 f"grid.{key}", f"it is a mapping; write the whole key before its values: {key}.{next(iter(values))}"
             )
         if not isinstance(values, list):
-            raise build_error(
-                f"grid.{key}", f"it is {short_repr(values)}; write a list of values: [{short_repr(values)}]"
-            )
+            raise fail(f"grid.{key}", f"it is {short_repr(values)}; write a list of values: [{short_repr(values)}]")
         if not values:
-            raise build_error(f"grid.{key}", "the list is empty; give it values, or leave out the key")
+            raise fail(f"grid.{key}", "the list is empty; give it values, or leave out the key")
         if duplicates := _duplicates(values):
-            raise build_error(f"grid.{key}", f"{short_repr(duplicates[0])} is there twice")
+            raise fail(f"grid.{key}", f"{short_repr(duplicates[0])} is there twice")
         count *= len(values)
     if count > MAX_RUNS:
-        raise build_error("grid", f"these are {count} combinations; a sweep has at most {MAX_RUNS}")
+        raise fail("grid", f"these are {count} combinations; a sweep has at most {MAX_RUNS}")
     combinations = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return [(_name(values), values) for values in combinations]
 
 
-def _list_combinations(entries: Sequence[Any], build_error: Any) -> list[tuple[str, dict[str, Any]]]:
+def _list_combinations(entries: Sequence[Any], fail: Any) -> list[tuple[str, dict[str, Any]]]:
     named_values = []
     for index, list_entry in enumerate(entries):
         key_path = f"list[{index}]"
         if not isinstance(list_entry, dict) or not list_entry:
-            raise build_error(
+            raise fail(
                 key_path,
                 f"it is {short_repr(list_entry)}; write a mapping of keys to values, such as {{actor.optim.lr: 1e-4}}",
             )
         values = {key: value for key, value in list_entry.items() if key != "name"}
         for key in values:
-            _check_key(key, build_error, key_path)
+            _check_key(key, fail, key_path)
         name = list_entry.get("name")
         if name is not None and (not isinstance(name, str) or not _NAME.fullmatch(name)):
-            raise build_error(f"{key_path}.name", f"it is {short_repr(name)}; use letters, digits, '.', '_' and '-'")
+            raise fail(f"{key_path}.name", f"it is {short_repr(name)}; use letters, digits, '.', '_' and '-'")
         named_values.append((name or _name(values), values))
     return named_values
 
 
-def _check_key(key: Any, build_error: Any, key_path: str) -> None:
+def _check_key(key: Any, fail: Any, key_path: str) -> None:
     if not isinstance(key, str) or not all(key_part.strip() for key_part in key.split(".")):
-        raise build_error(key_path, f"{cut(str(key))} is no key of a configuration")
+        raise fail(key_path, f"{cut(str(key))} is no key of a configuration")
     if key.split(".")[0] in (SWEEP, "defaults"):
-        raise build_error(f"{key_path}.{key}", "a sweep cannot be within a sweep")
+        raise fail(f"{key_path}.{key}", "a sweep cannot be within a sweep")
     if key in _FIXED_KEYS:
-        raise build_error(f"{key_path}.{key}", f"{_FIXED_KEYS[key]}; leave it out")
+        raise fail(f"{key_path}.{key}", f"{_FIXED_KEYS[key]}; leave it out")
 
 
-def _check_names(runs: Sequence[Point], build_error: Any) -> None:
+def _check_names(runs: Sequence[Point], fail: Any) -> None:
     points_by_name: dict[str, Point] = {}
     for point in runs:
         if _RESERVED_NAMES.fullmatch(point.name):
-            raise build_error(
-                "", f"a run cannot be called {point.name}, as the sweep's own files are; give it another name"
-            )
+            raise fail("", f"a run cannot be called {point.name}, as the sweep's own files are; give it another name")
         same_name_point = points_by_name.setdefault(point.name.lower(), point)
         if same_name_point is not point:
             first, second = (" ".join(named_point.overrides) for named_point in (same_name_point, point))
             way_out = "give them other names (list: [{name: …, …}])" if first != second else "leave out one of them"
-            raise build_error("", f"two runs would have the name {point.name}: {first}, and {second}; {way_out}")
+            raise fail("", f"two runs would have the name {point.name}: {first}, and {second}; {way_out}")
 
 
 def _duplicates(values: Sequence[Any]) -> list[Any]:

@@ -25,7 +25,9 @@ def test_answers_are_found():
     assert extract_boxed(r"\boxed 5.") == "5" and extract_boxed(r"\fbox{7}") == "7"
     assert extract_boxed("none") is None and extract_boxed(r"\boxed{not closed") is None
     assert extract_hashed("#### 1\nno:\n#### 1,200 \nend") == "1,200" and extract_hashed("####") is None
-    assert extract_tagged("<answer>1</answer> <answer> 2 </answer>") == "2" and extract_tagged("</answer><answer>") is None
+    assert (
+        extract_tagged("<answer>1</answer> <answer> 2 </answer>") == "2" and extract_tagged("</answer><answer>") is None
+    )
     assert last_number("from 3 to -4.5, or $1,250.") == "$1,250" and last_number("none") is None
     assert last_number("it is 1/2") == "1/2"
     assert extract(r"#### 3 or \boxed{4}", ("boxed", "####")) == "4"
