@@ -74,9 +74,8 @@ def _placement_along(placement: Placement, dim: int, ndim: int) -> Placement:
     if sharded_dim is None or sharded_dim % ndim != dim:
         return Replicate()
     split_factor = getattr(placement, "split_factor", None)
-    vector_placement: Placement = (
-        type(placement)(0) if split_factor is None else type(placement)(0, split_factor=split_factor)
-    )  # type: ignore[call-arg]
+    options = {} if split_factor is None else {"split_factor": split_factor}
+    vector_placement: Placement = type(placement)(0, **options)  # type: ignore[call-arg]
     return vector_placement
 
 

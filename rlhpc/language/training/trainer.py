@@ -89,9 +89,8 @@ class LanguageBlueprint(Blueprint):
         reference: Whether to also build the reference, which has the weights from before training.
         values: Whether the model gets a value head. Engines and exported policies do not get the value head.
         policies: Names of several policies, each an adapter of this model.
-        dropout: Whether to train with the dropout rates of the model's configuration and of `actor.lora`. Reinforcement
-            learning trains without dropout, because dropout in the update would change the importance ratio of an unchanged
-            policy from 1.
+        dropout: Whether to train with the dropout rates of the model's configuration and of `actor.lora`. RL trains without
+            dropout, because dropout in the update would change the importance ratio of an unchanged policy from 1.
 
     Attributes:
         head: Name of a layer that is trained in addition to adapters, if the model has one.
@@ -138,10 +137,7 @@ class LanguageBlueprint(Blueprint):
         return load_causal_lm(model, **options)
 
     def build(self, *, empty: bool = False) -> nn.Module:
-        """Builds the model (`Blueprint.build`).
-
-        Weights are float32 without adapters. With adapters, the frozen weights have the dtype of the computation.
-        """
+        """Builds the model in float32 or, with adapters, in the dtype of the computation (`Blueprint.build`)."""
         actor = self.actor
         model = self.load(
             actor.model,
@@ -157,26 +153,19 @@ class LanguageBlueprint(Blueprint):
         if self._value_head_prefix:
             add_value_head(model, self.seed)
         if self.lora_rank:
+            names, has_lm_head = self.policies, bool(self._value_head_prefix)
             model = lora.attach_lora(
-                model,
-                actor.lora,
-                seed=self.seed,
-                head=self.head,
-                has_lm_head=bool(self._value_head_prefix),
-                names=self.policies,
+                model, actor.lora, seed=self.seed, head=self.head, has_lm_head=has_lm_head, names=names
             )
         if not self.dropout and disable_dropout(model):
             log.info("%s: dropout is off, so that log-probs of rollout and update are those of one model", self.key)
         return model
 
     def divide(self, module: nn.Module, mesh: Mesh) -> None:
-        """Divides the model by the tensor-parallel plans of transformers, and rows by context parallelism.
-
-        All ranks run the vision tower, even if their batch has no images. See `Blueprint.divide`.
-        """
+        """Divides the model by transformers' tensor-parallel plans, and rows by context parallelism (`Blueprint.divide`)."""
         model = pretrained_in(module)
         if tower_of(model) is not None:
-            always_run_vision(model)
+            always_run_vision(model)  # on all ranks, even if their batch has no images
         if mesh.sizes.context > 1 and not self.packed:
             raise ConfigError(
                 f"{self.key}.parallel.context({mesh.sizes.context}) shares out rows without padding, which "
@@ -221,10 +210,7 @@ class LanguageBlueprint(Blueprint):
 
     @property
     def has_reference(self) -> bool:
-        """True if a separate reference model is built (`Blueprint.has_reference`).
-
-        With adapters, the reference is the model without adapters, so no separate model is built.
-        """
+        """True if a separate model is built; with adapters, the reference is the model without (`Blueprint.has_reference`)."""
         return self._reference and not self.lora_rank
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
@@ -386,11 +372,7 @@ class ModelTrainer:
         return self.backend.parameters_trained
 
     def optimizer_step(self, lr: float) -> float:
-        """Clips the gradients to `actor.optim.clip_grad` and updates the weights, unless the gradient norm is not finite.
-
-        Returns:
-            The global gradient norm before clipping.
-        """
+        """Clips the gradients, updates the weights if the gradient norm is finite, and returns the norm before clipping."""
         return float(self.backend.optimizer_step(lr))
 
     # -- weights --------------------------------------------------------------------------------------------------
