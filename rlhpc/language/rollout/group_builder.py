@@ -182,12 +182,12 @@ class GroupBuilder:
         ]
         trained_scores = [score for score, is_trained in zip(scores, trained_flags, strict=True) if is_trained]
         rewards_differ = rewards_vary(task_rewards(trained_scores, self._cfg.reward))
-        if may_refill and self._is_filtered(rewards_differ):
+        if may_refill and self._is_dropped_by_dynamic_sampling(rewards_differ):
             return None
         compared_episodes = dict(zip(indices, episodes, strict=True))
         return ScoredGroup(compared_episodes, scores, rewards, trained_flags, rewards_differ, drop_reason)
 
-    def _is_filtered(self, rewards_differ: bool) -> bool:
+    def _is_dropped_by_dynamic_sampling(self, rewards_differ: bool) -> bool:
         """Returns whether dynamic sampling replaces a group with these rewards (`algorithm.filter_groups`)."""
         return self._cfg.algorithm.filter_groups and not rewards_differ
 
