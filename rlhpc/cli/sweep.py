@@ -102,11 +102,10 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
 
 def render_sweep_plan(sweep: Sweep, launcher: str) -> str:
     """Renders the number of runs and jobs of a sweep, their maximum cost, and the plan of the first run."""
-    from rlhpc.jobs.accelerators import with_accelerators
-    from rlhpc.jobs.plan import build_plan, choose_launcher, count_noun, render_plan
+    from rlhpc.jobs.accelerators import with_likely_accelerators
+    from rlhpc.jobs.plan import build_plan, count_noun, render_plan
 
-    launcher = choose_launcher(sweep.runs[0].cfg, launcher)
-    plans = [build_plan(with_accelerators(run.cfg, launcher), launcher=launcher) for run in sweep.runs]
+    plans = [build_plan(with_likely_accelerators(run.cfg, launcher), launcher=launcher) for run in sweep.runs]
     jobs = sum(map(_count_jobs, sweep.runs), Counter[str]())
     seeds = len({run.point.seed for run in sweep.runs})
     limit_text = f", at most {sweep.section.max_queued} training jobs queued or running at once"

@@ -45,8 +45,7 @@ _EXAMPLES = {
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.accelerators import with_accelerators
-    from rlhpc.jobs.plan import choose_launcher
+    from rlhpc.jobs.accelerators import with_likely_accelerators
     from rlhpc.runs.checks import check_planned
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.memory.plan import refuse_overfull
@@ -67,7 +66,7 @@ def _plan(args: argparse.Namespace) -> int:
         _print_skipped(skipped_checks)
         return 0
     cfg = load_config(args.config, args.overrides, site=args.site)
-    cfg = with_accelerators(cfg, choose_launcher(cfg, args.launcher))
+    cfg = with_likely_accelerators(cfg, args.launcher)
     if (sft_source := sft_of(args.config, cfg, args.site)) is not None:
         sft_export(args.config, cfg, sft_source)
     try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import changed
+from rlhpc.jobs.plan import choose_launcher
 from rlhpc.jobs.slurm import gpus_of_partition
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import OF_THE_JOB, Cluster, read_key, without_accelerators
@@ -62,6 +65,29 @@ def with_accelerators(cfg: Cfg, launcher: str = "slurm") -> Cfg:
             ) from None
         cfg = _smallest_that_fits(cfg, section, counts)
     return cfg
+
+
+def with_likely_accelerators(cfg: Cfg, launcher: str) -> Cfg:
+    """Returns the configuration of a plan: as `with_accelerators`, but a silent Slurm is an error only if Slurm is requested.
+
+    Args:
+        cfg: The configuration.
+        launcher: See `build_plan`. With `auto`, Slurm's commands may be installed without a cluster; a note then says that a
+            submission would be refused.
+    """
+    try:
+        return with_accelerators(cfg, choose_launcher(cfg, launcher))
+    except ConfigError as error:
+        if launcher != "auto":
+            raise
+        _warn(f"rlhpc: a submission would be refused: {error}")
+        return cfg
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Prints a line once, although a sweep has many runs."""
+    print(text, file=sys.stderr)
 
 
 def _open_sections(cfg: RunConfig) -> list[_OpenSection]:

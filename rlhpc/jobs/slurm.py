@@ -126,13 +126,23 @@ def would_start(script: str) -> EstimatedStart:
 
 
 @functools.cache
+def _ask_gres(partition: str | None) -> CommandOutput:
+    """Asks `sinfo` for the GRES of a partition's nodes, once in the life of this process."""
+    return ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
+
+
+def forget_partitions() -> None:
+    """Makes `gpus_of_partition` ask Slurm again."""
+    _ask_gres.cache_clear()
+
+
 def gpus_of_partition(partition: str | None) -> tuple[int, ...]:
     """Returns the numbers of GPUs that nodes of a partition (None: the default one) have, by `sinfo`, in ascending order.
 
     Raises:
         SubmitError: Slurm does not report them; the message has its reason.
     """
-    sinfo_output = ask("sinfo", "--noheader", *([f"--partition={partition}"] if partition else []), "--format=%P|%G")
+    sinfo_output = _ask_gres(partition)
     rows = [line.split("|") for line in sinfo_output.lines if "|" in line]
     rows = rows if partition else [row for row in rows if row[0].endswith("*")]
     if not sinfo_output.ok or not rows:

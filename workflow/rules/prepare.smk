@@ -40,9 +40,10 @@ rule prepare:
     localrule: True
     params:
         site=SITE_OPTION,
+        executor=executor,
         overrides=Untracked(*OVERRIDES),
     shell:
         # The plan is there when it is complete: of a job that is under way, or was killed, Snakemake takes an output that
         # is there for incomplete, makes it again, and leaves out all that follows, which is to ignore its time (`ancient`).
-        "rlhpc plan {input.config:q} {params.site} {params.overrides} > {output.plan:q}.part 2> {log:q}"
+        "rlhpc plan {input.config:q} --launcher {params.executor} {params.site} {params.overrides} > {output.plan:q}.part 2> {log:q}"
         " && mv {output.plan:q}.part {output.plan:q}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs import slurm
-from rlhpc.jobs.accelerators import with_accelerators
+from rlhpc.jobs.accelerators import with_accelerators, with_likely_accelerators
 from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError, PlacementError
@@ -37,7 +37,7 @@ def partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Partitions:
         (tmp_path / name).chmod(0o755)
 
     def define(*rows: str) -> None:
-        slurm.gpus_of_partition.cache_clear()
+        slurm.forget_partitions()
         (tmp_path / "rows").write_text("".join(f"{row}\n" for row in rows))
 
     return define
@@ -103,6 +103,19 @@ def test_what_neither_site_nor_slurm_says_is_refused(
     cfg = load_config(QUICKSTART, overrides)
     with pytest.raises(ConfigError, match=message):
         with_accelerators(cfg)
+
+
+def test_a_plan_notes_a_silent_slurm_unless_slurm_is_requested(
+    partitions: Partitions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partitions()
+    cfg = load_config(QUICKSTART)
+    assert with_likely_accelerators(cfg, "auto") is cfg and with_likely_accelerators(cfg, "auto") is cfg
+    [line] = capsys.readouterr().err.splitlines()
+    assert "a submission would be refused: cluster.accelerators_per_node is null" in line
+    assert with_likely_accelerators(cfg, "local") is cfg
+    with pytest.raises(ConfigError, match="set cluster.accelerators_per_node"):
+        with_likely_accelerators(cfg, "slurm")
 
 
 def test_more_than_the_nodes_have_is_a_broken_placement(partitions: Partitions) -> None:

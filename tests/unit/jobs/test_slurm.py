@@ -23,7 +23,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     folder.mkdir()
     calls.touch()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    slurm.gpus_of_partition.cache_clear()
+    slurm.forget_partitions()
 
     def define(**bodies: str) -> list[str]:
         for name, body in bodies.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.slurm import Allowance, EstimatedStart, gpus_of_partition, has_gpus
+from rlhpc.jobs.slurm import Allowance, EstimatedStart, forget_partitions, has_gpus
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.start_estimate import JobShape, StartEstimate, StartTimes, _shapes, moment, render, verdict, walltimes
 from rlhpc.runs.tuning.tune import TuneRequest
@@ -133,9 +133,9 @@ def test_which_partitions_have_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "sinfo").write_text(f"#!/bin/sh\ncase \"$*\" in\n{cases}*) printf '%s\\n' '{rows['']}';;\nesac\n")
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    gpus_of_partition.cache_clear()
+    forget_partitions()
     assert [has_gpus(name) for name in ("gpu", "cpu", "all", None)] == [True, False, False, False]
     (tmp_path / "sinfo").unlink()
-    gpus_of_partition.cache_clear()
+    forget_partitions()
     assert not has_gpus("gpu")  # nobody says
-    gpus_of_partition.cache_clear()
+    forget_partitions()
