@@ -114,7 +114,7 @@ def test_a_plan_notes_a_silent_slurm_unless_slurm_is_requested(
     [line] = capsys.readouterr().err.splitlines()
     assert "a submission would be refused: cluster.accelerators_per_node is null" in line
     assert with_likely_accelerators(cfg, "local") is cfg
-    with pytest.raises(ConfigError, match="set cluster.accelerators_per_node"):
+    with pytest.raises(ConfigError, match=r"set cluster\.accelerators_per_node"):
         with_likely_accelerators(cfg, "slurm")
 
 
