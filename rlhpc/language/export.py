@@ -40,7 +40,6 @@ from rlhpc.runtime.trust import Trust
 
 if TYPE_CHECKING:
     from rlhpc.checkpoint.tensor_slice import Box
-    from rlhpc.language.config.models import PretrainedConfig
     from rlhpc.training.safetensors_writer import Layout
 
 

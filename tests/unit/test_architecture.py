@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -248,6 +249,20 @@ def test_no_object_sets_attributes_of_the_parts_of_another() -> None:
         "give the object a method, or its constructor an argument"
     )
     assert not {path: gone for path, targets in foreign.items() if (gone := targets - stores.get(path, set()))}
+
+
+def test_no_module_imports_a_name_twice() -> None:
+    """At run time and again for type checkers, say: the second import is forgotten when the first one changes."""
+
+    def imported(body: list[ast.stmt]) -> Iterator[str]:
+        for node in body:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                yield from (alias.asname or alias.name for alias in node.names)
+            elif isinstance(node, ast.If):
+                yield from imported([*node.body, *node.orelse])
+
+    twice = {str(module.path): Counter(imported(module.tree.body)) for module in modules()}
+    assert not {path: names for path, counts in twice.items() if (names := [n for n in counts if counts[n] > 1])}
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlhpc.config.typed import changed
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.runtime.plugins import Registry
-
-if TYPE_CHECKING:
-    from rlhpc.embodied.config import EnvSideConfig
 
 #: Classes or functions `(cfg, num_envs, slot_offset, seed) -> VectorEnv`, by name.
 ENVS: Registry[Callable[..., VectorEnv]] = Registry(

@@ -28,9 +28,6 @@ from rlhpc.runtime.trust import Trust
 
 #: Added observation: 1 for an improvement, −1 for none, 0 for unknown.
 IMPROVEMENT = "improvement"
-#: Model types that can be conditioned, because they accept a state vector in addition to other inputs.
-INNER_MODEL_TYPES = ("mlp", "cnn", "resnet", "flow")
-_OF, _UNSAID = "of", "unconditioned"
 
 
 class ConditionedPolicy(Policy):

@@ -116,13 +116,11 @@ def scaling(
         return None
     names = next((names for names in (RANGES[normalisation], RANGES["bounds"]) if set(names) <= set(stats or {})), None)
     if stats is None or names is None:
-        raise ConfigError(f"{where}: {dataset} lacks {' and '.join(RANGES[normalisation])} of its actions")
-    action_scaling = Scaling(stats[names[0]], stats[names[1]], stats.get("mask"))
-    if len(action_scaling.low) != dim:
-        raise ConfigError(
-            f"{where}: {dataset} has {len(action_scaling.low)} components of {part}, the environment {dim}"
-        )
-    return action_scaling
+        raise ConfigError(f"{where}: {dataset} lacks {' and '.join(RANGES[normalisation])} of its {part}")
+    part_scaling = Scaling(stats[names[0]], stats[names[1]], stats.get("mask"))
+    if len(part_scaling.low) != dim:
+        raise ConfigError(f"{where}: {dataset} has {len(part_scaling.low)} components of {part}, the environment {dim}")
+    return part_scaling
 
 
 #: Value of `kwargs.statistics` that scales actions and state by the bounds of their spaces instead of a file's statistics.

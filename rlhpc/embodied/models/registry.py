@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import torch
 
     from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig, PolicyConfig
-    from rlhpc.embodied.models.base import Policy
 
 #: Factories `(cfg, observation_space, action_space) -> Policy`, by name.
 MODELS: Registry[Any] = Registry(

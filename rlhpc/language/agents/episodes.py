@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -28,9 +28,6 @@ from rlhpc.language.policy_text import valid_text
 from rlhpc.language.rewards.base import Sample
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import former_members
-
-if TYPE_CHECKING:
-    import numpy as np
 
 E = TypeVar("E")
 

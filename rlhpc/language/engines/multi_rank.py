@@ -89,6 +89,9 @@ class Leader(RolloutBackend):
         self._checksum = _Checksum()
         self._queued_commands: list[tuple[Any, ...]] = []
         self.capacity = engine.capacity
+        self.context = engine.context
+        self.chunk = engine.chunk
+        self.choices = engine.choices
         self.can_drop = engine.can_drop
         self.can_score = engine.can_score
 

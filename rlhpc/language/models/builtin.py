@@ -188,7 +188,7 @@ _OMITTED_KEYS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `python -m rlhpc.language.models.builtin FOLDER`."""
-    return run_maker(maker_parser("packaged", __doc__), smollm2, argv)
+    return run_maker(maker_parser("builtin", __doc__), smollm2, argv)
 
 
 if __name__ == "__main__":

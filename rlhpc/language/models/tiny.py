@@ -126,7 +126,9 @@ def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentPa
         about: Docstring of the module; its first line becomes the description.
         numbers: Integer options with their defaults.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m rlhpc.language.data.{module}", description=about.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m rlhpc.language.models.{module}", description=about.splitlines()[0]
+    )
     parser.add_argument("folder")
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")

@@ -39,7 +39,6 @@ from rlhpc.runtime.errors import ConfigError
 if TYPE_CHECKING:
     from rlhpc.language.config.models import PretrainedConfig
     from rlhpc.language.config.run import GrpoConfig
-    from rlhpc.language.scoring.registry import ScoringGroup
 
 
 def is_judge(group: ScoringGroup) -> bool:

@@ -18,7 +18,7 @@ from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.config.sections import RunConfig
-    from rlhpc.language.config.run import GrpoConfig, LanguageConfig
+    from rlhpc.language.config.run import GrpoConfig
 
 #: Scorers of the groups that have a configuration section.
 BUILT_IN: Mapping[str, str] = {"reference": "logprobs", "teacher": "logprobs", "reward": "classifier", "judge": "judge"}

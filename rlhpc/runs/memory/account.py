@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 #: Share of an accelerator's memory that the plan leaves free for unknown terms: fragmentation, work space of kernels.
 SPARE = 0.08
 

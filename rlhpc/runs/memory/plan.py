@@ -95,7 +95,7 @@ def host_capacity(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) ->
 
 log = logging.getLogger(__name__)
 
-REFUSE, WARN, OFF = "refuse", "warn", "off"
+WARN, OFF = "warn", "off"
 #: Default size of /dev/shm, as a share of the node's memory.
 _SHM_SHARE = 0.5
 

@@ -37,7 +37,6 @@ OPTIONS: dict[str, type[LerobotOptions]] = {
     "diffusion": LerobotDiffusionOptions,
     **dict.fromkeys(("smolvla", "pi0", "pi05"), LerobotFlowOptions),
 }
-STATE, PLACE = "observation.state", "observation.environment_state"
 _KEY = "actor.model.model_path"
 
 

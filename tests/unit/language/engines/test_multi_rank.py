@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.engines.base import Completion, Request, SamplingParams
+from rlhpc.language.engines.base import Completion, Request, RolloutBackend, SamplingParams
 from rlhpc.language.engines.multi_rank import Commands, EngineDivergenceError, FollowerEngine, Leader
 
 
@@ -15,6 +15,7 @@ class Engine:
     """Engine that finishes a request a step, with the token of its constructor, and records its calls."""
 
     capacity, can_drop, can_score = 4, True, True
+    context, chunk, choices = 100, 32, 6
 
     def __init__(self, token: int = 7) -> None:
         self.token, self.version = token, 3
@@ -104,6 +105,17 @@ def lead(link: Any, engine: Any) -> Leader:
     assert leader.version == 9
     leader.end()
     return leader
+
+
+#: Features of updates, which each rank's engine takes by itself, and what a class says of all its engines.
+OF_THE_RANK = {"version", "takes_partial_updates", "takes_shards", "forkable", "awaiting"}
+
+
+def test_the_leader_has_the_features_of_its_engine() -> None:
+    engine = Engine()
+    leader = Leader(engine, Link())  # type: ignore[arg-type]
+    features = RolloutBackend.__annotations__.keys() - OF_THE_RANK
+    assert {name: getattr(leader, name) for name in features} == {name: getattr(engine, name) for name in features}
 
 
 def test_a_follower_repeats_the_calls_of_the_leader() -> None:

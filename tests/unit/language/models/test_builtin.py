@@ -7,12 +7,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from rlhpc.language.data import Prompt, PromptTokenizer, load_tokenizer
+from rlhpc.language.models import builtin, tiny, tiny_vision
 from rlhpc.language.models.builtin import resolve_model
 from rlhpc.language.models.tiny import main, make_tiny_model
 from rlhpc.runtime.errors import ConfigError
@@ -143,3 +145,10 @@ def test_vllm_loads_the_tiny_model_and_says_the_same(tmp_path: Path) -> None:
             scores = model(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
         assert scores.argmax(-1).tolist() == tokens
         assert torch.allclose(scores.max(-1).values, torch.tensor(logprobs), atol=1e-5)
+
+
+@pytest.mark.parametrize("module", [builtin, tiny, tiny_vision], ids=lambda module: module.__name__)
+def test_the_help_names_the_command(module: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        module.main(["--help"])
+    assert f"python -m {module.__name__} " in capsys.readouterr().out
