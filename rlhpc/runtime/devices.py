@@ -5,6 +5,7 @@ This module asks torch for the type of the accelerator. Other modules name a typ
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import mmap
@@ -68,6 +69,16 @@ def pci_addresses() -> list[str]:
         f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
         for properties in devices
     ]
+
+
+@functools.cache
+def device_memory(device: torch.device) -> float | None:
+    """Returns the bytes of an accelerator's memory; None for a CPU, or if torch does not report it."""
+    import torch
+
+    if device.type == "cpu" or not hasattr(module := torch.get_device_module(device), "mem_get_info"):
+        return None
+    return float(module.mem_get_info(device)[1])
 
 
 def receiving_device(sent: str) -> str:

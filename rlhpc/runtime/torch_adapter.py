@@ -7,6 +7,7 @@ for the installed version.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -14,7 +15,10 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 VERIFIED = {"torch": "2.13"}
 
@@ -145,3 +149,35 @@ def import_torchvision() -> None:
     for operator in _TORCHVISION_OPERATORS:
         library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     importlib.import_module("torchvision")
+
+
+# --- products
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Adds the product of two matrices to a float32 matrix, inside the product if the device can.
+
+    A separate sum would read and write the matrix once more for each chunk.
+    """
+    import torch
+
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif sums_in_product(total.device.type, left.dtype):
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+@functools.cache
+def sums_in_product(device: str, dtype: torch.dtype) -> bool:
+    """Returns whether a device adds products of half-precision matrices to a float32 matrix; computes a small sum."""
+    import torch
+
+    total = torch.full((16, 16), 2.0**-12, device=device)
+    ones = torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return False
+    return bool((total == 16 + 2.0**-12).all())

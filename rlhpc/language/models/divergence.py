@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlhpc.language.models.logprobs import LogitRows, RowReader, chunks, scaled
 from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.runtime.devices import device_memory
 
 #: Lower bound of log-probs, so that a token to which one distribution gives probability 0 has a large but finite cost.
 FLOOR = -100.0
@@ -137,7 +138,7 @@ def top_logprobs(
     width = min(rows.width, vocabulary or rows.width)
     k = min(k, width)
     scores = torch.zeros(batch.tokens, k + 1, 2, device=rows.device)
-    for part in chunks(rows.number, rows.width, rows.device):
+    for part in chunks(rows.number, rows.width, rows.device, device_memory(rows.device)):
         logprobs = torch.log_softmax(scaled(rows.make(part)[:, :width], 1.0 / temperature), dim=-1)
         top, ids = logprobs.topk(k, dim=-1)
         remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(FLOOR)

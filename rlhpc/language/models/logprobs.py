@@ -24,25 +24,25 @@ from torch.distributed.tensor import DTensor
 
 from rlhpc.language.models.context_parallel import RowShare
 from rlhpc.language.models.loading import pretrained_in
+from rlhpc.language.models.logit_chunks import chunk_rows
 from rlhpc.language.models.packing import packs
 from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.runtime.devices import device_memory
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import former_members
-from rlhpc.runtime.torch_adapter import forward_replaced
+from rlhpc.runtime.torch_adapter import add_product, forward_replaced
 from rlhpc.training.lora import linear_base, products
 
-#: Number of elements of a chunk; 64 MiB in float32.
-_CHUNK = 1 << 24
-#: On a CPU, a chunk has a quarter of these elements, which suits caches and the C library's heap, but at least
-#: `_MIN_CPU_ROWS` rows, which a fast matrix product needs.
-_CPU_CHUNK_DIVISOR, _MIN_CPU_ROWS = 4, 128
 
+def chunks(rows: int, width: int, device: torch.device, memory: float | None = None) -> list[slice]:
+    """Splits `rows` rows of `width` logits into slices of at most `chunk_rows` rows.
 
-def chunks(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Splits `rows` rows of `width` elements into slices of at most `_CHUNK` elements."""
-    size = max(1, _CHUNK // width)
-    if device.type == "cpu":
-        size = min(size, max(_MIN_CPU_ROWS, size // _CPU_CHUNK_DIVISOR))
+    Args:
+        rows, width: Number of rows, and of logits in a row.
+        device: Device of the logits.
+        memory: Bytes of the device's memory; None makes the smallest chunks, for a device that others fill.
+    """
+    size = chunk_rows(width, on_host=device.type == "cpu", memory=memory)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
@@ -255,7 +255,7 @@ class _ReadRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
         row_values = logits.new_empty(len(places), reader.columns, dtype=torch.float32)
-        for rows in chunks(len(places), logits.shape[1], logits.device):
+        for rows in chunks(len(places), logits.shape[1], logits.device, device_memory(logits.device)):
             row_values[rows] = reader.values(logits[places[rows]], rows)
         ctx.save_for_backward(logits, places)
         ctx.reader = reader
@@ -266,7 +266,7 @@ class _ReadRowsFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor, None, None]:
         logits, places = ctx.saved_tensors
         grad = torch.zeros_like(logits)
-        for rows in chunks(len(places), logits.shape[1], logits.device):
+        for rows in chunks(len(places), logits.shape[1], logits.device, device_memory(logits.device)):
             grad[places[rows]] = ctx.reader.gradient(logits[places[rows]], rows, grad_values[rows]).to(grad.dtype)
         return grad, None, None
 
@@ -494,7 +494,7 @@ class _ChunkedHeadFunction(torch.autograd.Function):
     ) -> Tensor:
         hidden = factors[0]
         row_values = hidden.new_empty(len(hidden), reader.columns, dtype=torch.float32)
-        for rows in chunks(len(hidden), len(factors[1]), hidden.device):
+        for rows in chunks(len(hidden), len(factors[1]), hidden.device, device_memory(hidden.device)):
             logits = _logits(rows, bias, factors)
             if vocabulary is not None and not reader.supports_shards:
                 logits = vocabulary.gather(logits)
@@ -523,7 +523,8 @@ class _ChunkedHeadFunction(torch.autograd.Function):
         grad_bias = (
             None if bias is None or not ctx.needs_input_grad[2] else bias.new_zeros(len(bias), dtype=torch.float32)
         )
-        for rows in chunks(len(factors[0]), len(factors[1]), factors[0].device):
+        device = factors[0].device
+        for rows in chunks(len(factors[0]), len(factors[1]), device, device_memory(device)):
             logits = _logits(rows, bias, factors)
             grad_logits = ctx.reader.gradient(vocabulary.gather(logits) if gathers_logits else logits, rows, grad[rows])
             grad_logits = (vocabulary.local(grad_logits, logits.shape[1]) if gathers_logits else grad_logits).to(
@@ -536,10 +537,8 @@ class _ChunkedHeadFunction(torch.autograd.Function):
                 grad_x, grad_weight, grad_output = grad_sums[index], grad_sums[index + 1], grad_logits.to(x.dtype)
                 if grad_x is not None:
                     grad_x[rows] = grad_output @ weight
-                if grad_weight is not None and grad_output.dtype == torch.float32:
-                    grad_weight.addmm_(grad_output.T, x[rows])
-                elif grad_weight is not None:
-                    grad_weight += grad_output.T @ x[rows]
+                if grad_weight is not None:
+                    add_product(grad_weight, grad_output.T, x[rows])
         for factor in grad_sums[::2] if vocabulary is not None else []:
             if factor is not None:
                 vocabulary.all_reduce_sum(factor)

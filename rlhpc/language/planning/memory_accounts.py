@@ -352,6 +352,7 @@ def training_of(
         separate_embeddings=parallel is not None,
         policies=_num_policies(cfg) if name == "actor" else 1,
         eager=prompt + response if section.model.attn_implementation == "eager" else 0,
+        capacity=ranks.capacity,
     )
 
 
@@ -560,7 +561,7 @@ def _frozen_account(
     bytes_per_element = itemsize(model.dtype, ranks.accelerated)
     step_tokens = sum(max_lengths(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
     tokens = max(min(max_tokens, step_tokens), 1)
-    layers = LayerMemory(size, bytes_per_element, not ranks.accelerated)
+    layers = LayerMemory(size, bytes_per_element, not ranks.accelerated, capacity=ranks.capacity)
     memory_terms = terms(
         weights=float(bytes_per_element * size.parameters),
         activations=tokens * layers.layer_peak(),

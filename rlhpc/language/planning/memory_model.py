@@ -22,6 +22,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from rlhpc.config.parallel import MeshSizes
+from rlhpc.language.models.logit_chunks import chunk_rows
 from rlhpc.language.planning.model_size import ModelSize
 from rlhpc.runs.memory.account import MIB, MemoryTerm, Moment, gib, process, terms
 
@@ -37,6 +38,7 @@ class LayerMemory:
         adapted: Names of linear layers with adapters if only adapters are trained; None if all weights are trained.
         tensor: Number of ranks that share each matrix.
         eager: Tokens of the longest sample if attention weights are materialized (eager attention); 0 otherwise.
+        capacity: Bytes of the accelerator; None if unknown.
     """
 
     size: ModelSize
@@ -45,6 +47,11 @@ class LayerMemory:
     adapted: Set[str] | None = None
     tensor: int = 1
     eager: int = 0
+    capacity: float | None = None
+
+    def chunk_rows(self, width: int) -> int:
+        """Returns the maximum number of tokens whose logits, `width` each, are computed at once."""
+        return chunk_rows(width, on_host=self.on_host, memory=self.capacity)
 
     @property
     def _q(self) -> float:
@@ -113,32 +120,22 @@ class LayerMemory:
         return max(element_bytes * (2.0 * size.hidden + inner_elements), 16.0 * size.hidden)
 
 
-#: Elements of a chunk, and limits of its rows on a CPU (`rlhpc.language.models.logprobs.chunks`).
-_CHUNK_ELEMENTS, _HOST_DIVISOR, _MIN_HOST_ROWS = 1 << 24, 4, 128
-
-
-def _chunk_rows(vocabulary: int, tokens: int, *, on_host: bool) -> int:
-    """Returns the number of rows of logits (tokens) that are computed at once."""
-    rows = max(1, _CHUNK_ELEMENTS // vocabulary)
-    return min(tokens, rows, max(_MIN_HOST_ROWS, rows // _HOST_DIVISOR)) if on_host else min(tokens, rows)
-
-
 def loss_chunk(layers: LayerMemory, tokens: int) -> float:
     """Returns the bytes of a chunk of logits in training: logits, log-probs and probabilities in float32, and the logits in
     half precision if the model computes in half precision.
     """
     size = layers.size
     if size.computes_all_logits:  # each rank of a tensor group computes all logits, and their gradient is as large
-        rows = _chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+        rows = min(tokens, layers.chunk_rows(size.vocabulary))
         return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary
-    rows = _chunk_rows(size.vocabulary // layers.tensor, tokens, on_host=layers.on_host)
+    rows = min(tokens, layers.chunk_rows(size.vocabulary // layers.tensor))
     return (12.0 if layers.itemsize == 4 else 14.0) * rows * size.vocabulary / layers.tensor
 
 
 def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
     """Returns the bytes of a chunk of logits in scoring, without gradients."""
     size = layers.size
-    rows = _chunk_rows(size.vocabulary, tokens, on_host=layers.on_host)
+    rows = min(tokens, layers.chunk_rows(size.vocabulary))
     all_logits = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.computes_all_logits else 0.0
     return all_logits + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
 
@@ -325,7 +322,7 @@ class Training:
         uses_logits: Whether the loss uses logits, rather than one number per token.
         has_head: Whether the model has the LM head.
         separate_embeddings: Whether FSDP gathers embeddings and head separately, if they are two matrices.
-        eager: See `LayerMemory.eager`.
+        eager, capacity: See `LayerMemory`.
     """
 
     size: ModelSize
@@ -347,6 +344,7 @@ class Training:
     has_head: bool = True
     separate_embeddings: bool = False
     eager: int = 0
+    capacity: float | None = None
 
     # -- elements ---------------------------------------------------------------------------------------------------
 
@@ -397,7 +395,13 @@ class Training:
         """Returns the memory of a decoder layer, for the activation terms."""
         adapted_modules = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
         return LayerMemory(
-            self.size, self.itemsize, not self.accelerated, adapted_modules, self.sizes.tensor, self.eager
+            self.size,
+            self.itemsize,
+            not self.accelerated,
+            adapted_modules,
+            self.sizes.tensor,
+            self.eager,
+            self.capacity,
         )
 
     # -- activations ------------------------------------------------------------------------------------------------

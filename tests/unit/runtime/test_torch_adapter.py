@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from rlhpc.runtime import torch_adapter
+from rlhpc.runtime.devices import accelerator
+from rlhpc.runtime.torch_adapter import add_product, sums_in_product
 
 
 def test_a_replaced_forward_is_called_between_the_modules_hooks() -> None:
@@ -97,3 +99,31 @@ def test_gloos_options_are_those_that_are_set() -> None:
     options = kind._Options()
     assert all(hasattr(options, name) for name in ("_timeout", "_devices", "_threads"))
     assert hasattr(kind, "create_device") and hasattr(kind, "create_default_device")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, right, total = torch.randn(5, 7).to(dtype), torch.randn(7, 3).to(dtype), torch.randn(5, 3)
+    expected = total.double() + left.double() @ right.double()
+    add_product(total, left, right)
+    torch.testing.assert_close(total.double(), expected, rtol=2e-2, atol=2e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_torch_has_the_product_that_adds_to_float32() -> None:
+    schema = str(torch.ops.aten.addmm.dtype_out._schema)
+    assert schema.startswith("aten::addmm.dtype_out(Tensor self, Tensor mat1, Tensor mat2, ScalarType out_dtype, *,")
+    assert "Tensor(a!) out" in schema
+    assert isinstance(sums_in_product("cpu", torch.bfloat16), bool)
+
+
+@pytest.mark.gpu
+def test_an_accelerator_adds_in_the_product() -> None:
+    device = accelerator() or "cpu"
+    left, right, total = (torch.randn(256, 256, device=device) for _ in range(3))
+    left, right = left.bfloat16(), right.bfloat16()
+    expected = total.double() + left.double() @ right.double()
+    add_product(total, left, right)
+    in_product = sums_in_product(device, torch.bfloat16)
+    assert in_product or device != "cuda"
+    torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=1e-3 if in_product else 0.3)

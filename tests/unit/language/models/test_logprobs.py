@@ -14,7 +14,7 @@ need_extra("llm")
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.models import logprobs as rows
+from rlhpc.language.models import logit_chunks
 from rlhpc.language.models.divergence import FullDivergence, TopDivergence, top_logprobs
 from rlhpc.language.models.logprobs import RowReader, linear_head, logit_rows, token_scores
 from rlhpc.language.models.token_batch import TokenBatch
@@ -95,7 +95,7 @@ def exactly(model, batch, temperature, weights):
 @pytest.mark.parametrize("chunk", [1 << 24, 61 * 3], ids=["one chunk", "three rows"])
 def test_values_and_gradients_are_those_of_whole_logits(kind, temperature, chunk, batch, monkeypatch) -> None:
     """And as close to those of double precision as single precision gets."""
-    monkeypatch.setattr(rows, "_CHUNK", chunk)
+    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", chunk)
     model, weights = MODELS[kind](), torch.randn(2, batch.tokens)
     assert linear_head(model) is not None
     scores = token_scores(model, batch, temperature, entropy=True)
@@ -175,7 +175,7 @@ class Distils:
 @pytest.mark.parametrize("kind", ["tied", "bias", "adapter"])
 def test_distillation_reads_hidden_states_as_it_does_whole_logits(kind, most, beta, batch, monkeypatch) -> None:
     """Values and gradients, of log-probs and entropies beside it, too; in chunks of three rows."""
-    monkeypatch.setattr(rows, "_CHUNK", 61 * 3)
+    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", 61 * 3)
     model, teacher, weights = MODELS[kind](), built(LlamaConfig, hidden_size=24), torch.randn(3, batch.tokens)
 
     def step():

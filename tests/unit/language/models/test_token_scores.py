@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlhpc.language.models import logprobs as module
+from rlhpc.language.models import logit_chunks
 from tests.accelerators import kind_of_others, loose
 from tests.rectangles import scores_of
 
@@ -41,7 +41,7 @@ def example():
 def test_values_and_gradients_are_those_of_log_softmax(
     example, monkeypatch, chunk, temperature, dtype, tolerance
 ) -> None:
-    monkeypatch.setattr(module, "_CHUNK", chunk)
+    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", chunk)
     logits, ids, mask = example
     logits = logits.to(dtype).requires_grad_()
     weights, entropy_weights = torch.randn(2, 3, 7)
