@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config.typed import typed
-from rlhpc.embodied.config import PpoConfig, minibatch_size
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
@@ -75,29 +73,6 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(CONFIGS / "quickstart.yaml", overrides)
     assert says in str(caught.value)
-
-
-OPEN = "actor.global_batch_size=null"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "size"),
-    [
-        (["env.train.num_envs=8", "algorithm.rollout_steps=32"], 64),  # CleanRL's four minibatches
-        (["env.train.num_envs=3", "algorithm.rollout_steps=5"], 5),
-        (["env.train.num_envs=7", "algorithm.rollout_steps=1"], 7),
-        (["algorithm.rollout_parts=2"], 64),
-        ([*PIPELINE, "env.train.num_envs=3", "algorithm.rollout_steps=10"], 15),
-        (
-            ["runner.use_training_pipeline=true", "algorithm.rollout_parts=3", "algorithm.rollout_steps=9"],
-            24,
-        ),
-        (["actor.global_batch_size=32"], 32),
-    ],
-)
-def test_a_batch_that_is_left_open_fits_every_rollout(overrides: list[str], size: int) -> None:
-    cfg = load_config(CONFIGS / "quickstart.yaml", [OPEN, *overrides])
-    assert minibatch_size(typed(PpoConfig, cfg)) == size
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "embodied").glob("*.yaml")))
