@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.embodied.reporting.report import read_evaluations
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.evaluation.evaluate import describe
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
@@ -119,17 +118,6 @@ def test_broken_pieces_do_not_stop_the_report(run: RunPaths) -> None:
     run.eval_result(50, "default").write_text("{")
     run.eval_result(100, "default").write_text('{"global_step": 100}')
     check(write_report(run))
-
-
-def test_evaluation_intervals(run: RunPaths) -> None:
-    run.eval_result(100, "pair").write_text('{"global_step": 100, "return_mean": 5, "return_ci95": [4, 6]}')
-    run.eval_result(100, "keys").write_text(
-        '{"global_step": 100, "return_mean": 5, "return_ci95_low": 3, "return_ci95_high": 7}'
-    )
-    run.eval_result(100, "none").write_text('{"global_step": 100, "return_mean": 5}')
-    got = {result["suite"]: (result["low"], result["high"]) for result in read_evaluations(run)}
-    assert got["pair"] == (4, 6) and got["keys"] == (3, 7) and got["none"] == (5, 5)
-    assert [round(value, 2) for value in got["default"]] == [473.04, 476.96]
 
 
 @pytest.mark.parametrize("kind", ["embodied", "language"])
