@@ -9,7 +9,7 @@ import sys
 import time
 
 from rlhpc.metrics.logger import ProgressBar
-from rlhpc.metrics.phase_times import ActiveClock, active_s
+from rlhpc.metrics.phase_times import ActiveClock, active_s, phase_columns
 
 
 class Source:
@@ -75,3 +75,9 @@ def test_a_fork_has_a_clock_of_its_own() -> None:
         os._exit(0)
     assert b"rlhpc-active-time" in os.read(readable, 1000)
     os.wait()
+
+
+def test_rates_and_stages_are_no_phases() -> None:
+    stages = {"time/generate_s": 0.9, "time/train_s": 0.8, "time/score_s": 0.7}  # inside the phases, and side by side
+    rows = [{"step": 1, "time/step_s": 1.0, "time/rollout_s": 1.0, "time/tokens_per_s": 9.0, **stages}]
+    assert phase_columns(rows) == {"rollout": [1.0]}
