@@ -1,17 +1,14 @@
-"""What `rlhpc run` makes of Snakemake's words and of a run's files."""
+"""Progress of a workflow, from Snakemake's log and a run's files."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 from pathlib import Path
 
 import pytest
 
-from rlhpc.cli import parse
 from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog, find_error, last_row
-from rlhpc.cli.run import same_command, snakemake_command
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.provenance import describe_result, last_result
 
@@ -121,34 +118,6 @@ def test_the_last_row_is_the_last_whole_one(tmp_path: Path) -> None:
     assert last_row(path) == {}
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
     assert last_row(path) == {"step": 2}
-
-
-def arguments(*words: str) -> argparse.Namespace:
-    return parse(["run", "configs/quickstart.yaml", *words])
-
-
-def test_what_is_behind_two_dashes_is_snakemakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MAKELEVEL", raising=False)
-    args = arguments("runner.name=a b", "--site", "here", "--", "--forcerun", "report", "--config", "retries=0")
-    words = snakemake_command(args)
-    config = words[words.index("--config") + 1 :]
-    assert config == ["run=configs/quickstart.yaml", 'overrides=["runner.name=a b"]', "site=here", "retries=0"]
-    assert words[-7:-5] == ["--forcerun", "report"] and words.count("--config") == 1
-    assert same_command(args) == (
-        "rlhpc run configs/quickstart.yaml 'runner.name=a b' --site here -- --forcerun report --config retries=0"
-    )
-
-
-@pytest.mark.parametrize(("file", "typed"), [("bin/rlhpc", "bin/rlhpc"), ("rlhpc/cli/__main__.py", "rlhpc")])
-def test_under_make_the_command_is_the_environments(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, typed: str
-) -> None:
-    (tmp_path / file).parent.mkdir(parents=True)
-    (tmp_path / file).touch()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MAKELEVEL", "1")
-    monkeypatch.setattr("sys.argv", [str(tmp_path / file), "run"])
-    assert same_command(arguments()) == f"{typed} run configs/quickstart.yaml"
 
 
 def test_how_a_run_ended(tmp_path: Path) -> None:
