@@ -9,11 +9,9 @@ import torch
 
 from rlhpc import Cluster, PackedPlacementStrategy, Worker
 from rlhpc.runs.device import worker_device
-from rlhpc.runs.train import idle_accelerators
 from rlhpc.runtime.comm.payload import dumps, loads, rebuild_tensor
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.placement import HybridComponentPlacement
 
 BEYOND = tuple(range(torch.cuda.device_count() + 1))
 """One accelerator more than there are."""
@@ -62,23 +60,6 @@ def test_a_tensor_of_an_accelerator_lands_on_the_receivers_own_or_on_the_cpu(mon
     # Its own, whatever the number was over there.
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
     assert received("meta:7").device == torch.device("meta")
-
-
-@pytest.mark.parametrize(
-    ("section", "placement", "used"),
-    [
-        ({}, "0-3", None),
-        ({}, "all", None),
-        ({}, "0", "1 (cluster.component_placement)"),
-        ({"accelerators_per_node": 1}, "0", "1 (cluster.accelerators_per_node)"),
-        ({"accelerators_per_node": 0}, "0", "none (cluster.accelerators_per_node)"),
-    ],
-)
-def test_accelerators_that_no_rank_uses_are_reported(section: dict[str, int], placement: str, used: str | None) -> None:
-    sentence = None if used is None else f"this machine has 4 accelerators, and the run uses {used}"
-    cluster = Cluster(section, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
-    cfg = {"cluster": {**section, "component_placement": {"actor": placement}}}
-    assert idle_accelerators(cluster, HybridComponentPlacement(cfg, cluster).placements()) == sentence
 
 
 class Asked(Worker):
