@@ -153,10 +153,13 @@ class GenerationFolder:
             )
 
     def put(self, kind: str, name: str, record: dict[str, Any]) -> None:
-        """Publishes a record as `<kind>/<name>.json`, together with the generation."""
+        """Publishes a record as `<kind>/<name>.json`, together with the generation; makes the kind's folder if needed."""
         self.check_current()
         record_json = json.dumps({"generation": self.generation, **record}).encode()
-        write_atomic(self.root / kind / f"{name}.json", record_json, durable=False)
+        folder = self.root / kind
+        if not folder.is_dir():
+            make_private(folder)
+        write_atomic(folder / f"{name}.json", record_json, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """Returns a record; None if it has not been published yet."""

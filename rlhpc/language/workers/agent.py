@@ -26,7 +26,6 @@ from rlhpc.runtime.channel import LeasedItem, QueueEmpty
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
-from rlhpc.runtime.ownership import make_private
 from rlhpc.runtime.worker import Worker
 
 if TYPE_CHECKING:
@@ -90,7 +89,6 @@ def publish_feedback_endpoint(worker: Worker, generation: Generation, resources:
     if isinstance(generation, EpisodeRunner) or not generation.feedback_s:
         return
     registry, name = current().registry, f"{worker.group_name}-{worker.rank}"
-    make_private(registry.root / FEEDBACK)
     registry.put(FEEDBACK, name, {**generation.scorer, "node": worker.node})
     resources.callback(registry.remove, FEEDBACK, name)
 

@@ -94,3 +94,13 @@ def test_the_driver_is_told_of_another_generation(registry: GenerationFolder, mo
     RegistryWatch(registry, KEYS, lambda error: (told.append(str(error)), happened.set())[0])  # type: ignore[func-returns-value]
     GenerationFolder.create(registry.root.parent, "local-1")
     assert happened.wait(20) and "local-0 was replaced by local-1" in told[0]
+
+
+def test_the_first_record_of_a_kind_makes_its_folder(registry: GenerationFolder) -> None:
+    registry.put("services", "node-7", {"addresses": {"tools": "node-7:8000"}})
+    assert registry.get("services", "node-7") == {"generation": "local-0", "addresses": {"tools": "node-7:8000"}}
+    assert (registry.root / "services").stat().st_mode & 0o777 == 0o700
+    shutil.rmtree(registry.root)
+    with pytest.raises((RlhpcError, OSError)):  # a registry that was removed is not made anew
+        registry.put("services", "node-7", {})
+    assert not registry.root.exists()

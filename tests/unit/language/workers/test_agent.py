@@ -19,7 +19,6 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.training.prompt_dispatch import AGENT_MESSAGES, EPISODES, TICKETS, PromptMap
 from rlhpc.language.workers import agent
 from rlhpc.language.workers.agent import (
-    SERVICES,
     AgentWorker,
     RolloutPost,
     address_for_others,
@@ -27,7 +26,6 @@ from rlhpc.language.workers.agent import (
 )
 from rlhpc.runtime.channel import LeasedItem, QueueEmpty
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
-from rlhpc.runtime.ownership import make_private
 from rlhpc.runtime.registry import GenerationFolder
 from rlhpc.runtime.worker import Worker
 
@@ -256,7 +254,6 @@ def test_the_first_rank_of_a_node_starts_the_services_for_all_its_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     registry = GenerationFolder.create(tmp_path / "registry", "local-0")
-    make_private(registry.root / SERVICES)  # the worker does not create it
     starts: list[dict[str, str]] = []
 
     class FakeServices:
