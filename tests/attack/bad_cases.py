@@ -546,7 +546,6 @@ def arguments() -> Iterator[Case]:
     """Arguments that parse and make no sense."""
     config = str(QUICKSTART)
     plain: dict[tuple[str, ...], tuple[str, ...]] = {
-        (): ("command",),
         ("trian",): ("did you mean rlhpc train?",),
         ("",): ("command",),
         ("help", "trian"): ("did you mean rlhpc train?",),

@@ -115,4 +115,4 @@ class PolicyTrainer(PolicyTrainer[Any]):
             Path(save).mkdir(exist_ok=True)
             self.barrier()
             actor.save(save)
-        return {"metrics": metrics, "weights": actor._weights(), "evaluation": actor.evaluate()}
+        return {"metrics": metrics, "weights": actor._gather_weights(), "evaluation": actor.evaluate()}

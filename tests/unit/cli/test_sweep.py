@@ -30,6 +30,7 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     content = {
         "defaults": [str(ROOT / "configs/quickstart.yaml")],
         "runner": {"name": "lr", "max_steps": 10, "segments": 2},
+        "cluster": {"accelerators_per_node": 0},
         "sweep": {"grid": {"actor.optim.lr": [1e-4, 3e-4]}, "seeds": [1, 2], "max_queued": 3},
     }
     Path("lr.yaml").write_text(yaml.safe_dump(content))

@@ -26,11 +26,11 @@ OTHER_TABLES = {
     "rlhpc/config/load.py:_REMOVED_KEYS",
     "rlhpc/config/schema.py:_OPEN_MAPPINGS",
     "rlhpc/config/sweep.py:_FIXED_KEYS",
-    *(f"rlhpc/embodied/conditional_keys.py:{name}" for name in ("BC", "OFF_POLICY", "PPO", "_DEMONSTRATED", "_POLICY")),
-    *(f"rlhpc/embodied/conditional_keys.py:{name}" for name in ("_RECORDED", "_SIMULATED")),
+    *(f"rlhpc/embodied/conditional_keys.py:{name}" for name in ("BC", "OFF_POLICY", "PPO", "_RECORDING_CONDITION")),
+    *(f"rlhpc/embodied/conditional_keys.py:_{name}_CONDITIONS" for name in ("DEMONSTRATION", "POLICY", "SIMULATOR")),
     "rlhpc/embodied/models/openvla.py:_EXTRA_PREFIXES",
     "rlhpc/embodied/planning/workload.py:(STAGES, STALENESS, MICRO)",
-    "rlhpc/embodied/task_types.py:_ENVIRONMENT",
+    "rlhpc/embodied/task_types.py:_ENVIRONMENT_KEYS",
     *(
         f"rlhpc/language/conditional_keys.py:{name}"
         for name in ("ANSWERING", "DPO", "REASONING", "SUPERVISED", "TRAINED")
