@@ -110,9 +110,10 @@ demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy 
 demo-vla: setup-robot  ## a flow policy swings a pole up: weak demonstrations, a clone, PPO, PPO alone, films (SEEDS=1 for one seed)
 	python -m bench.demo_vla --seeds $(SEEDS)
 
+SLURM_FILES ?= tests/slurm
 test-slurm: WORKERS = $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
 test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slurm/install.sh installs it)
-	pytest -m slurm -n $(WORKERS) --dist worksteal tests/slurm $(PYTEST_ARGS)
+	pytest -m slurm -n $(WORKERS) --dist worksteal $(SLURM_FILES) $(PYTEST_ARGS)
 
 # What another version of Slurm has to show: a het job with its evaluation, a requeue, a cancelled run, helpers, a rank that is
 # given up, the doctor, and all queries. SLURM_TESTS=tests/slurm takes all.

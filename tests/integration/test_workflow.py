@@ -361,6 +361,7 @@ actor: {{global_batch_size: 4, model: {{model_path: runs/first/export/EXPORT}}}}
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["chosen", "global_step_6"])
 def test_a_run_starts_from_the_step_that_was_chosen_of_the_run_before(name: str, tmp_path: Path) -> None:
     """The run on demonstrations learns nothing, so its best step is the first, and patience ends it after the third."""

@@ -43,6 +43,7 @@ def _shown(words: list[str], folder: Path) -> str:
     return shown
 
 
+@pytest.mark.long
 def test_nothing_that_a_terminal_obeys_is_printed(runs: Path, tmp_path: Path) -> None:
     for run in sorted(runs.glob("*-*")):
         for words in reading_commands(run).values():

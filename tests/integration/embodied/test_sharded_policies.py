@@ -106,6 +106,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "model", "rank"), SHARDED, ids=[f"{b}-{m['actor.model.model_type']}-{rank}" for b, m, rank in SHARDED]
 )

@@ -41,6 +41,7 @@ def _peak(process: subprocess.Popen[str]) -> float:
     return most / 1024
 
 
+@pytest.mark.long
 def test_it_is_the_same_for_a_model_ten_times_as_large(tmp_path: Path) -> None:
     """The peaks of the run's own process, and of the one that exports its last checkpoint."""
     sizes, peaks = list[float](), list[list[float]]()

@@ -30,6 +30,7 @@ TWO = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_two_engines_of_two_ranks(tmp_path: Path) -> None:
     """Each version is looked at by a text that trainer and engines score."""
     run = LanguageRun(tmp_path / "two", *TWO)

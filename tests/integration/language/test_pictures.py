@@ -125,6 +125,7 @@ DIVIDED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 def test_shards_train_as_a_whole_model_does(tmp_path: Path) -> None:
     """Two ranks of which one often sees a picture where the other sees none, beside one that has all weights. What they save
     goes on alone; what they export, transformers loads."""
@@ -282,6 +283,7 @@ def test_it_resumes_and_is_evaluated_and_exported(reference: LanguageRun, tmp_pa
     assert (export / "preprocessor_config.json").is_file()
 
 
+@pytest.mark.long
 def test_shards_resume_and_are_exported(tmp_path: Path) -> None:
     """To the last bit, with prompts of which some show pictures and some do not, dealt to two ranks; and the engine has what
     they have."""

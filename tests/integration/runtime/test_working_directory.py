@@ -79,6 +79,7 @@ def test_as_a_module(tmp_path: Path) -> None:
     assert done.returncode == 2 and "Some-v0" in done.stderr and "working directory" not in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_a_script_and_what_lies_beside_it(tmp_path: Path) -> None:
     """Forked ranks, those of a fresh interpreter, and judges import what the script can, and nothing from where it runs."""
     scripts = tmp_path / "scripts"

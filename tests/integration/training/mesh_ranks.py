@@ -82,7 +82,7 @@ def train(rank: Any, model: str, max_tokens: int = 24, steps: int = STEPS, **cha
         parts = [
             p
             for _, p in split_micro_batches(
-                mine, max_tokens, packed=trainer.packed, hidden=trainer.hidden, agreed=agreed
+                mine, max_tokens, packed=trainer.packed, hidden=trainer.hidden, agree_count=agreed
             )
         ]
         metrics = trainer.forward_backward(parts, loss, temperature=TEMPERATURE, entropy=True)

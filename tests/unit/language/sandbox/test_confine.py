@@ -37,7 +37,9 @@ class Keeper:
 
     def read_result(self) -> bytes:
         """Returns the next records; b"" if the program has ended."""
-        assert select.select([self.result], [], [], 60.0)[0], "the program neither writes nor ends"
+        poll = select.poll()
+        poll.register(self.result, select.POLLIN)
+        assert poll.poll(60_000), "the program neither writes nor ends"
         return os.read(self.result, 1 << 16)
 
     def wait(self) -> Outcome:
