@@ -10,16 +10,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-import torch
 import yaml
 from gymnasium import spaces
-from omegaconf import OmegaConf
 
-from rlhpc import cli, load_exported
-from rlhpc.config.typed import typed
-from rlhpc.embodied.config import PlayedEnvConfig
-from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.rewards.success_reward import SuccessRewardEnv
+from rlhpc import cli
 
 SIDE, LOT = 8, np.random.default_rng(0)
 
@@ -117,38 +111,6 @@ def test_ppo_learns_from_its_word(here: Path) -> None:
     assert json.loads(Path("ppo.json").read_text())["success_at_end"] > 0.9
     rows = [json.loads(line) for line in Path("runs/ppo/metrics.jsonl").read_text().splitlines()]
     assert all(row.get("train/episode_return", 0) == 0 for row in rows)
-
-
-@pytest.mark.parametrize("relative", [False, True])
-def test_rewards_are_its_probabilities(here: Path, relative: bool) -> None:
-    """Of what each step led to, before a reset; of a chunk, at its last action; and a restored environment goes on alike."""
-    model = load_exported("runs/judge/checkpoints/global_step_10")
-    cfg = PlayedEnvConfig(**TASK["env"]["train"])  # type: ignore[arg-type]
-    cfg.reward_model, cfg.reward_scale, cfg.use_rel_reward, cfg.max_episode_steps = "runs/judge", 2.0, relative, 3
-    cfg = typed(PlayedEnvConfig, OmegaConf.structured(cfg))
-    envs = [SuccessRewardEnv(make_env(cfg, 4, 0, seed=1), cfg, torch.device("cpu")) for _ in range(2)]
-    plain = make_env(cfg, 4, 0, seed=1)
-    for env in (*envs, plain):
-        env.reset()
-    before, rng = np.zeros(4), np.random.default_rng(0)
-    for _ in range(7):
-        actions = rng.integers(2, size=(4, 1))
-        _, rewards, *_ = envs[0].step(actions)
-        obs, _, _, cut, infos = plain.step(actions)
-        seen = np.where(cut[:, None, None, None], infos["final_obs"], obs) if cut.any() else obs
-        with torch.no_grad():
-            probable = model.value(torch.from_numpy(seen)).numpy()
-        np.testing.assert_allclose(rewards, 2 * (probable - before if relative else probable), rtol=1e-6)
-        before = np.where(cut, 0, probable)
-    state = envs[0].state_dict()
-    envs[1].load_state_dict(envs[1].merge_states([envs[0].slot_state(state, i) for i in range(4)]))
-    chunk = rng.integers(2, size=(4, 3, 1))
-    (_, one, *_, infos), (_, two, *_) = (env.chunk_step(chunk) for env in envs)
-    np.testing.assert_array_equal(one, two)
-    found = infos["chunk"]
-    last = found["mask"].sum(1) - 1
-    np.testing.assert_array_equal(found["rewards"][np.arange(4), last], one)
-    assert np.count_nonzero(found["rewards"]) <= 4
 
 
 @pytest.mark.parametrize(

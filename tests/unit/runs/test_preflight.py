@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlhpc.cli import main
-from rlhpc.runs.preflight import FILES, FILES_ALONE, Check, Need, Resource, run_checks
+from rlhpc.runs.preflight import FILES, Check, Need, Resource, run_checks
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.session import Session
 from tests.extras import need_extra
@@ -287,14 +287,3 @@ def test_checks_without_their_resource_are_left_out_and_named() -> None:
 
     with pytest.raises(ConfigError, match="no"):
         run_checks([Check("a", fail), *checks])
-
-
-@pytest.mark.parametrize("kind", ["robot", "distant_robot"])
-@pytest.mark.parametrize("python", [None, sys.executable])
-def test_no_plan_starts_a_robot(kind: str, python: str | None) -> None:
-    """Not with --processes either, and not in a Python of its own."""
-    from rlhpc.embodied.config import EnvSideConfig
-    from rlhpc.embodied.preflight import environment_resource
-
-    section = EnvSideConfig(env_type=kind)
-    assert environment_resource(section, python).need not in {*FILES_ALONE, Need.PROCESS}
