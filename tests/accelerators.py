@@ -71,7 +71,7 @@ ASKED = (
     "integration/language/test_parking.py",
     "integration/language/test_rollout_backends.py",
     "integration/language/test_weight_sync.py",
-    "integration/language/test_reshard.py",
+    "unit/weights/test_reshard.py",
     "unit/language/models/test_token_scores.py",
 )
 

@@ -32,8 +32,7 @@ def served() -> Any:
     from tests.integration import language
 
     sys.path.insert(0, str(Path(language.__path__[0])))
-    from gateway_things import Scripted
-    from test_gateway import Served
+    from gateway_things import Scripted, Served
 
     made = Served(Scripted(lambda prompt: "An answer.", context=2000))
     atexit.register(made.close)
@@ -105,7 +104,7 @@ def engine() -> Any:
 @functools.cache
 def served_by_an_engine() -> Any:
     served()
-    from test_gateway import Served
+    from gateway_things import Served
 
     made = Served(engine())
     atexit.register(made.close)

@@ -27,7 +27,7 @@ from rlhpc import Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.checkpoint.manifest import COMPLETE, MANIFEST
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.language.export import CONVERSION, export_language_model, import_model
+from rlhpc.language.export import CONVERSION, export_language_model
 from rlhpc.language.models.logprobs import token_scores
 from rlhpc.language.models.tiny_vision import make_tiny_vision_model
 from rlhpc.language.training.trainer import TokenTrainer
@@ -84,8 +84,6 @@ def looking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = [
-    (1, "local", {}),
-    (1, "local", {"model.dtype": "bfloat16", "lora.rank": 2}),
     (2, "fsdp", {"model.dtype": "bfloat16"}),
     (2, "fsdp", {"lora.rank": 2}),
     (2, "fsdp", {"model.dtype": "bfloat16", "lora.rank": 2}),
@@ -205,43 +203,6 @@ def test_only_the_checkpoint_is_needed(saved: Saved, model: Path, tmp_path: Path
     finally:
         hidden.rename(model)
     assert load_file(moved / "model.safetensors").keys() == report["weights"].keys()
-
-
-def test_an_adapter_becomes_a_model_that_a_run_starts_from(saved: Saved, model: Path, tmp_path: Path) -> None:
-    checkpoint, report = saved(1, "local", **{"lora.rank": 2})
-    adapter = export_language_model(checkpoint, tmp_path / "adapter", adapter_only=True)
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
-    started = import_model(adapter, tmp_path / "start")
-    again = train(Worker(), make_config(started), steps=range(0))
-    torch.testing.assert_close(again["before"], report["after"], rtol=1e-5, atol=1e-5)
-    copied = import_model(model, tmp_path / "copy")
-    first = train(Worker(), make_config(model), steps=range(0))
-    assert torch.equal(train(Worker(), make_config(copied), steps=range(0))["before"], first["before"])
-
-
-def test_what_cannot_be_converted_says_why(saved: Saved, model: Path, tmp_path: Path) -> None:
-    checkpoint, _ = saved(1, "local")
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "thesis.tex").write_text("")
-    with pytest.raises(CheckpointError, match="taken exists and is not an export folder"):
-        export_language_model(checkpoint, tmp_path / "taken")
-    with pytest.raises(ConfigError, match="only an adapter was asked for"):
-        export_language_model(checkpoint, tmp_path / "out", adapter_only=True)
-    with pytest.raises(ConfigError, match="dtype is 'float8'; choose from float32, bfloat16"):
-        export_language_model(checkpoint, tmp_path / "out", dtype="float8")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        import_model(tmp_path / "nothing", tmp_path / "out")
-    identity = json.loads((checkpoint / "backend.json").read_text())
-    weights = checkpoint / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
-        export_language_model(checkpoint, tmp_path / "out")
-    with CheckpointWriter(RunPaths(tmp_path / "other"), 2) as writer:
-        (writer.staging / "backend.json").write_text(json.dumps({**identity, "actor.training_backend": "a:B"}))
-        writer.commit({})
-    with pytest.raises(CheckpointError, match="a:B, whose files only that backend can read"):
-        export_language_model(writer.final, tmp_path / "out")
-    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp*"))
 
 
 def test_files_that_deepspeed_did_not_write_are_not_unpickled(saved: Saved, tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gateway_things import Scripted, chat_tokenizer
-from test_gateway import Served, exact, message_of
+from gateway_things import Scripted, Served, chat_tokenizer, exact, message_of
 
 from rlhpc.language.agents.gateway.request_schema import MAX_STOP_IDS, MAX_STOP_TEXTS
 

@@ -23,8 +23,7 @@ need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gateway_things import Scripted, episodes_of
-from test_gateway import Served
+from gateway_things import Scripted, Served, episodes_of
 
 from rlhpc.language.agents.gateway import connections
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession

@@ -17,9 +17,8 @@ need_extra("llm")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gateway_things import Scripted, run_all
+from gateway_things import Scripted, Served, run_all
 from test_environments import played
-from test_gateway import Served
 
 from rlhpc.language.agents.gateway.output_parsers import hermes
 from rlhpc.language.agents.runner.frameworks import _call_tool

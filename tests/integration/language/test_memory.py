@@ -1,4 +1,4 @@
-"""The account of memory against ranks that train, against models on the meta device, and against PyTorch's own tracker."""
+"""The account of memory against ranks that train, and against models on the meta device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ need_extra("llm")
 
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.planning.memory_model import Training
-from rlhpc.language.planning.model_size import FAMILIES, HUB_CONFIGS, size_of
+from rlhpc.language.planning.model_size import FAMILIES, size_of
 from tests.forked import forked
 
 #: Small, and yet so large that what libraries hold is little beside it.
@@ -123,19 +123,3 @@ def test_a_family_that_is_not_known_is_built_to_be_looked_at(tmp_path: Path) -> 
         parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     size = size_of(str(tmp_path))
     assert size.parameters == parameters and size.layers == 2
-
-
-def test_pytorchs_tracker_finds_what_is_accounted_for() -> None:
-    import torch.distributed as dist
-
-    from rlhpc.language.planning.measured_memory import measure
-
-    if dist.is_initialized():  # of an engine, in a test before
-        dist.destroy_process_group()
-    name = "Qwen/Qwen2.5-7B"
-    asked = Training(size_of(name), "fsdp", MeshSizes(shard=8), 4096, 2, accelerated=True, checkpointing=True)
-    found = measure(asked, name, {})
-    for layers, peak in found.peaks.items():
-        assert found.accounted[layers] == pytest.approx(peak, rel=0.05)
-    assert found.full_model_accounted == pytest.approx(found.full_model, rel=0.1)
-    assert HUB_CONFIGS["qwen/qwen2.5-7b"]["num_hidden_layers"] == asked.size.layers

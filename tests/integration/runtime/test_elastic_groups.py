@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from roles_for_tests import Probe
 
 from rlhpc import Channel, Cluster
 from rlhpc.runtime import failure_detection, joining
@@ -27,6 +26,7 @@ from rlhpc.runtime.policies import GroupPolicy, SessionPhase, SessionPolicies
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.session import Session
 from rlhpc.runtime.worker_group import WorkerGroup
+from tests.probes import Probe
 from tests.users import BOB, needs_root, run_as
 
 pytestmark = pytest.mark.long(together=True)

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from roles_for_tests import Probe
 
 from rlhpc import Cluster
 from rlhpc.runtime import registry
@@ -25,6 +24,7 @@ from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.registry import DEPARTED
 from rlhpc.runtime.session import Session
 from rlhpc.runtime.worker_group import WorkerGroup
+from tests.probes import Probe
 
 pytestmark = pytest.mark.long(together=True)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import operator
 import os
 import resource
 import signal
@@ -14,51 +12,22 @@ import threading
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from roles_for_tests import Awkward, Greedy, Probe, Spawned
 
-from rlhpc import Channel, Cluster, DeadlineExceeded, NodePlacementStrategy, Session, WorkerFailed
+from rlhpc import Channel, Cluster, DeadlineExceeded
 from rlhpc.runtime.comm import background
-from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.os_resources import MIN_OPEN_FILES
-from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests import warm
-from tests.eventually import wait_until
+from tests.probes import Spawned
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-HERE = str(Path(__file__).parent)
 RLHPC = [sys.executable, "-P", "-m", "rlhpc.cli"]
 
 
 def folders() -> set[str]:
     return {str(p) for root in ("/tmp", "/dev/shm") for p in Path(root).glob(f"rlhpc-{os.getuid()}-*")}
-
-
-def test_a_session_that_was_stopped_leaves_nothing_in_its_process() -> None:
-    """No thread, no descriptor: a script or a notebook may start a hundred of them."""
-
-    def use(tcp_address: str | None) -> None:
-        session = Session.start(tcp_address=tcp_address)
-        group = Probe.create_group().launch(Cluster.local(1, 0), NodePlacementStrategy([0, 0]), "many")
-        with session.training(SessionPolicies({"many": GroupPolicy(min_ranks=1)})):
-            Channel.create("of it").put(np.arange(300_000))
-            os.kill(group.execute_on(1).identity().wait()[0]["pid"], signal.SIGKILL)
-            wait_until(lambda: group.present == [0], 60)
-        session.stop()
-
-    def left() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    for tcp_address in (None, "127.0.0.1"):
-        use(tcp_address)  # what a first session loads stays
-        before = left()
-        for _ in range(3):
-            use(tcp_address)
-        wait_until(lambda before=before: all(map(operator.le, left(), before)), 20)  # type: ignore[misc]
 
 
 # -- ranks that do not start ------------------------------------------------------------------------------------------
@@ -80,22 +49,6 @@ def test_a_fork_server_that_cannot_start_is_reported_at_once(tmp_path: Path) -> 
     assert "the fork server of node" in done.stderr and str(log) in done.stderr and "this module is mine" in done.stderr
 
 
-def test_a_rank_that_dies_before_it_has_a_log(launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it said is in the message, and in the log that the message names."""
-    session = Session.current()
-    logs = tmp_path / "logs"
-    monkeypatch.setattr(session, "log_dir", logs)  # which is not there yet: no log can be opened in it
-    with pytest.raises(WorkerFailed, match=r"early\[0\] on node .* exited with status 1 .*\n.*last lines"):
-        launch(1, "early")
-
-
-def test_groups_with_ranks_that_hang_while_they_start_are_not_waited_for() -> None:
-    group = Awkward.create_group("slow").launch(Cluster.local(1, 0), name="slow", wait=False)
-    started = time.monotonic()
-    group.shutdown()
-    assert time.monotonic() - started < 60, "shutdown waited for the ranks to be ready (300 s)"
-
-
 def test_roles_ask_for_a_fresh_interpreter() -> None:
     cluster = Cluster.local(1, 0)
     spawned = Spawned.create_group("spawned").launch(cluster, name="asks")
@@ -104,29 +57,6 @@ def test_roles_ask_for_a_fresh_interpreter() -> None:
     assert "rlhpc.runtime.launchers.fork_server" in forked.command().wait()[0]
     spawned.shutdown()
     forked.shutdown()
-
-
-def test_methods_that_a_group_would_hide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Greedy.shutdown could not be called.*another name.*launch"):
-        Greedy.create_group()
-
-
-def test_what_close_raises_is_logged() -> None:
-    group = Awkward.create_group("").launch(Cluster.local(1, 0), name="clinging")
-    log = Path(group._records[0]["log_err"])
-    group.shutdown()
-    assert "clinging-0.close() failed" in log.read_text() and "would not let go" in log.read_text()
-
-
-def test_signals_of_the_job_reach_ranks_and_end_none(launch) -> None:
-    group = launch(1, "deaf")
-    pid = group.identity().wait()[0]["pid"]
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
-        os.kill(pid, number)
-    assert group.add(1).wait() == [1]
-    with pytest.raises(WorkerFailed, match="signal 15"):
-        os.kill(pid, signal.SIGTERM)
-        group.nap(60).wait()
 
 
 # -- waits that somebody ends -----------------------------------------------------------------------------------------
@@ -205,7 +135,7 @@ def test_a_wait_that_is_over_names_who_is_at_it(launch) -> None:
         handle.wait(timeout=1.0)
     os.kill(pid, signal.SIGCONT)
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("hung[0] on node ") and "nap (" in lines[0] and "roles_for_tests.py:" in lines[0]
+    assert lines[0].startswith("hung[0] on node ") and "nap (" in lines[0] and "probes.py:" in lines[0]
     assert busy._records[0]["log_err"] in lines[0]
     assert lines[1].strip().startswith("silent[0] on node ") and "does not even say" in lines[1]
     assert lines[2].strip() == "waited 1.0 s for waiting.consume() on ranks [0]" and len(lines) == 3
@@ -275,34 +205,14 @@ def test_too_few_descriptors_are_refused_before_anything_is_written(tmp_path: Pa
     )
 
 
-def test_a_driver_with_many_open_files_starts_ranks(launch) -> None:
-    """Their descriptors, and so those of the connections to its fork server, are beyond 1023."""
-    Session.start().stop()  # raises the limit
-    running = Session.running()
-    assert running is None
-    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
-    try:
-        assert launch(2, "many").add(1).wait() == [1, 2]
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
-
-
-def test_ranks_may_open_as_many_files_as_the_system_lets_them(launch) -> None:
-    group = launch(1, "openers")
-    pid = group.identity().wait()[0]["pid"]
-    soft, hard = psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)
-    assert soft == min(hard, 1 << 16)
-
-
 # -- scripts that end with something under way ------------------------------------------------------------------------
 
 PENDING = """
 import os, sys, threading
 os.environ["RLHPC_WAIT_DEADLINE_S"] = "600"
-sys.path.insert(0, {here!r})
+sys.path.insert(0, {root!r})
 from rlhpc import Channel, Cluster, NodePlacementStrategy
-from roles_for_tests import Probe
+from tests.probes import Probe
 group = Probe.create_group().launch(Cluster.local(1, 0), NodePlacementStrategy([0]), "pending")
 mine = Channel.create("mine")
 theirs = Channel.create("theirs", home="pending")
@@ -323,7 +233,7 @@ works = [mine.get(async_op=True), mine.get("other", async_op=True), theirs.get(a
     ids=["end", "exception", "stop"],
 )  # fmt: skip
 def test_a_script_does_not_outlive_its_pending_operations(end: str, code: int) -> None:
-    source = PENDING.format(here=HERE, end=end)
+    source = PENDING.format(root=str(ROOT), end=end)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=90)
     assert done.returncode == code, done.stderr
     assert done.stdout.count("ChannelError") == 2 * ("stop()" in end), done.stdout + done.stderr

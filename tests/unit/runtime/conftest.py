@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.launching import end_session, launch, meet
+
+__all__ = ["end_session", "full", "launch", "meet"]
+
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:

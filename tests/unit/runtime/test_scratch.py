@@ -6,7 +6,6 @@ import ast
 import fcntl
 import os
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -374,43 +373,6 @@ def test_two_locks_of_one_process_are_one(roots: tuple[Path, Path]) -> None:
         scratch.release()
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     scratch.remove()
-
-
-TERMINATED = """
-import ctypes, os, signal, sys
-from rlhpc.runtime.worker_process import before_sigterm
-before_sigterm(lambda: print("left", flush=True))
-child = os.fork()
-if child == 0:
-    signal.pause()
-print(child, flush=True)
-sys.stdin.readline()
-# a mutex that is never given back: the main thread sits in C, where no handler of Python's ever runs
-mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-lock(mutex)
-print("stuck", flush=True)
-lock(mutex)
-"""
-
-
-def test_sigterm_ends_a_rank_as_ever_but_it_leaves_first() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", TERMINATED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdin is not None
-    child = int(process.stdout.readline())
-    os.kill(child, signal.SIGTERM)  # a child of the rank, as a simulator that is terminated
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the child did not end"
-        time.sleep(0.01)
-    assert process.poll() is None, "its own signal is not its parent's"
-    process.stdin.write("go\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "stuck\n"
-    process.terminate()
-    said, _ = process.communicate(timeout=30)
-    assert said == "left\n" and process.returncode == -signal.SIGTERM
 
 
 def test_clean_says_what_it_removed_and_what_lives(

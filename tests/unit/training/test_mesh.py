@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.training.mesh import Mesh, form_single_rank_group, ranks_per_shard
-
-
-@contextmanager
-def group(rank: int, ranks: int) -> Iterator[None]:
-    """A process group of one process, which is this rank of it."""
-    if dist.is_initialized():  # an engine of an earlier test in this process left its own
-        dist.destroy_process_group()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+from tests.unit.training.fake_groups import group
 
 
 def dense(mesh: Mesh) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -12,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc import Cluster
-from rlhpc.runtime import devices, os_resources, worker_process
-from rlhpc.runtime.placement import Placement
-from rlhpc.runtime.worker_spec import spec_of
+from rlhpc.runtime import os_resources
 
 CARDS = ("0000:1b:00.0", "0001:e3:00.0")
 #: Binds itself as told, then says what it and a child of it may use.
@@ -83,30 +79,3 @@ def test_otherwise_it_keeps_what_it_was_granted(
 ) -> None:
     found = bound(bus, cards, threads, granted[granted_of])
     assert found["mine"] == granted[granted_of] and found["said"].startswith(said)
-
-
-def test_ranks_with_accelerators_do_so_unless_told_not_to(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv(devices.VIRTUAL, "1")
-    asked: list[Any] = []
-    monkeypatch.setattr(worker_process, "pci_addresses", lambda: list(CARDS))
-    monkeypatch.setattr(worker_process, "bind_near", lambda *given: asked.append(given) or "bound")
-
-    def start(*accelerators: int, **section: Any) -> list[Any]:
-        cluster = Cluster({"accelerators_per_node": 1, **section}, environ={devices.VIRTUAL: "1"})
-        placement = Placement(
-            rank=0, node_rank=0, accelerators=accelerators, local_rank=0, local_world_size=1, node_group=None
-        )
-        spec = spec_of("group", placement, 1, cluster, {}, 1, tmp_path, registry="", token="", body=b"")
-        spec.threads = 3
-        asked.clear()
-        worker_process._bind_near_devices(spec)
-        return list(asked)
-
-    with caplog.at_level(logging.INFO):
-        assert start(0) == [(list(CARDS), 3)]
-    assert "cores: bound" in caplog.text
-    assert start() == [], "a rank without an accelerator is not bound"
-    assert start(0, bind_cores=False) == []
-    assert not Cluster.local(1, 1).bind_cores, "imaginary accelerators are near nothing"

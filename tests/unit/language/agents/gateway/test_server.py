@@ -6,11 +6,8 @@ import concurrent.futures
 import http.client
 import json
 import re
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,84 +16,9 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from gateway_things import Scripted, chat_tokenizer
-
 from rlhpc.language.agents.gateway import sessions
-from rlhpc.language.agents.gateway.output_parsers import Parsers
-from rlhpc.language.agents.gateway.server import EngineRequest, Gateway
-from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
-from rlhpc.language.agents.turn_tree import RequestError
-from rlhpc.language.engines.base import Request, SamplingParams
-from rlhpc.runtime.errors import ConfigError
-
-
-class Served:
-    """A gateway, and an engine that a thread of the test steps."""
-
-    def __init__(self, engine: Scripted) -> None:
-        self.engine, self.held = engine, threading.Event()
-        self.gateway = Gateway(chat_tokenizer(), Parsers(chat_tokenizer(), "hermes", "think"), engine.context)
-        self._numbers = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        under_way: dict[int, EngineRequest] = {}
-        while not self._stop.is_set():
-            while not self.gateway.engine_queue.empty():
-                drawing = self.gateway.engine_queue.get()
-                self._numbers += 1
-                try:
-                    self.engine.add([Request(self._numbers, drawing.prompt_ids, drawing.sampling, drawing.seed)])
-                except ConfigError as error:
-                    drawing.answer(RequestError(str(error), code="context_length_exceeded"))
-                    continue
-                under_way[self._numbers] = drawing
-            for number in [n for n, drawing in under_way.items() if drawing.given_up or drawing.session.closed]:
-                self.engine.drop([number])
-                under_way.pop(number).answer(RequestError("the episode has ended", 401))
-            if not self.held.is_set():
-                for completion in self.engine.step():
-                    under_way.pop(completion.id).answer(completion)
-            for number, ids in self.engine.so_far([n for n, d in under_way.items() if d.show]).items():
-                under_way[number].show(ids)
-            time.sleep(0.0005)
-
-    def open(self, seed: int = 0, most: int = 100, turns: int = 80, tokens: int = 10_000) -> GatewaySession:
-        session = GatewaySession(seed, SamplingParams(max_new_tokens=most), seed, EpisodeLimits(turns, tokens))
-        self.gateway.open(session)
-        return session
-
-    def end(self, session: GatewaySession) -> None:
-        self.gateway.loop.call_soon_threadsafe(self.gateway.end, session)
-
-    def post(self, key: str, path: str, body: Any, **headers: str) -> tuple[int, Any]:
-        host = self.gateway.url.removeprefix("http://")
-        connection = http.client.HTTPConnection(host, timeout=60)
-        connection.request("POST" if body is not None else "GET", path, None if body is None else json.dumps(body),
-                           {"Authorization": f"Bearer {key}", **headers})  # fmt: skip
-        response = connection.getresponse()
-        text = response.read().decode()
-        connection.close()
-        if response.headers.get("Content-Type", "").startswith("text/event-stream"):
-            return response.status, [json.loads(part) for part in re.findall(r"^data: (\{.*\})$", text, re.MULTILINE)]
-        return response.status, json.loads(text) if text.startswith("{") else text
-
-    def chat(
-        self, session: GatewaySession, messages: list[Any], *, headers: dict[str, str] | None = None, **more: Any
-    ) -> Any:
-        body = {"model": "policy", "messages": messages, **more}
-        status, found = self.post(session.key, "/v1/chat/completions", body, **(headers or {}))
-        assert status == 200, found
-        return found
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(10)
-        self.gateway.close()
+from rlhpc.language.agents.gateway.sessions import GatewaySession
+from tests.integration.language.gateway_things import Scripted, Served, chat_tokenizer, exact, message_of
 
 
 @pytest.fixture
@@ -107,29 +29,12 @@ def served() -> Iterator[Served]:
     found.close()
 
 
-def message_of(reply: Any) -> dict[str, Any]:
-    return reply["choices"][0]["message"]
-
-
 def linear(served: Served, session: GatewaySession, turns: int) -> list[Any]:
     """A conversation of so many turns."""
     messages: list[Any] = [{"role": "system", "content": "S"}, {"role": "user", "content": "u1"}]
     for turn in range(turns):
         messages += [message_of(served.chat(session, messages)), {"role": "user", "content": f"u{turn + 2}"}]
     return messages
-
-
-def exact(session: GatewaySession) -> list[Any]:
-    """The samples, after a look at what must hold of any: each drawn token is trained on once, where it was drawn."""
-    samples = session.tree.samples(0)
-    assert sum(sum(s.loss_mask) for s in samples) == sum(len(t.token_ids) for t in session.tree.turns if t.received)
-    drawn = sorted(token for turn in session.tree.turns if turn.received for token in turn.token_ids)
-    assert drawn == sorted(t for s in samples for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m)
-    for sample in samples:
-        parts = (sample.logprobs, sample.versions, sample.loss_mask, sample.turn_ids)
-        assert {len(part) for part in parts} == {len(sample.token_ids)}
-        assert all(lp < 0 for lp, m in zip(sample.logprobs, sample.loss_mask, strict=True) if m)
-    return samples
 
 
 def drifts(session: GatewaySession) -> int:

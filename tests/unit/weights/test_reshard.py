@@ -4,20 +4,15 @@ share, and what never changes is sent once."""
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
 from rlhpc import FlexiblePlacementStrategy, NodePlacementStrategy, Session, WorkerGroup
 from rlhpc.checkpoint.tensor_slice import full_box
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests.accelerators import OTHERS_ON_CARD, cluster_of
+from tests.unit.weights.reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
 
 Groups = dict[str, WorkerGroup]
 
@@ -43,7 +38,7 @@ def wait_all(*handles: object) -> list[list[object]]:
     return [handle.wait(120) for handle in handles]  # type: ignore[attr-defined]
 
 
-GROUP = "reshard_ranks:ByGroup"
+GROUP = "tests.unit.weights.reshard_ranks:ByGroup"
 
 
 def passed_on(everything: bool, delta: str) -> list[int]:

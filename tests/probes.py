@@ -1,4 +1,4 @@
-"""Worker classes that the runtime tests launch; importable by the workers."""
+"""Worker classes that tests of the runtime launch; importable by the workers."""
 
 from __future__ import annotations
 
