@@ -154,19 +154,19 @@ def import_torchvision() -> None:
 # --- products
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> None:
     """Adds the product of two matrices to a float32 matrix, inside the product if the device can.
 
     A separate sum would read and write the matrix once more for each chunk.
     """
     import torch
 
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    elif sums_in_product(total.device.type, left.dtype):
-        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, out=total)
+    if mat1.dtype == torch.float32:
+        total.addmm_(mat1, mat2)
+    elif sums_in_product(total.device.type, mat1.dtype):
+        torch.ops.aten.addmm.dtype_out(total, mat1, mat2, torch.float32, out=total)
     else:
-        total += left @ right
+        total += mat1 @ mat2
 
 
 @functools.cache

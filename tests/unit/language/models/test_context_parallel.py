@@ -135,7 +135,7 @@ def test_two_ranks_compute_the_attention_of_one(
     def rank_attention(share: RowShare) -> Any:
         part = slice(*share.bounds(batch))
         local = [states.detach()[:, :, part].clone().requires_grad_() for states in full]
-        query, key, value = to_heads(*local, share.group)
+        query, key, value = to_heads(local[0], local[1], local[2], share.group)
         assert query.shape == (1, heads // SIZE, row_length, HEAD_DIM), "some of the heads, all of the tokens"
         layer = AttentionSubstitute(nn.Identity().eval(), query, key)
         assert layer.training is False
