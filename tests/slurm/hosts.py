@@ -138,8 +138,12 @@ def files(holder: Process) -> Path:
 
 
 def namespace(holder: Process) -> str:
-    """What /proc/PID/ns/net of the node's processes reads; "" where the node is gone, or is just going."""
+    """What /proc/PID/ns/net of the node's processes reads; "" where the node is gone, is just going, or is not made yet.
+
+    A holder begins in this host's namespace: for its first moments, everything on this host would be on the node.
+    """
     try:
-        return os.readlink(f"/proc/{holder.pid}/ns/net")
+        namespace = os.readlink(f"/proc/{holder.pid}/ns/net")
     except FileNotFoundError:
         return ""
+    return "" if namespace == processes.own_network_namespace() else namespace

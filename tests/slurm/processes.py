@@ -61,8 +61,19 @@ def command_line(pid: int) -> str:
     return _read(f"/proc/{pid}/cmdline").decode(errors="replace")
 
 
+def own_network_namespace() -> str:
+    """What /proc/PID/ns/net of this process reads."""
+    return os.readlink("/proc/self/ns/net")
+
+
 def in_network_namespace(namespace: str) -> list[Process]:
-    """Processes whose /proc/PID/ns/net reads `namespace`, that is, everything that runs on one node."""
+    """Processes whose /proc/PID/ns/net reads `namespace`, that is, everything that runs on one node.
+
+    Raises:
+        ClusterError: It is this host's own: what ends a node's processes would end everything here.
+    """
+    if namespace == own_network_namespace():
+        raise ClusterError("the network namespace of a node is this host's own")
     return [process for process in every() if _readlink(f"/proc/{process.pid}/ns/net") == namespace]
 
 

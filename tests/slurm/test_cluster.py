@@ -376,6 +376,16 @@ def test_a_node_that_is_going_has_no_processes() -> None:
     assert hosts.namespace(process) == ""
 
 
+def test_a_node_that_is_not_made_yet_has_no_processes() -> None:
+    """Its holder is still in this host's namespace, and everything here would be ended with the node."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        process = processes.Process.of(child.pid)
+        assert process is not None and hosts.namespace(process) == ""
+        child.kill()
+    with pytest.raises(ClusterError, match="this host's own"):
+        processes.in_network_namespace(processes.own_network_namespace())
+
+
 def test_a_small_cluster_needs_no_root(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("the other tests show it: they run without root")
