@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 #: Minimum number of elements of a chunk; 64 MiB in float32.
 MIN_ELEMENTS = 1 << 24
 #: A float32 chunk takes at most this share of an accelerator's memory, so that the products of a chunk read the LM head, and
@@ -12,6 +14,7 @@ _MEMORY_SHARE = 1 / 128
 _HOST_DIVISOR, _MIN_HOST_ROWS = 4, 128
 
 
+@functools.cache
 def chunk_rows(width: int, *, on_host: bool, memory: float | None = None) -> int:
     """Returns the maximum number of rows of a chunk.
 

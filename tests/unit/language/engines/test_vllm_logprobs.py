@@ -14,7 +14,7 @@ from tests.extras import need_extra
 need_extra("llm", "vllm")
 
 from rlhpc.language.engines.vllm_logprobs import log_before_filters, merge_unlikely_tokens, return_outcomes
-from rlhpc.language.models import logit_chunks
+from rlhpc.language.models import logprobs
 from rlhpc.language.models.token_batch import TokenBatch
 from tests.rectangles import top_told
 
@@ -153,7 +153,7 @@ def test_a_prompts_log_probs_are_of_the_models_logits(runner: Any, top: int) -> 
 @pytest.mark.parametrize(("top", "width"), [(3, 7), (1, 9), (9, 9), (6, 7)])
 def test_what_is_left_is_known_where_it_is_little(top: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM's softmax makes of the outcomes is what a teacher in transformers says, of a padded vocabulary, in chunks."""
-    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", 20)
+    monkeypatch.setattr(logprobs, "chunk_rows", lambda width, **_: 2)
     logits = torch.randn(1, 12, 9, generator=torch.Generator().manual_seed(0)) * 15
     batch = TokenBatch.of([[0] * 12], [[False] + [True] * 11])
     told = top_told(logits, batch, top, 0.8, width)[1:]

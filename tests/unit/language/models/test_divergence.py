@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.language.models import logit_chunks
+from rlhpc.language.models import logprobs
 from rlhpc.language.models.divergence import FLOOR
 from rlhpc.language.models.token_batch import TokenBatch
 from tests.rectangles import full_divergence, top_divergence, top_told
@@ -71,7 +71,7 @@ def test_by_autograd_on_the_formula(
     beta: float, temperature: float, batch: TokenBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Value and gradient in small chunks of rows, over the vocabulary, and over the top and the rest."""
-    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", 23)  # two rows of 11
+    monkeypatch.setattr(logprobs, "chunk_rows", lambda width, **_: 2)
     generator = torch.Generator().manual_seed(1)
     size = (len(batch), batch.width, 11)
     student = (3 * torch.randn(size, generator=generator)).requires_grad_()

@@ -14,7 +14,6 @@ need_extra("llm")
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.models import logit_chunks
 from rlhpc.language.models.divergence import FullDivergence, TopDivergence, top_logprobs
 from rlhpc.language.models.logprobs import RowReader, linear_head, logit_rows, token_scores
 from rlhpc.language.models.token_batch import TokenBatch
@@ -92,10 +91,10 @@ def exactly(model, batch, temperature, weights):
 
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("chunk", [1 << 24, 61 * 3], ids=["one chunk", "three rows"])
-def test_values_and_gradients_are_those_of_whole_logits(kind, temperature, chunk, batch, monkeypatch) -> None:
+@pytest.mark.parametrize("rows", [1 << 24, 3], ids=["one chunk", "three rows"])
+def test_values_and_gradients_are_those_of_whole_logits(kind, temperature, rows, batch, monkeypatch) -> None:
     """And as close to those of double precision as single precision gets."""
-    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", chunk)
+    monkeypatch.setattr("rlhpc.language.models.logprobs.chunk_rows", lambda width, **_: rows)
     model, weights = MODELS[kind](), torch.randn(2, batch.tokens)
     assert linear_head(model) is not None
     scores = token_scores(model, batch, temperature, entropy=True)
@@ -175,7 +174,7 @@ class Distils:
 @pytest.mark.parametrize("kind", ["tied", "bias", "adapter"])
 def test_distillation_reads_hidden_states_as_it_does_whole_logits(kind, most, beta, batch, monkeypatch) -> None:
     """Values and gradients, of log-probs and entropies beside it, too; in chunks of three rows."""
-    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", 61 * 3)
+    monkeypatch.setattr("rlhpc.language.models.logprobs.chunk_rows", lambda width, **_: 3)
     model, teacher, weights = MODELS[kind](), built(LlamaConfig, hidden_size=24), torch.randn(3, batch.tokens)
 
     def step():

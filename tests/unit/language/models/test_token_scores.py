@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rlhpc.language.models import logit_chunks
 from tests.accelerators import kind_of_others, loose
 from tests.rectangles import scores_of
 
@@ -35,13 +34,13 @@ def example():
     return 3 * torch.randn(3, 7, 11), ids, torch.arange(7) < lengths[:, None]
 
 
-@pytest.mark.parametrize("chunk", [1 << 24, 4 * 11, 1], ids=["one chunk", "four rows", "a row"])
+@pytest.mark.parametrize("rows", [1 << 24, 4, 1], ids=["one chunk", "four rows", "a row"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_values_and_gradients_are_those_of_log_softmax(
-    example, monkeypatch, chunk, temperature, dtype, tolerance
+    example, monkeypatch, rows, temperature, dtype, tolerance
 ) -> None:
-    monkeypatch.setattr(logit_chunks, "MIN_ELEMENTS", chunk)
+    monkeypatch.setattr("rlhpc.language.models.logprobs.chunk_rows", lambda width, **_: rows)
     logits, ids, mask = example
     logits = logits.to(dtype).requires_grad_()
     weights, entropy_weights = torch.randn(2, 3, 7)
