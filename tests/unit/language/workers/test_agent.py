@@ -28,6 +28,7 @@ from rlhpc.runtime.channel import LeasedItem, QueueEmpty
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.registry import GenerationFolder
 from rlhpc.runtime.worker import Worker
+from tests.extras import need_extra
 
 PHASE = "step 1"
 
@@ -279,6 +280,7 @@ def test_the_first_rank_of_a_node_starts_the_services_for_all_its_ranks(
 
 
 def test_a_rollout_rank_reaches_the_agents_only_in_a_run_that_places_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_extra("llm")
     run = Run(monkeypatch)
     cfg, sent = config(), list[tuple[Any, ...]]()
     monkeypatch.setattr(Worker, "notify", lambda *arguments: sent.append(arguments))
