@@ -15,7 +15,7 @@ from rlhpc.config.typed import changed
 from rlhpc.jobs.plan import choose_launcher
 from rlhpc.jobs.slurm import gpus_of_partition
 from rlhpc.runtime.allocation import gpus_in
-from rlhpc.runtime.cluster import OF_THE_JOB, Cluster, read_key, without_accelerators
+from rlhpc.runtime.cluster import Cluster, requests_nodes, without_accelerators
 from rlhpc.runtime.errors import ConfigError, PlacementError, SubmitError
 from rlhpc.runtime.placement import HybridComponentPlacement
 
@@ -95,20 +95,16 @@ def _open_sections(cfg: RunConfig) -> list[_OpenSection]:
     cluster, sections = cfg.cluster, []
     if cluster.accelerators_per_node is not None or gpus_in(cluster.gres) is not None:
         return []
-    groups = Cluster.planned(cluster).node_groups
+    planned, num_group_nodes = Cluster.planned(cluster), 0
     for index, group in enumerate(cluster.node_groups):
-        requests_nodes = any(read_key(group, key) is not None for key in OF_THE_JOB)
+        if not requests_nodes(group):
+            continue
+        label, partition = str(group.label), group.partition or cluster.partition
+        num_group_nodes += len(planned.node_group(label).node_ranks)  # a node belongs to one group
         is_known = group.accelerators_per_node is not None or gpus_in(group.gres) is not None
-        if requests_nodes and not is_known and not without_accelerators(group):
-            partition = group.partition or cluster.partition
-            sections.append(_OpenSection(f"cluster.node_groups[{index}]", str(group.label), partition))
-    of_groups = {
-        rank
-        for group in cluster.node_groups
-        if any(read_key(group, key) is not None for key in OF_THE_JOB)
-        for rank in groups[str(group.label)].node_ranks
-    }
-    if len(of_groups) < cluster.num_nodes:
+        if not is_known and not without_accelerators(group):
+            sections.append(_OpenSection(f"cluster.node_groups[{index}]", label, partition))
+    if num_group_nodes < planned.num_nodes:
         sections.insert(0, _OpenSection("cluster", None, cluster.partition))
     return sections
 
@@ -130,11 +126,12 @@ def _smallest_that_fits(cfg: Cfg, section: _OpenSection, counts: Sequence[int]) 
         )
     for number in range(largest if names_all else 1, largest + 1):
         candidate = changed(cfg, section.number_key, number)
+        cluster = Cluster.planned(candidate.cluster)
         try:
-            placements = HybridComponentPlacement(candidate, Cluster.planned(candidate.cluster)).placements()
+            placements = HybridComponentPlacement(candidate, cluster).placements()
         except PlacementError:
             continue
-        nodes = Cluster.planned(candidate.cluster).node_group(section.label or "node").node_ranks
+        nodes = cluster.node_group(section.label or "node").node_ranks
         if any(rank.accelerators and rank.node_rank in nodes for ranks in placements.values() for rank in ranks):
             return candidate
         return changed(cfg, section.number_key, 0)

@@ -203,7 +203,7 @@ class Cluster:
         if per_node is None and gres is None:
             for node in list(cluster.nodes):
                 section = by_rank.get(node.rank)
-                if not without_accelerators(section) and all(read_key(section, key) is None for key in OF_THE_JOB):
+                if not without_accelerators(section) and not requests_nodes(section):
                     cluster.nodes[node.rank] = _limit_accelerators(node, visible, "cluster.accelerators_per_node")
         return cluster
 
@@ -272,6 +272,11 @@ def _count(value: Any, key: str, minimum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{key} is {value!r}; it must be a whole number, {minimum} or more")
     return value
+
+
+def requests_nodes(section: SectionSource) -> bool:
+    """Returns whether a node group requests separate nodes from Slurm (`OF_THE_JOB`)."""
+    return any(read_key(section, key) is not None for key in OF_THE_JOB)
 
 
 def without_accelerators(section: SectionSource) -> bool:

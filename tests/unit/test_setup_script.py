@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.jobs.doctor.node_checks import MINIMUM_DRIVER
+
 ROOT = Path(__file__).resolve().parents[2]
 NO_PYTHON = "Python 3.11 or newer is needed"  # the next thing that the script looks at
 
@@ -39,4 +41,8 @@ def test_a_driver_that_is_too_old_for_vllm_is_refused(
     assert done.returncode == 2 and done.stderr.startswith("setup: ") and message in done.stderr
     assert not (tmp_path / "venv").exists()
     if message != NO_PYTHON:
+        assert (
+            f"{MINIMUM_DRIVER} or newer" in done.stderr
+            and f"{MINIMUM_DRIVER} or newer" in (ROOT / "README.md").read_text()
+        )
         assert "580 or newer" in done.stderr and "vllm" not in done.stderr.partition("RLHPC_EXTRAS=")[2]
