@@ -117,6 +117,9 @@ class FsdpConfig:
     """Keep parameters, gradients and optimizer state in host memory between uses."""
     reshard_after_forward: bool = True
     """Free gathered parameters between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    enable_gradient_accumulation: bool = False
+    """Reduce gradients over the ranks once per optimizer step instead of once per micro-batch; each rank then keeps the full
+    gradients of the model during a step."""
 
 
 @dataclass

@@ -22,6 +22,7 @@ from rlhpc.language.config.run import (
     minibatch_size,
     responses_per_step,
 )
+from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.envs.registry import find_environment
 from rlhpc.language.multi_policy import roles_of
@@ -196,6 +197,33 @@ def _check_backend(key: str, backend: str, registry: Registry[Any], fail: Fail) 
         check_choice(key, backend, registry.choices(), fail)
 
 
+def _check_compiled(key: str, section: LanguageActorConfig, fail: Fail) -> None:
+    """Checks that the layers of a trained model can be compiled, if `compile` asks for it.
+
+    Args:
+        key: Name of the section.
+        section: A training section.
+        fail: Builds the error.
+    """
+    if section.compile == "off":
+        return
+    sizes = section.parallel
+    shared_dims = [name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1]
+    rules = (
+        (
+            bool(shared_dims),
+            f"{key}.compile",
+            f"ranks exchange data inside the layers with {key}.parallel.{', '.join(shared_dims)} above 1: set it to off",
+        ),
+        (
+            section.training_backend == "deepspeed" and section.deepspeed.zero_stage == 3,
+            f"{key}.compile",
+            f"{key}.deepspeed.zero_stage=3 gathers weights inside the layers: set it to off, or take stage 2 or fsdp",
+        ),
+    )
+    check_rules(rules, fail)
+
+
 def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail) -> None:
     """Checks the keys of all runs that train a language model: backend, model and suites."""
     _check_backend("actor.training_backend", cfg.actor.training_backend, BACKENDS, fail)
@@ -207,6 +235,7 @@ def _check_trained(cfg: TrainedLanguageConfig, suites: Sequence[Any], fail: Fail
             "actor.model.kwargs",
             f"they are for builtin:tiny; what actor.model.model_path={path} is, its config.json says",
         )
+    _check_compiled("actor", cfg.actor, fail)
     names = [suite.name for suite in suites]
     if len(set(names)) != len(names):
         raise fail("data.eval", f"two suites have one name: {', '.join(names)}")
@@ -413,6 +442,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             "out, or set another kind",
         )
     _check_backend("critic.training_backend", cfg.critic.training_backend, BACKENDS, fail)
+    _check_compiled("critic", cfg.critic, fail)
     responses = responses_per_step(cfg)
     if CRITIC in placed(cfg) and responses % minibatch_size(cfg, cfg.critic):
         raise fail("critic.global_batch_size", f"a step has {responses} responses, which must divide by it")

@@ -24,6 +24,10 @@ VERIFIED = {"torch": "2.13"}
 
 _DISTRIBUTED = "torch.distributed.distributed_c10d"
 _TORCHVISION_OPERATORS = ("nms", "qnms")
+#: Torch's compiler of graphs.
+_COMPILER = "inductor"
+#: Maximum number of graphs of a compiled function: for types of layers, training and evaluation, and policies.
+_MAX_GRAPHS = 64
 #: Objects with declarations of operators, which torch removes when the objects are deleted.
 _libraries: list[Any] = []
 
@@ -55,6 +59,34 @@ def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]
             del module.forward
         else:
             replace_forward(module, previous)
+
+
+def compile_forward(module: Any, fail: Callable[[Exception], Exception]) -> None:
+    """Compiles a module's forward function into one graph, without graph breaks, that serves all sizes of its inputs.
+
+    The hooks of the module, such as FSDP2's, run outside the graph. Modules with the same code share their graphs.
+
+    Args:
+        module: The module.
+        fail: Function that returns the error to raise if torch cannot compile the function; its argument is the cause.
+    """
+    import torch
+    import torch._dynamo
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _MAX_GRAPHS)
+    forward = module.forward
+    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend=_COMPILER)
+
+    @functools.wraps(forward)
+    def compiled_forward(*arguments: Any, **options: Any) -> Any:
+        try:
+            return compiled(*arguments, **options)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            raise fail(error) from error
+
+    replace_forward(module, compiled_forward)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from torch import nn
 
 from rlhpc.config.parallel import unsupported_policy_sizes
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import first_line
+from rlhpc.runtime.torch_adapter import compile_forward
 
 if TYPE_CHECKING:
     from rlhpc.training.mesh import Mesh
@@ -131,10 +134,61 @@ class Blueprint(abc.ABC):
 
 
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
-    """Returns the layers of the transformers models in a module, by the class names that those models declare."""
+    """Returns the layers of the transformers models in a module, by the class names that those models declare.
+
+    FSDP2 makes a layer an instance of a subclass, with another name.
+    """
     package = sys.modules.get("transformers")
     if package is None:  # not imported, so no such model exists
         return []
     models = [submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)]
     class_names = {str(name) for model in models for name in model._no_split_modules or ()}
-    return [submodule for submodule in module.modules() if type(submodule).__name__ in class_names]
+    return [
+        submodule
+        for submodule in module.modules()
+        if any(base.__name__ in class_names for base in type(submodule).__mro__)
+    ]
+
+
+def disable_dropout(model: nn.Module) -> bool:
+    """Sets all dropout rates of a model to 0: rates of dropout layers, and attributes that attention reads.
+
+    Returns:
+        Whether any rate was above 0.
+    """
+    had_dropout = False
+    for module in model.modules():
+        rate_names = [
+            name
+            for name, attribute in vars(module).items()
+            if "dropout" in name and isinstance(attribute, float) and attribute
+        ]
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
+            rate_names.append("p")
+        for name in rate_names:
+            setattr(module, name, 0.0)
+        had_dropout |= bool(rate_names)
+    return had_dropout
+
+
+def compile_layers(model: nn.Module, layers: Sequence[nn.Module], key: str) -> None:
+    """Compiles the forward function of each of a model's layers.
+
+    Args:
+        model: The model, for messages.
+        layers: Its layers.
+        key: Name of the configuration key in messages.
+
+    Raises:
+        ConfigError: There are no layers. A layer raises this error at its first call if torch cannot compile it.
+    """
+    if not layers:
+        raise ConfigError(f"{key}=blocks: {type(model).__name__} does not declare its layers: set it to off")
+
+    def fail(layer_name: str, cause: Exception) -> ConfigError:
+        return ConfigError(
+            f"{key}=blocks: torch cannot compile {layer_name} of this model: {first_line(cause)}; set it to off"
+        )
+
+    for layer in layers:
+        compile_forward(layer, partial(fail, type(layer).__name__))

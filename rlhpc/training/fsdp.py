@@ -236,6 +236,8 @@ class FsdpBackend(OffloadingBackend):
     def _backward(self, loss: torch.Tensor, last: bool) -> None:
         assert isinstance(self.module, FSDPModule)
         self.module.set_is_last_backward(last)
+        if self.options.enable_gradient_accumulation:
+            self.module.set_requires_gradient_sync(last)
         loss.backward()
 
     def _clear(self) -> None:

@@ -195,6 +195,14 @@ def _trained_group_rows(group: str) -> Rows:
         (f"{group}.model.gradient_checkpointing", _gradient_checkpointing(group)),
         (f"{group}.fsdp.cpu_offload", f"{group}.fsdp_config.cpu_offload"),
         (f"{group}.fsdp.reshard_after_forward", f"{group}.fsdp_config.reshard_after_forward"),
+        (
+            f"{group}.fsdp.enable_gradient_accumulation",
+            lambda read: bool(read(f"{group}.fsdp_config.enable_gradient_accumulation", False)) or UNSET,
+        ),
+        (
+            f"{group}.kernels",
+            lambda read: "liger" if read(f"{group}.fsdp_config.use_liger_kernel", False) else UNSET,
+        ),
         (f"{group}.optim.name", _optimizer(group)),
         *optimizer_rows(group),
         (f"{group}.optim.weight_decay", f"{group}.optim.weight_decay"),

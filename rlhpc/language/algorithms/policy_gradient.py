@@ -18,6 +18,7 @@ from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithms.base import (
+    ACTOR,
     ADVANTAGES,
     RETURNS,
     ROLLOUT,
@@ -194,7 +195,11 @@ class PolicyGradient(LanguageAlgorithm):
         options = cfg.algorithm
         self.entropy = options.entropy_coef != 0.0
         self.kl_coef = options.kl_coef
-        old_columns = [Column(OLD, "actor")] if options.recompute_logprobs else []
+        # Advantages of a subclass may read the old log-probs.
+        loss_only = type(self).advantages is PolicyGradient.advantages and not (
+            self.kl_coef and options.kl_in == "reward"
+        )
+        old_columns = [Column(OLD, ACTOR, loss_only)] if options.recompute_logprobs else []
         self.critic = options.adv_type.lower() == _GAE
         self.has_value_head = self.critic and cfg.actor.model.value_head
         self.process = {term.name: term.weight for term in cfg.reward.process_terms}
@@ -293,7 +298,7 @@ class PolicyGradient(LanguageAlgorithm):
         if self.has_value_head:
             loss = loss + self._value_loss(scores, batch, counts, metrics)
         for name in self.process:
-            process_reward = batch.columns[_PROCESS + name][batch.mask].sum()
+            process_reward = batch.columns[_PROCESS + name].masked_fill(~batch.mask, 0).sum()
             metrics[_PROCESS + name] = process_reward / max(counts.sequences, 1.0)
         metrics["loss"] = loss.detach()
         return loss, metrics

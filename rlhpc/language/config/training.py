@@ -49,6 +49,13 @@ class LanguageActorConfig:
     similar length as a padded rectangle."""
     enable_dp_load_balance: Annotated[bool, FREE] = True
     """Load balance: samples are redistributed before each optimizer step, so that all ranks have about equal work."""
+    compile: Annotated[str, Choices("off", "blocks"), FREE] = "off"
+    """`blocks` compiles each transformer block with torch.compile, which takes a minute or so at the start and saves time and
+    memory in each step; for `training_backend` local, fsdp without tensor, context and expert parallelism, and deepspeed below
+    stage 3, and for models without experts."""
+    kernels: Annotated[str, Choices("torch", "liger"), FREE] = "torch"
+    """Kernels of norms, rotary embeddings and MLPs: `torch`, or `liger`, the fused Triton kernels of the package liger-kernel,
+    for GPUs."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA adapters."""
     fsdp: Annotated[FsdpConfig, FREE] = field(default_factory=FsdpConfig)

@@ -57,16 +57,6 @@ def linear_of(linear_class: type[Linear], layer: nn.Linear) -> Linear:
     return new_layer.train(layer.training)
 
 
-def window_of(config: Any) -> int:
-    """Returns the size in tokens of a model's sliding window or attention chunk; 0 if all layers attend to all tokens.
-
-    Args:
-        config: The model's transformers configuration.
-    """
-    text_config = config.get_text_config()
-    return int(getattr(text_config, "sliding_window", None) or getattr(text_config, "attention_chunk_size", None) or 0)
-
-
 def compute_dtype(model: PretrainedConfig, device: str | torch.device, section: str = "actor.model") -> torch.dtype:
     """Returns the torch dtype for a model's `dtype`.
 
@@ -198,6 +188,35 @@ def prepare_for_training(module: Any, checkpointing: bool) -> Any:
         # The reentrant variant needs inputs that require gradients; frozen embeddings (LoRA) give none.
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module
+
+
+def use_liger_kernels(model: Any, device: str, key: str) -> None:
+    """Replaces norms, rotary embeddings and MLPs of a model by the Triton kernels of liger-kernel, in place.
+
+    Liger also changes the classes and functions of transformers' module for the architecture. The loss stays unchanged,
+    because `token_scores` computes it from hidden states.
+
+    Args:
+        model: Model of transformers, without adapters.
+        device: Device of the computation.
+        key: Name of the configuration key in messages.
+
+    Raises:
+        ConfigError: The device has no Triton, the package is not installed, or it has no kernels for the architecture.
+    """
+    if torch.device(device).type == "cpu":
+        raise ConfigError(f"{key}=liger needs a GPU, and this rank computes on the CPU: set it to torch")
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}=liger needs the package liger-kernel ({first_line(error)}): pip install 'rlhpc[liger]', or set torch"
+        ) from error
+    model_type = model.config.model_type
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"{key}=liger: liger-kernel has no kernels for models of type {model_type}: set it to torch")
+    _apply_liger_kernel_to_instance(model, cross_entropy=False, fused_linear_cross_entropy=False)
 
 
 def export_model(

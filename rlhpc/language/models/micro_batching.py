@@ -231,13 +231,24 @@ def minibatches(
         A name such as "epoch 0, minibatch 1", and the samples.
     """
     for epoch in range(epochs):
-        episode_order = np.arange(total)
-        if size < total:
-            np.random.default_rng((*seed, epoch)).shuffle(episode_order)
-        order_index = torch.from_numpy(np.argsort(episode_order))[batch.episode]
+        minibatch_index = minibatch_of(batch, total, size, (*seed, epoch))
         for index in range(total // size):
-            samples = torch.nonzero((index * size <= order_index) & (order_index < (index + 1) * size)).flatten()
+            samples = torch.nonzero(minibatch_index == index).flatten()
             yield f"epoch {epoch}, minibatch {index}", batch.select(samples)
+
+
+def minibatch_of(batch: TokenBatch, total: int, size: int, seed: tuple[int, int, int]) -> Tensor:
+    """Returns the index of each sample's minibatch in an epoch, `[N]` (`minibatches`).
+
+    Args:
+        batch: Samples of the rank; those of a part of its episodes get the same indices as with all.
+        total, size: See `minibatches`.
+        seed: Seed, step and epoch.
+    """
+    episode_order = np.arange(total)
+    if size < total:
+        np.random.default_rng(seed).shuffle(episode_order)
+    return torch.from_numpy(np.argsort(episode_order))[batch.episode] // size
 
 
 def balance_across_ranks(

@@ -8,7 +8,6 @@ batch uses ordinary causal attention.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -190,7 +189,7 @@ def attend(
             f"{type(module).__name__} wants {unknown[0]} of its attention, which is not there for rows without padding; set "
             "actor.use_remove_padding=false"
         )
-    calls = _calls.get()
+    calls = None if torch.compiler.is_compiling() else _calls.get()
     # `AttentionSubstitute` marks a nested call; its outer call is recorded.
     if calls is not None and not isinstance(module, AttentionSubstitute):
         calls.append((segments is not None, sliding_window is not None))
@@ -201,9 +200,9 @@ def attend(
         head_module, local_segments = AttentionSubstitute(module, q, k), replace(segments, group=None)
         outputs, _ = attend(head_module, q, k, v, None, scaling, dropout, sliding_window, local_segments)  # type: ignore[arg-type]
         return to_tokens(outputs, segments.group), None
-    if not dropout and has_segment_attention(query, value) and (kernel := _variable_length_attention()):
+    if not dropout and _KERNEL is not None and has_segment_attention(query, value):
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        outputs_by_row: Any = kernel(
+        outputs_by_row: Any = _KERNEL(
             q,
             k,
             v,
@@ -216,6 +215,8 @@ def attend(
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return outputs_by_row[None], None
+    if torch.compiler.is_compiling():  # one graph for all numbers and lengths of samples
+        return _in_rectangle(module, query, key, value, segments, scaling, dropout, sliding_window), None
     # `split` rather than slices, because its backward pass assembles the gradient once.
     sizes = [count * length for count, length in segments.runs]
     run_outputs = [
@@ -234,17 +235,32 @@ def attend(
     return torch.cat(run_outputs)[None], None
 
 
-def _variable_length_attention() -> Callable[..., Any] | None:
-    """Returns torch's variable-length attention with the signature of torch 2.13; None if it lacks windows (before 2.11)."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return _with_current_signature(varlen_attn)
+def _in_rectangle(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Computes the attention of a packed row as that of a rectangle with a sample per row, padded on the right.
+
+    A compiled graph of this function serves all numbers and lengths of samples.
+    """
+    # One row and one column are not used. With them, a single sample and samples of one token are no special cases.
+    ends, num_tokens, width = segments.ends.long(), query.shape[2], segments.longest + 1
+    places = (ends[:, None] + torch.arange(width, device=ends.device)).clamp(max=num_tokens - 1)
+    rectangles = (states[0].transpose(0, 1)[places].transpose(1, 2) for states in (query, key, value))
+    outputs = _causal(module, *rectangles, scaling=scaling, dropout=dropout, window=window)
+    token = torch.arange(num_tokens, device=ends.device)
+    sample = torch.searchsorted(ends, token, right=True) - 1
+    return outputs.flatten(0, 1)[sample * width + token - ends[sample]][None]
 
 
-@functools.cache
 def _with_current_signature(kernel: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Returns torch's variable-length attention with the signature of torch 2.13; None if it lacks windows (before 2.11)."""
     parameters = inspect.signature(kernel).parameters
     if not {"scale", "window_size"} <= parameters.keys():
         return None
@@ -252,6 +268,14 @@ def _with_current_signature(kernel: Callable[..., Any]) -> Callable[..., Any] | 
         return kernel
     # Before 2.13 grouped-query attention needed no argument.
     return lambda *states, enable_gqa, **options: kernel(*states, **options)
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    _KERNEL = None
+else:
+    _KERNEL = _with_current_signature(varlen_attn)
 
 
 def _as_rows(row: Tensor, count: int, length: int) -> Tensor:

@@ -235,10 +235,14 @@ class TokenBatch:
 
         The first token of a sample is omitted, because the model does not predict it.
         """
+        trained_tokens = self._trained_tokens
+        return trained_tokens, (trained_tokens if self.packed else self.places[trained_tokens]) - 1
+
+    @cached_property
+    def _trained_tokens(self) -> Tensor:
         is_trained = self.mask.clone()
         is_trained[self.cu_seqlens[:-1][self.lengths > 0].to(is_trained.device)] = False
-        trained_tokens = torch.nonzero(is_trained).flatten()
-        return trained_tokens, (trained_tokens if self.packed else self.places[trained_tokens]) - 1
+        return torch.nonzero(is_trained).flatten()
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -314,7 +318,10 @@ class TokenBatch:
         }
         columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
         pictures = None if self.pictures is None else self.pictures.to(device)
-        return dataclasses.replace(self, columns=columns, pictures=pictures, **moved_fields)
+        moved = dataclasses.replace(self, columns=columns, pictures=pictures, **moved_fields)
+        # Their number is the size of tensors; the host would wait for a device that counts them.
+        vars(moved)["_trained_tokens"] = self._trained_tokens.to(device, non_blocking=True)
+        return moved
 
     # -- serialization --------------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ from rlhpc.language.engines.common import engine_dtype
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
 from rlhpc.language.engines.registry import awaiting_weights, make_engine
 from rlhpc.language.hugging_face import load_model_config
-from rlhpc.language.models.loading import window_of
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
 from rlhpc.language.training.weight_sync import Probe, ProbeSequence, check_probe, long_text, sample_probe, sync_of
@@ -256,7 +255,7 @@ class EngineWeights:
         cfg, engine = self._cfg, self._engine
         prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
         config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
-        length = long_text(prompt + response, window_of(config), engine.chunk, engine.context)
+        length = long_text(prompt + response, _window_of(config), engine.chunk, engine.context)
         return sample_probe(
             self.engine_rank.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names)
         )
@@ -317,3 +316,13 @@ class EngineWeights:
                 {probe.dtype, device_and_dtype["dtype"]}, self._sender, device_and_dtype["device"],
             )  # fmt: skip
         self.version = weight_update.version
+
+
+def _window_of(config: Any) -> int:
+    """Returns the size in tokens of a model's sliding window or attention chunk; 0 if all layers attend to all tokens.
+
+    Args:
+        config: The model's transformers configuration.
+    """
+    text_config = config.get_text_config()
+    return int(getattr(text_config, "sliding_window", None) or getattr(text_config, "attention_chunk_size", None) or 0)

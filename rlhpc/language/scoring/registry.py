@@ -173,10 +173,13 @@ class Column:
             `actor.model.value_head`), `reference` (log-probs with the weights before training: from the group of that name
             if it is placed, otherwise from the actor), `critic` (values from that group), the name of another scoring
             group, or a user's `Scorer`, which then runs on the actor ranks.
+        loss_only: With `by="actor"`: whether only the loss reads the column, and not the advantages. In a step with one
+            epoch, the first minibatch then gets the log-probs of its own forward pass, which has the same weights.
     """
 
     name: str
     by: str | type[Scorer]
+    loss_only: bool = False
 
 
 class Rater(abc.ABC):

@@ -23,6 +23,7 @@ from rlhpc.language.models.loading import (
     model_file,
     model_files,
     pretrained_in,
+    use_liger_kernels,
 )
 from rlhpc.language.models.logprobs import LogitReading, TokenScores, token_scores
 from rlhpc.language.models.moe_routing import load_balance_loss, replayed_experts, routing_of
@@ -43,7 +44,8 @@ from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training import lora
-from rlhpc.training.backend import Blueprint, Full, Metrics, Named, TrainingRanks
+from rlhpc.training.backend import Full, Metrics, Named, TrainingRanks
+from rlhpc.training.blueprint import Blueprint, compile_layers, disable_dropout
 from rlhpc.training.lora import linear_base
 from rlhpc.training.registry import make_backend
 from rlhpc.training.safetensors_reader import Slices
@@ -57,27 +59,6 @@ if TYPE_CHECKING:
     from rlhpc.training.mesh import Mesh
 
 log = logging.getLogger(__name__)
-
-
-def disable_dropout(model: nn.Module) -> bool:
-    """Sets all dropout rates of a model to 0: rates of dropout layers, and attributes that attention reads.
-
-    Returns:
-        Whether any rate was above 0.
-    """
-    had_dropout = False
-    for module in model.modules():
-        rate_names = [
-            name
-            for name, attribute in vars(module).items()
-            if "dropout" in name and isinstance(attribute, float) and attribute
-        ]
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p:
-            rate_names.append("p")
-        for name in rate_names:
-            setattr(module, name, 0.0)
-        had_dropout |= bool(rate_names)
-    return had_dropout
 
 
 class LanguageBlueprint(Blueprint):
@@ -125,6 +106,7 @@ class LanguageBlueprint(Blueprint):
         self.actor = section
         self.seed = seed
         self.key = key
+        self.device = device
         self.dtype = compute_dtype(section.model, device, f"{key}.model")
         self.lora_rank = section.lora.rank
         self.packed = section.use_remove_padding
@@ -145,6 +127,8 @@ class LanguageBlueprint(Blueprint):
             checkpointing=actor.model.gradient_checkpointing,
             empty=empty,
         )
+        if actor.kernels == "liger":
+            use_liger_kernels(model, self.device, f"{self.key}.kernels")
         if self.packed and not pack(model):
             log.info("%s reads rectangles, with padding", type(model).__name__)
             self.packed = False
@@ -178,6 +162,11 @@ class LanguageBlueprint(Blueprint):
     def layers(self, module: nn.Module) -> list[nn.Module]:
         """Returns the layers, then embeddings and LM head unless these are tied (`Blueprint.layers`)."""
         return [*super().layers(module), *_embedding_and_head(module)]
+
+    def decoder_layers(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the transformer layers of the language model, without those of a vision tower."""
+        vision_layers = {id(layer) for layer in self.uncast(module)}
+        return [layer for layer in super().layers(module) if id(layer) not in vision_layers]
 
     def last(self, module: nn.Module) -> nn.Module | None:
         """Returns the LM head, or None if it is tied to the embeddings (`Blueprint.last`)."""
@@ -216,6 +205,8 @@ class LanguageBlueprint(Blueprint):
     def build_reference(self, *, empty: bool = False) -> nn.Module:
         """Builds the frozen reference (`Blueprint.build_reference`)."""
         module: nn.Module = self.load(self.actor.model, dtype=self.dtype, empty=empty)
+        if self.actor.kernels == "liger":
+            use_liger_kernels(module, self.device, f"{self.key}.kernels")
         if self.packed:
             pack(module)
         return module.eval().requires_grad_(False)
@@ -360,6 +351,16 @@ class ModelTrainer:
             blueprint.packed = False  # also for a reference that is built later
             for model in self.backend.models:
                 unpack(model)
+        if section.compile == "blocks":
+            self._compile_blocks()
+
+    def _compile_blocks(self) -> None:
+        """Compiles the transformer layers of the model and of its reference (`actor.compile: blocks`)."""
+        key = f"{self.blueprint.key}.compile"
+        if self.routing is not None:  # what experts compute depends on the values of tensors
+            raise ConfigError(f"{key}=blocks is for models without experts: set it to off")
+        for model in self.backend.models:
+            compile_layers(model, self.blueprint.decoder_layers(model), key)
 
     @property
     def device(self) -> torch.device:

@@ -233,11 +233,12 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     def _reduce_metrics(self, batch_metrics: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Returns the sums of the metrics over micro-batches and ranks."""
-        names = sorted(batch_metrics[0])
-        local_sums = [
-            sum((metrics[name].float().cpu() for metrics in batch_metrics), torch.zeros(())) for name in names
-        ]
-        return dict(zip(names, self._sum_over_ranks(torch.stack(local_sums)).tolist(), strict=True))
+        names, device = sorted(batch_metrics[0]), self.backend.device
+        sums = torch.zeros(len(names), device=device)
+        for metrics in batch_metrics:
+            sums = sums + torch.stack([metrics[name].float().to(device) for name in names])
+        # The only copy to the host, which waits for all passes of the step.
+        return dict(zip(names, self._sum_over_ranks(sums.cpu()).tolist(), strict=True))
 
     def _value_metrics(self, batch: TokenBatch) -> dict[str, float]:
         """Computes metrics of the values from before this step's update, over all ranks.

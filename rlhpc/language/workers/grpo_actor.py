@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig, minibatch_size, responses_per_step
 from rlhpc.language.engines.common import engine_dtype
 from rlhpc.language.models.logprobs import TokenScores
-from rlhpc.language.models.micro_batching import Parts, minibatches, values_of
+from rlhpc.language.models.micro_batching import Parts, minibatch_of, minibatches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.multi_policy import Policies, policies_of
 from rlhpc.language.rollout.sample_group import NUM_BATCHES, Arrivals, BlockChannel, SampleGroup
@@ -146,6 +146,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._local_columns = [
             c for c in self.algorithm.columns if c.by != ROLLOUT and c.by not in self._received_columns
         ]
+        # Values and log-probs come from one pass. Further epochs need the log-probs from before the first one.
+        is_scored = cfg.algorithm.update_epochs > 1 or any(c.by == VALUE_HEAD for c in self._local_columns)
+        self._columns_of_loss = [] if is_scored else [c for c in self._local_columns if c.loss_only]
         self._batches: list[TokenBatch] = []
         self._members: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._received_step = -1
@@ -288,7 +291,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
                 [self._unpack_group(*self._arrivals.pop_complete(step, p)) for p in group_positions.tolist()]
             )
             if not self.cfg.actor.offload_in_rollout:
-                score_s += self._recompute_logprobs(batch)
+                score_s += self._recompute_logprobs(batch, step)
             self._batches.append(batch)
         self._received_step = step
         return {"score_s": score_s, "wait_s": wait_s}
@@ -324,28 +327,39 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             )
         return batch
 
-    def _recompute_logprobs(self, batch: TokenBatch) -> float:
+    def _recompute_logprobs(self, batch: TokenBatch, step: int) -> float:
         """Adds the columns that this rank computes, such as log-probs with the weights before the update.
 
-        All ranks call this method the same number of times.
+        The columns of `_columns_of_loss` get no values for the samples of the step's first minibatch. All ranks call this
+        method the same number of times.
 
         Returns:
             Seconds spent.
         """
-        if not self._local_columns:
-            return 0.0
         start_time = time.perf_counter()
-        micro_batches, columns, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
-        for column in self._local_columns:
+        batch.columns |= self._compute_columns(
+            batch, [c for c in self._local_columns if c not in self._columns_of_loss]
+        )
+        if self._minibatch_size < self._num_responses:
+            minibatch_index = minibatch_of(batch, self._num_responses, self._minibatch_size, (self.seed, step, 0))
+            later_samples = torch.nonzero(minibatch_index).flatten()
+            token_indices = batch.tokens_of(later_samples)
+            for name, values in self._compute_columns(batch.select(later_samples), self._columns_of_loss).items():
+                batch.columns[name] = values.new_zeros(batch.tokens).index_copy(0, token_indices, values)
+        return time.perf_counter() - start_time
+
+    def _compute_columns(self, batch: TokenBatch, columns: Sequence[Column]) -> dict[str, torch.Tensor]:
+        """Computes columns of a batch; all ranks call this method for the same columns."""
+        micro_batches, values, model_scores = dict[bool, Parts](), dict[str, torch.Tensor](), dict[int, TokenScores]()
+        for column in columns:
             is_packed = self.backend.packed if isinstance(column.by, str) else self._scorers[column.name].packed
             if is_packed not in micro_batches:
                 micro_batches[is_packed] = self._micro_batches(batch, packed=is_packed)
             scorer_name = f"algorithm.name={self.cfg.algorithm.name}: the scorer of column {column.name}"
-            columns[column.name] = values_of(
+            values[column.name] = values_of(
                 partial(self._compute_column, column, model_scores), micro_batches[is_packed], batch, scorer_name
             )
-        batch.columns |= columns
-        return time.perf_counter() - start_time
+        return values
 
     def _compute_column(self, column: Column, model_scores: dict[int, TokenScores], batch: TokenBatch) -> torch.Tensor:
         """Computes a column of a micro-batch; `model_scores` caches the model's outputs by the `id` of the micro-batch."""
@@ -396,7 +410,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         start_time = time.perf_counter()
         batch = TokenBatch.joined(self._batches)
         self._batches = []
-        score_s = self._recompute_logprobs(batch) if self.cfg.actor.offload_in_rollout else 0.0
+        score_s = self._recompute_logprobs(batch, step) if self.cfg.actor.offload_in_rollout else 0.0
         reduce = self._sum_over_ranks if self.world_size > 1 else None
         batch.columns[ADVANTAGES] = self.algorithm.advantages(batch, reduce)
         if self._returns is not None:
@@ -406,7 +420,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             batch, self._num_responses, self._minibatch_size, self._num_epochs(step), (self.seed, step)
         )
         metrics, num_updates = self._optimize(
-            ((f"step {step}, {minibatch_name}", minibatch) for minibatch_name, minibatch in named_minibatches),
+            self._without_columns_of_loss((f"step {step}, {name}", minibatch) for name, minibatch in named_minibatches),
             length_limit(self.cfg),
             partial(self._train_minibatch, learning_rate),
             self.algorithm.at_first,
@@ -416,6 +430,16 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             metrics |= self._value_metrics(batch)
         seconds = {"update_s": time.perf_counter() - start_time - score_s, "late_score_s": score_s}
         return {**metrics, "lr": learning_rate, "updates": float(num_updates), **seconds, **COST.pop()}
+
+    def _without_columns_of_loss(
+        self, named_minibatches: Iterable[tuple[str, TokenBatch]]
+    ) -> Iterator[tuple[str, TokenBatch]]:
+        """Removes the columns of `_columns_of_loss` from the first of a step's minibatches."""
+        for index, (name, minibatch) in enumerate(named_minibatches):
+            if index == 0:
+                for column in self._columns_of_loss:
+                    minibatch.columns.pop(column.name, None)
+            yield name, minibatch
 
     def _num_epochs(self, step: int) -> int:
         """Returns the number of passes over a step's samples: 0 in the critic's warm-up, then `algorithm.update_epochs`."""
@@ -453,8 +477,10 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         A non-finite `grad_norm` marks a skipped step.
         """
         batch = self._balance_load(batch)
+        own_columns = [column.name for column in self._columns_of_loss if column.name not in batch.columns]
 
         def loss(scores: TokenScores, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            part.columns |= dict.fromkeys(own_columns, scores.logprobs.detach())
             return self.algorithm.loss(scores, part, counts)
 
         packed = self.backend.packed and (self._reader is None or self._reader.packed)

@@ -20,6 +20,7 @@ from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.micro_batching import micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
+from rlhpc.runtime import torch_adapter
 from tests.accelerators import OTHERS_ON_CARD, cards, cluster_of, need, placed, same
 
 TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
@@ -112,6 +113,7 @@ def probe_batch() -> TokenBatch:
 def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None = None, **then: Any) -> dict[str, Any]:
     """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
     save=folder, export=folder, adapter=folder. All tensors are the host's."""
+    torch_adapter._COMPILER = "aot_eager"  # code for the CPU takes a minute to be made
     backend = TokenTrainer(cfg, worker, values=cfg.actor.model.value_head)
     if load is not None:
         backend.load(load)

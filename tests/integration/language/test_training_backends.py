@@ -200,6 +200,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lora-checkpointing": {"lora.rank": 2, "model.gradient_checkpointing": True},
     "zero2": {"fsdp.reshard_after_forward": False},
     "host": {"fsdp.cpu_offload": True},
+    "accumulated": {"fsdp.enable_gradient_accumulation": True},
+    "compiled": {"compile": "blocks"},
+    "compiled-lora-checkpointing": {"compile": "blocks", "lora.rank": 2, "model.gradient_checkpointing": True},
     "head": {"model.value_head": True, "model.gradient_checkpointing": True},
     "head-lora": {"model.value_head": True, "lora.rank": 2},
 }

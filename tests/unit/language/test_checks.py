@@ -96,6 +96,14 @@ SUITE = "data.eval=[{name: held_out, source: arithmetic, size: 4}]"
         ([*AGENT, "rollout.max_turns=2"], "rollout.max_turns is 2; agent.kind=python has agent.max_turns instead"),
         ([*AGENT, "agent.services=[{name: a b, command: [x]}]"], r"agent.services\[0\].name .* letters, digits and _"),
         ([*AGENT, "agent.policies={solver: small, judge: large}"], "agent.policies .* there are no roles"),
+        (
+            ["actor.compile=blocks", "actor.training_backend=fsdp", "actor.parallel.context=2"],
+            "actor.compile is 'blocks'; .* actor.parallel.context above 1: set it to off",
+        ),
+        (
+            ["actor.compile=blocks", "actor.training_backend=deepspeed", "actor.deepspeed.zero_stage=3"],
+            "actor.compile is 'blocks'; actor.deepspeed.zero_stage=3 gathers weights inside the layers",
+        ),
         (["actor.global_batch_size=7"], "actor.global_batch_size is 7; a step has data.prompts_per_step"),
         (["actor.model.model_path=null"], "actor.model.model_path is None; name a Hugging Face folder"),
         ([SUITE, "workflow.eval_suites=[other]"], "workflow.eval_suites .* data.eval has: held_out"),

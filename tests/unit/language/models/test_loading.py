@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +17,12 @@ from rlhpc.config.typed import untouched
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.common import EngineOptions, engine_dtype
 from rlhpc.language.models import loading as models
-from rlhpc.language.models.loading import compute_dtype
+from rlhpc.language.models.loading import compute_dtype, use_liger_kernels
 from rlhpc.runs.config_changes import training_changes
 from rlhpc.runtime import devices as devices
+from rlhpc.runtime.errors import ConfigError
 from tests.accelerators import ON_CPU
+from tests.extras import need_extra
 
 
 def configured(**changes: Any) -> Any:
@@ -112,3 +118,56 @@ def test_auto_on_this_machine() -> None:
     assert dtype == expected
     found = torch.ones(8, 8, device=device, dtype=dtype) @ torch.ones(8, 8, device=device, dtype=dtype)
     assert float(found.sum()) == 512
+
+
+def liger_source(name: str) -> str:
+    """The source of a module of liger-kernel, which cannot be imported here, for it needs Triton."""
+    root = importlib.util.find_spec("liger_kernel")
+    assert root is not None and root.submodule_search_locations
+    return (Path(root.submodule_search_locations[0]) / name).read_text()
+
+
+def test_what_is_assumed_of_liger() -> None:
+    """Names and arguments in the installed version; and that each function can leave the loss alone."""
+    need_extra("llm", "liger")
+    tree = ast.parse(liger_source("transformers/monkey_patch.py"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    apply = functions["_apply_liger_kernel_to_instance"]
+    assert [argument.arg for argument in apply.args.args] == ["model"] and apply.args.kwarg is not None
+    (table,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
+    )
+    assert isinstance(table, ast.Dict)
+    by_type = {
+        ast.literal_eval(key): ast.unparse(value) for key, value in zip(table.keys, table.values, strict=True) if key
+    }
+    assert {"llama", "qwen2", "qwen3", "mistral", "gemma3_text"} <= by_type.keys()
+    for name in set(by_type.values()):
+        arguments = {argument.arg for argument in functions[name].args.args}
+        assert {"cross_entropy", "fused_linear_cross_entropy", "model"} <= arguments or "model" in arguments, name
+    # What is imported of it.
+    exported = liger_source("transformers/__init__.py")
+    assert "_apply_liger_kernel_to_instance" in exported
+
+
+def test_liger_is_told_to_leave_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    package, patches = ModuleType("liger_kernel.transformers"), ModuleType("liger_kernel.transformers.monkey_patch")
+    package._apply_liger_kernel_to_instance = lambda model, **options: calls.append((model, options))  # type: ignore[attr-defined]
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}  # type: ignore[attr-defined]
+    for module in (ModuleType("liger_kernel"), package, patches):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+    use_liger_kernels(model, "cuda", "actor.kernels")
+    assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    with pytest.raises(
+        ConfigError, match=r"actor\.kernels=liger: .* no kernels for models of type mamba: set it to torch"
+    ):
+        use_liger_kernels(SimpleNamespace(config=SimpleNamespace(model_type="mamba")), "cuda", "actor.kernels")
+    with pytest.raises(ConfigError, match=r"actor\.kernels=liger needs a GPU, and this rank computes on the CPU"):
+        use_liger_kernels(model, "cpu", "actor.kernels")
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ConfigError, match=r"actor\.kernels=liger needs the package liger-kernel .*rlhpc\[liger\]"):
+        use_liger_kernels(model, "cuda", "actor.kernels")

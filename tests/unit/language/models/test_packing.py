@@ -274,7 +274,7 @@ def test_the_kernel_for_rows_gets_what_it_wants(monkeypatch) -> None:
     theirs = inspect.signature(varlen.varlen_attn).parameters
     assert set(inspect.signature(varlen_attn).parameters) <= set(theirs)  # the names that are used are torch's
     monkeypatch.setattr(packing, "has_segment_attention", lambda query, value: True)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(packing, "_KERNEL", packing._with_current_signature(varlen_attn))
     torch.manual_seed(5)
     batch = TokenBatch.of([torch.randint(1, 61, (n,)) for n in LENGTHS], [torch.ones(n) for n in LENGTHS])
     for changes, window in (({}, (-1, 0)), (WINDOW, (3, 0))):
@@ -288,13 +288,12 @@ def test_the_kernel_for_rows_gets_what_it_wants(monkeypatch) -> None:
     def older(*rows, scale, window_size):
         return varlen_attn(*rows, scale=scale, window_size=window_size, enable_gqa=True)
 
-    monkeypatch.setattr(varlen, "varlen_attn", older)
+    monkeypatch.setattr(packing, "_KERNEL", packing._with_current_signature(older))
     given.clear()
     same(told(model, batch), expected)
     assert given["gqa"]
-    monkeypatch.setattr(
-        varlen, "varlen_attn", lambda *rows, is_causal=False, return_aux=None: pytest.fail("was called")
-    )
+    assert packing._with_current_signature(lambda *rows, is_causal=False, return_aux=None: None) is None
+    monkeypatch.setattr(packing, "_KERNEL", None)
     same(told(model, batch), expected)
 
 

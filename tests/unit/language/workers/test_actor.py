@@ -17,6 +17,7 @@ from rlhpc.config.typed import typed, untouched
 from rlhpc.language.config.models import FrozenModelConfig
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.models.micro_batching import minibatch_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.language.workers.grpo_actor import GrpoActor
@@ -31,11 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         return str(resolve_model(FrozenModelConfig(model_path="builtin:tiny", kwargs=TINY)))
 
 
-def actor(model: str, **algorithm: Any) -> GrpoActor:
-    """Of two prompts with two answers each; an optimizer step has two."""
+def actor(model: str, *, actor: dict[str, Any] | None = None, **algorithm: Any) -> GrpoActor:
+    """Of two prompts with two answers each; an optimizer step has two, unless the section `actor` says otherwise."""
     given = {
         "algorithm": {"group_size": 2, **algorithm}, "data": {"prompts_per_step": 2},
-        "actor": {"global_batch_size": 2, "model": {"model_path": model}}, "teacher": {"model": {"model_path": model}},
+        "actor": {"global_batch_size": 2, "model": {"model_path": model}, **(actor or {})},
+        "teacher": {"model": {"model_path": model}},
     }  # fmt: skip
     made = GrpoActor(typed(GrpoConfig, OmegaConf.merge(untouched(GrpoConfig), given)))
     made.init_worker(1, PromptMap(2, 2, 1, 1))
@@ -61,7 +63,7 @@ def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -
     none = some.select(torch.zeros(0, dtype=torch.long))
     assert not len(none) and not none.tokens
     for part in (none, some):
-        trainer._recompute_logprobs(part)
+        trainer._recompute_logprobs(part, 1)
     shapes = {name: tuple(values.shape) for name, values in TokenBatch.joined([none, some]).columns.items()}
     assert shapes == {
         "rollout_logprobs": (4,), "versions": (4,), "old_logprobs": (4,), "ref_logprobs": (4,),
@@ -93,3 +95,81 @@ def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfin
     metrics, after = update(2, none)
     assert (metrics["updates"], metrics["empty_minibatches"], metrics["tokens"]) == (0, 4, 0)
     assert "loss" not in metrics and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def drawn(lengths: list[int]) -> TokenBatch:
+    """Answers of a few tokens, two to each prompt."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(5, 40, (length,), generator=generator) for length in lengths]
+    masks = [[False, *[True] * (length - 1)] for length in lengths]
+    columns = {
+        "rollout_logprobs": [-4 + torch.rand(length, generator=generator) for length in lengths],
+        "versions": [torch.zeros(length) for length in lengths],
+    }
+    batch = TokenBatch.of(ids, masks, columns)
+    batch.group, batch.reward = batch.episode // 2, torch.rand(len(lengths), generator=generator)
+    return batch
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("minibatch", [2, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "is_skipped"),
+    [
+        ({}, True),
+        ({"tis_cap": 2.0}, True),
+        ({"loss_type": "decoupled_ppo"}, True),
+        ({"kl_coef": 0.1}, True),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, False),
+        ({"update_epochs": 2}, False),
+        ({"name": "distillation", "distillation": {"mode": "topk", "topk": 3}}, False),
+        ({"adv_type": "gae"}, False),
+    ],
+    ids=str,
+)
+def test_the_first_minibatch_is_scored_by_its_own_forward_pass(
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: dict[str, Any],
+    is_skipped: bool,
+    minibatch: int,
+    offloads: bool,
+) -> None:
+    """The samples of a step's first minibatch are not scored where the loss alone reads their log-probs; and the update is
+    the same as if they were."""
+    results = []
+    for skips_scoring in (True, False):
+        trainer = actor(
+            model,
+            recompute_logprobs=True,
+            actor={"global_batch_size": minibatch, "offload_in_rollout": offloads,
+                   "model": {"model_path": model, "value_head": algorithm.get("adv_type") == "gae"}},
+            **{"adv_type": "rloo", **algorithm},
+        )  # fmt: skip
+        assert bool(trainer._columns_of_loss) == is_skipped
+        if not skips_scoring:
+            trainer._columns_of_loss = []
+        scored: list[int] = []
+        forward = trainer.backend.forward
+
+        def counted(batch: TokenBatch, forward: Any = forward, scored: list[int] = scored, **options: Any) -> Any:
+            scored.append(batch.tokens)
+            return forward(batch, **options)
+
+        monkeypatch.setattr(trainer.backend, "forward", counted)
+        batch = drawn([5, 3, 7, 4])
+        parts = [batch.select(torch.tensor([0, 1])), batch.select(torch.tensor([2, 3]))]
+        if not offloads:
+            for part in parts:
+                trainer._recompute_logprobs(part, 1)
+        trainer._batches, trainer._received_step, trainer._returns = parts, 1, None
+        metrics = trainer.update(1)
+        first = minibatch_of(batch, 4, minibatch, (trainer.seed, 1, 0)) == 0
+        skipped_tokens = int(batch.lengths[first].sum()) if is_skipped and skips_scoring else 0
+        assert sum(scored) == batch.tokens - skipped_tokens
+        weights = {name: tensor.clone() for name, tensor in trainer.backend.local_tensors()}
+        results.append(({name: value for name, value in metrics.items() if not name.endswith("_s")}, weights))
+    (metrics, weights), (expected_metrics, expected_weights) = results
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, expected_weights[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -1,0 +1,82 @@
+"""Updates of language models on the accelerator of `tests.card`; `tests/unit/test_card.py` runs this file there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.extras import need_extra
+
+need_extra("llm")
+
+from rlhpc.language.algorithms.base import ADVANTAGES, ROLLOUT_LOGPROBS, MinibatchCounts
+from rlhpc.language.algorithms.policy_gradient import OLD, PolicyGradient
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logprobs import TokenScores
+from rlhpc.language.models.tiny import make_tiny_model
+from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.training.trainer import TokenTrainer
+from rlhpc.language.workers.grpo_actor import GrpoActor
+
+CARD = "card"
+
+
+class Reads(TorchDispatchMode):
+    """Counts what the host reads of the accelerator, for which it waits: values, numbers of values, and tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        source = args[1] if name == "copy_" else args[0] if args else None
+        if isinstance(source, torch.Tensor) and source.device.type == CARD:
+            leaves = name in ("_to_copy", "copy_") and result.device.type == "cpu"
+            if leaves or name in ("_local_scalar_dense", "nonzero", "equal"):
+                self.counts[name] += 1
+        return result
+
+
+def batch_of(seed: int) -> TokenBatch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [5, 9, 4]
+    ids = [torch.randint(1, 20, (length,), generator=generator) for length in lengths]
+    batch = TokenBatch.of(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
+    for name in (OLD, ROLLOUT_LOGPROBS, ADVANTAGES):
+        batch.columns[name] = torch.randn(batch.tokens, generator=generator)
+    MinibatchCounts.of(batch)
+    return batch.read_by(True)
+
+
+def test_the_host_waits_no_more_often_for_more_micro_batches(tmp_path: Path) -> None:
+    """Metrics leave the accelerator once a step, and nothing of a pass depends on what the host reads of it."""
+    make_tiny_model(tmp_path / "model", hidden=32, layers=2)
+    cfg = OmegaConf.structured(GrpoConfig)
+    cfg.actor.model.model_path = str(tmp_path / "model")
+    cfg.algorithm.recompute_logprobs = True
+    actor, algorithm = GrpoActor(cfg), PolicyGradient(cfg)
+    actor.accelerators = (0,)
+    trainer = actor.backend = TokenTrainer(cfg, actor)
+    assert trainer.device.type == CARD and trainer.packed
+    reads = []
+    for number in (2, 6):
+        batches = [batch_of(seed) for seed in range(number)]
+        counts = MinibatchCounts(tokens=18.0 * number, sequences=3.0 * number)
+
+        def loss(scores: TokenScores, part: TokenBatch, counts: Any = counts) -> Any:
+            return algorithm.loss(scores, part, counts)
+
+        with Reads() as counted:
+            metrics = actor._reduce_metrics(trainer.forward_backward(batches, loss))
+            norm = trainer.optimizer_step(1e-3)
+        assert norm > 0 and metrics["loss"] != 0
+        reads.append(counted.counts)
+    # The metrics; and the norm, which decides whether the step is taken, and is returned.
+    assert reads[0] == reads[1] == Counter({"_to_copy": 1, "_local_scalar_dense": 2})
