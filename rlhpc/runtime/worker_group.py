@@ -214,6 +214,12 @@ class WorkerGroup:
     def world_size(self) -> int:
         return self._world_size
 
+    @property
+    def accelerators(self) -> list[frozenset[tuple[int, int]]]:
+        """The accelerators of each rank, as (node, index), of a group that this process has launched."""
+        members = sorted(self._members, key=lambda member: member.spec.rank)
+        return [frozenset((member.spec.node_rank, index) for index in member.spec.accelerators) for member in members]
+
     def execute_on(self, *ranks: int) -> WorkerGroup:
         """Restricts only the next call to these ranks; returns the group."""
         joined_ranks = {record["rank"] for record in self._records}

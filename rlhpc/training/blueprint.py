@@ -34,6 +34,8 @@ class Blueprint(abc.ABC):
         identity_file: File in which a checkpoint records the backend that wrote it.
         keeps_weights: True if the task package writes and reads full weights itself (`named_weights`, `replace_weights`). Then
             a backend that holds full weights does not write them.
+        gather_dtype: Dtype to which a backend may convert floating-point weights before it gathers them, because
+            `named_weights` yields them in this dtype anyway; None if it computes with the gathered weights first.
         look: True if a backend must read each gradient norm before the update, even if it has to wait for the device.
         unmarked: Name of the backend whose old checkpoints may lack `identity_file`.
         knobs: Settings that a user may lower or set if memory is exhausted.
@@ -47,6 +49,7 @@ class Blueprint(abc.ABC):
     identity_file: str = "training.json"
     unmarked: str = ""
     keeps_weights: bool = False
+    gather_dtype: torch.dtype | None = None
     look: bool = True
     knobs: str = "lower actor.micro_batch_size"
 

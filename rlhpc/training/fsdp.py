@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rlhpc.algorithms.nonfinite import bad_tensors
@@ -37,6 +37,7 @@ from rlhpc.training.backend import (
     tensors_of,
 )
 from rlhpc.training.distributed_checkpoint import load_sharded, save_sharded
+from rlhpc.training.lora import plain
 from rlhpc.training.mesh import Mesh, form_single_rank_group, ranks_per_shard
 from rlhpc.training.parameter_names import require_same_shapes
 from rlhpc.training.safetensors_reader import Slices
@@ -297,6 +298,15 @@ class FsdpBackend(OffloadingBackend):
         return gathered_tensor
 
     @torch.no_grad()
+    def named_weights(self, without: Container[str] = ()) -> Named:
+        """Yields all weights in full (`TrainingBackend.named_weights`); gathers them in buckets."""
+        with self.awake():
+            tensors = self.module.state_dict(keep_vars=True).items()
+            requested = {name: tensor for name, tensor in tensors if plain(name) not in without}
+            gather = BucketGather(requested, self.full, self.blueprint.gather_dtype)
+            yield from self.blueprint.named_weights(self.module, gather, without)
+
+    @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`). Each rank stores its shards."""
         with self.awake():
@@ -382,6 +392,94 @@ class FsdpBackend(OffloadingBackend):
         """Returns the tensors to copy (`OffloadingBackend.offloadable_tensors`). Gradients are not copied, because they
         exist only between `forward_backward` and `optimizer_step`."""
         return (*map(local_part, tensors_of(self.module, self._reference)), *tensors_in(self._moments)), ()
+
+
+#: Bytes of a bucket of full weights.
+_BUCKET = 64 << 20
+
+
+class BucketGather:
+    """Function that returns full weights, and gathers several at a time: for a weight that has not been gathered, also the
+    weights after it, up to a bucket. All ranks request the same weights in the same order.
+
+    Args:
+        tensors: Weights by name, in the order in which most of them will be requested.
+        full: Gathers a single weight.
+        dtype: Dtype to which floating-point weights are converted before they are gathered; None keeps theirs.
+        bucket_bytes: Bytes of a bucket of full weights.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        full: Callable[[torch.Tensor], torch.Tensor],
+        dtype: torch.dtype | None,
+        bucket_bytes: int = _BUCKET,
+    ) -> None:
+        self._tensors = [*{id(tensor): tensor for tensor in tensors.values()}.values()]
+        self._index = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        self._full, self._dtype, self._bucket_bytes = full, dtype, bucket_bytes
+        self._gathered: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the full weight; each weight is kept only until it is requested."""
+        if id(tensor) not in self._gathered:
+            self._gathered.clear()  # weights that were not requested
+            bucket = self._bucket_from(tensor)
+            if not bucket:
+                return self._full(self._converted(tensor))
+            full_tensors = _gather_rows([self._converted(member) for member in bucket])
+            self._gathered = {id(member): full for member, full in zip(bucket, full_tensors, strict=True)}
+        return self._gathered.pop(id(tensor))
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.detach().to(self._dtype)
+
+    def _bucket_from(self, first: torch.Tensor) -> list[DTensor]:
+        """Returns a weight and those after it with the same layout and dtype, up to a bucket; empty if the weight is not
+        divided by rows alone, or is on the host."""
+        layout, bucket, num_bytes = _row_layout(first), list[DTensor](), 0
+        if layout is None or id(first) not in self._index:
+            return []
+        for tensor in self._tensors[self._index[id(first)] :]:
+            num_bytes += tensor.numel() * (self._dtype or tensor.dtype).itemsize
+            if _row_layout(tensor) != layout or (bucket and num_bytes > self._bucket_bytes):
+                break
+            assert isinstance(tensor, DTensor)
+            bucket.append(tensor)
+        return bucket
+
+
+def _row_layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns mesh, mesh dimension and dtype of a tensor on an accelerator's mesh whose rows alone are divided; else None."""
+    if not isinstance(tensor, DTensor) or tensor.device.type != tensor.device_mesh.device_type or not tensor.numel():
+        return None
+    divided = [(dim, placement) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(divided) != 1 or type(divided[0][1]) is not Shard or divided[0][1].dim != 0:
+        return None
+    return tensor.device_mesh, divided[0][0], tensor.dtype
+
+
+def _gather_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Gathers tensors of one `_row_layout` by one collective operation."""
+    layout = _row_layout(tensors[0])
+    assert layout is not None
+    mesh, dim, dtype = layout
+    ranks, group = mesh.size(dim), mesh.get_group(dim)
+    # The first ranks have the same number of rows, as by torch.chunk; the last ones may have fewer.
+    row_counts = [-(-tensor.shape[0] // ranks) for tensor in tensors]
+    sizes = [rows * (tensor.numel() // tensor.shape[0]) for rows, tensor in zip(row_counts, tensors, strict=True)]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device)
+    for part, tensor in zip(flat.split(sizes), tensors, strict=True):
+        assert isinstance(tensor, DTensor)
+        local_rows = tensor.to_local().reshape(-1)
+        part[: local_rows.numel()] = local_rows
+    gathered = flat.new_empty(ranks, len(flat))
+    dist.all_gather_into_tensor(gathered.view(-1), flat, group=group)
+    return [
+        part.reshape(ranks * rows, *tensor.shape[1:])[: tensor.shape[0]]
+        for part, rows, tensor in zip(gathered.split(sizes, 1), row_counts, tensors, strict=True)
+    ]
 
 
 def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:

@@ -18,6 +18,8 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
 #: Allowed values of `rollout.weight_delta`.
 DELTAS = ("off", "frozen", "elements")
+#: Values of `rollout.weight_sync` with which weights may stay on the accelerators that trainer and engines share.
+STAY_ON_ACCELERATORS = ("auto", "broadcast", "ipc")
 
 
 @dataclass(frozen=True)

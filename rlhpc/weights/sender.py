@@ -110,6 +110,10 @@ class ChunkWindow:
         self._unread: list[str] = []
         self._started: set[int] = set()
 
+    def start_all(self) -> None:
+        """Treats all readers as started, so that the bound applies to them from the first chunk on."""
+        self._started.update(range(len(self._readers)))
+
     def record(self, path: str) -> None:
         """Counts a newly written chunk as unread by all readers."""
         if path in self._unread:  # all readers have read the previous chunk of this path

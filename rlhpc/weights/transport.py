@@ -126,6 +126,7 @@ class WeightSender:
 
     Attributes:
         transport: Sender side of the transport.
+        requires_readers: Whether the receivers read each version while it is sent, so that the sender may wait for them.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class WeightSender:
         self._src, self._receivers, self._delta = (worker.group_name, worker.rank), receivers, delta
         self._chunk_bytes = chunk_bytes
         self._publisher: Publisher | None = None
+        self.requires_readers = False
         self.transport = TransportSender(self._src, transport)
 
     def forget(self) -> None:
@@ -163,6 +165,8 @@ class WeightSender:
             )
         slots, depth = _assign_slots(context, receivers)
         window = _build_window(context, [*slots], MAX_UNREAD_CHUNKS + depth)
+        if self.requires_readers:
+            window.start_all()
         self.transport.begin_version([*slots], window.all_started)
         pending_waits: list[Callable[[], None]] = []  # wait until all receivers have the announcement
         unannounced: str | None = None  # path of a chunk that is written but not announced yet
@@ -401,6 +405,10 @@ class BroadcastSync:
     def forget(self) -> None:
         """Makes the next version complete (`WeightSync.forget`)."""
         self._endpoint.forget()
+
+    def require_readers(self) -> None:
+        """Makes a sender wait for receivers that have not begun to read, rather than write the whole version beforehand."""
+        self._endpoint.requires_readers = True
 
 
 class HostSync(BroadcastSync):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,8 @@ MAX_WITHOUT_LIMIT = 20_000
 #: Maximum number of failed episodes in a slot that are replaced; more failures raise an error.
 _MAX_FAILURES = 20
 
+#: A row of results for each episode of a part of an evaluation; None if a return is not finite.
+EvaluationRows = list[dict[str, float]] | None
 #: Function called after each decision with the numbers of complete episodes and of environment steps so far.
 _ProgressCallback = Callable[[int, int], None]
 #: Function from each slot's episode index and decision index to noise `[N, ...]`.
@@ -153,13 +155,14 @@ def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
     return env_cfg.seed if env_cfg.seed is not None else seed + 1_000_003
 
 
-def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> _Noise | None:
+def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int, first_slot: int = 0) -> _Noise | None:
     """Returns the source of a policy's starting noise in evaluation (`env.eval.noise`); None for a policy without noise.
 
     Args:
         policy: A `Policy`, or another object that acts.
         env_cfg: Section `env.eval`.
         seed: Seed of the evaluation (`eval_seed`), which determines the noise together with slot, episode and decision.
+        first_slot: Number of the first slot among those of all ranks.
     """
     # A checkpoint of an older version has no such key in its configuration.
     noise = mapping(env_cfg).get("noise", "seeded").lower()
@@ -168,11 +171,10 @@ def eval_noise(policy: Any, env_cfg: EnvSideConfig, seed: int) -> _Noise | None:
     if noise == "zero":
         return lambda episodes, decisions: torch.zeros(len(episodes), *policy.start_shape)
     return lambda episodes, decisions: noise_of_episodes(
-        policy.sample_start, seed, episodes.tolist(), decisions.tolist()
+        policy.sample_start, seed, episodes.tolist(), decisions.tolist(), first_slot
     )
 
 
-@torch.inference_mode()
 def evaluate_policy(
     policy: Any,
     env_cfg: EvalEnvConfig,
@@ -204,20 +206,56 @@ def evaluate_policy(
     num_episodes = env_cfg.num_episodes if episodes is None else episodes
     if num_episodes < 1:
         raise ConfigError(f"episodes is {num_episodes}; an evaluation needs at least 1")
-    num_slots, seed = min(env_cfg.num_envs, num_episodes), eval_seed(env_cfg, seed)
+    rows = _play_part(
+        policy,
+        env_cfg,
+        eval_seed(env_cfg, seed),
+        num_episodes,
+        torch.device(device),
+        watch=watch,
+        on_progress=on_progress,
+    )
+    return _summarize(rows, env_cfg, seed)
+
+
+@torch.inference_mode()
+def _play_part(
+    policy: Any,
+    env_cfg: EvalEnvConfig,
+    seed: int,
+    num_episodes: int,
+    device: torch.device,
+    part: int = 0,
+    parts: int = 1,
+    *,
+    watch: Callable[[VectorEnv], Watch] | None = None,
+    on_progress: _ProgressCallback | None = None,
+) -> list[dict[str, float]]:
+    """Plays the episodes of a part of an evaluation's slots; returns a row for each episode (`play`).
+
+    A slot's episodes are the same in any part, because its number among all slots seeds its environment and noise.
+
+    Raises:
+        NonFinite: A return is not finite.
+    """
+    num_slots = min(env_cfg.num_envs, num_episodes)
+    slots = np.array_split(np.arange(num_slots), parts)[part]
+    if not slots.size:
+        return []
     delayed_policy = real_time(policy, env_cfg)
     # An environment that enumerates its episodes counts in slots over all ranks.
-    env = make_env(changed(env_cfg, "num_envs", num_slots), num_slots, slot_offset=0, seed=seed, stage="eval")
+    side = changed(env_cfg, "num_envs", num_slots)
+    env = make_env(side, len(slots), slot_offset=int(slots[0]), seed=seed, stage="eval")
     try:
         rows = play(
             delayed_policy or policy,
             env,
-            quotas(num_episodes, num_slots),
-            torch.device(device),
+            quotas(num_episodes, num_slots)[slots],
+            device,
             watch=watch(env) if watch else None,
             on_progress=on_progress,
             on_episode_end=None if delayed_policy is None else delayed_policy.on_episode_end,
-            noise=eval_noise(policy, env_cfg, seed),
+            noise=eval_noise(policy, env_cfg, seed, int(slots[0])),
         )
     finally:
         env.close()
@@ -229,20 +267,45 @@ def evaluate_policy(
             f"episode {bad_episodes[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at "
             "what the environment gives"
         )
-    return {**_summarize(rows), "env_id": env_cfg.env_id, "seed": seed}
+    return rows
 
 
-def evaluation_metrics(cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device) -> dict[str, float]:
-    """Evaluates a policy on `env.eval` during training, and returns the metrics. With `runner.on_nonfinite: skip`, an
-    evaluation with non-finite returns gives only the metric `nonfinite`.
+def evaluation_rows(
+    cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device, part: int, parts: int
+) -> EvaluationRows:
+    """Plays a rank's part of an evaluation on `env.eval` during training.
+
+    Args:
+        cfg: The configuration.
+        policy: Policy in eval mode, on `device`.
+        seed: Seed of the run.
+        device: Device of the policy.
+        part, parts: Index of the rank among those that evaluate, and their number.
+
+    Returns:
+        A row for each episode, for `evaluation_metrics`; None if a return is not finite and `runner.on_nonfinite` is skip.
     """
+    env_cfg = cfg.env.eval
     try:
-        summary = evaluate_policy(policy, cfg.env.eval, seed=seed, device=device)
+        return _play_part(policy, env_cfg, eval_seed(env_cfg, seed), env_cfg.num_episodes, device, part, parts)
     except NonFinite as error:
         if not skips(cfg):
             raise
         log.warning("%s", error)
-        return {"nonfinite": 1.0}
+        return None
+
+
+def evaluation_metrics(cfg: EmbodiedConfig, parts: Sequence[EvaluationRows]) -> dict[str, float]:
+    """Returns the metrics of an evaluation during training from the results of `evaluation_rows`, in the order of the parts.
+
+    An evaluation with non-finite returns has only the metric `nonfinite`.
+    """
+    rows = list[dict[str, float]]()
+    for part_rows in parts:
+        if part_rows is None:
+            return {"nonfinite": 1.0}
+        rows += part_rows
+    summary = _summarize(rows, cfg.env.eval, cfg.runner.seed)
     return {name: float(metric) for name, metric in summary.items() if isinstance(metric, (int, float))}
 
 
@@ -334,8 +397,8 @@ def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
     return row
 
 
-def _summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Returns the statistics of an evaluation.
+def _summarize(rows: list[dict[str, float]], env_cfg: EvalEnvConfig, seed: int) -> dict[str, Any]:
+    """Returns the statistics of an evaluation with its environment and seed (`evaluate_policy`).
 
     The interval of the mean return is Student's; the intervals of success rates are Wilson's.
     """
@@ -356,4 +419,4 @@ def _summarize(rows: list[dict[str, float]]) -> dict[str, Any]:
         if len(successes) == count:
             statistics[name] = float(np.mean(successes))
             statistics[f"{name}_ci95"] = list(wilson(sum(successes), count))
-    return statistics
+    return {**statistics, "env_id": env_cfg.env_id, "seed": eval_seed(env_cfg, seed)}

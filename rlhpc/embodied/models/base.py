@@ -46,16 +46,19 @@ def noise_of_slots(sample: _Sample, seeds: Sequence[int], slots: range) -> Tenso
     return torch.cat(rows)[slots.start - first_slot : slots.stop - first_slot]
 
 
-def noise_of_episodes(sample: _Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int]) -> Tensor:
+def noise_of_episodes(
+    sample: _Sample, seed: int, episodes: Sequence[int], decisions: Sequence[int], first_slot: int = 0
+) -> Tensor:
     """Draws the starting noise of an evaluation's slots, `[N, ...]`.
 
     Args:
         sample: `Policy.sample_start`.
         seed: Seed of the evaluation.
         episodes, decisions: Index of each slot's episode, and of the decision within the episode.
+        first_slot: Number of the first slot among those of all ranks.
     """
-    positions = zip(episodes, decisions, strict=True)
-    return torch.cat([sample((1,), _seeded_generator(seed, slot, e, t)) for slot, (e, t) in enumerate(positions)])
+    positions = enumerate(zip(episodes, decisions, strict=True), first_slot)
+    return torch.cat([sample((1,), _seeded_generator(seed, slot, e, t)) for slot, (e, t) in positions])
 
 
 def build_linear(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:

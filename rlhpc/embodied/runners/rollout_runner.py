@@ -25,6 +25,7 @@ from rlhpc.algorithms.nonfinite import MAX_IN_A_ROW, nonfinite
 from rlhpc.embodied.config import PlayingConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import DropReason, RolloutCounts
 from rlhpc.embodied.envs.base import timing_row
+from rlhpc.embodied.evaluation.episodes import EvaluationRows, evaluation_metrics
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import merge_reports
 from rlhpc.embodied.rollout.work_sharing import FullRollout, cuts, divisible
@@ -154,8 +155,10 @@ class SyncRolloutLoop:
             train_metrics = training.wait(self.timeout)[0]
         return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Runs evaluation episodes with the weights of the latest update, sent as `version`; returns their metrics."""
+    def evaluate(self, version: int) -> list[EvaluationRows]:
+        """Runs evaluation episodes with the weights of the latest update, sent as `version`; returns the results of the
+        parts that the ranks played.
+        """
         weights = self.sources.sync(version)  # the rollout ranks still have the weights of the preceding update
         evaluation = self.sources.evaluate()
         wait_all(weights, self.timeout)
@@ -262,13 +265,13 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
             train_metrics = self.actor.update(step, progress).wait(self.timeout)[0]
         return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
 
-    def evaluate(self, version: int) -> dict[str, float]:
+    def evaluate(self, version: int) -> list[EvaluationRows]:
         """Runs evaluation episodes (`SyncRolloutLoop.evaluate`) while the actors are offloaded."""
         wait_all(self.sources.sync(version), self.timeout)
         self._switch_to_rollout()
-        metrics = self.sources.evaluate()()
+        parts = self.sources.evaluate()()
         self._switch_to_actor()
-        return metrics
+        return parts
 
     def _switch_to_rollout(self) -> None:
         if self.offload_actor:
@@ -488,7 +491,8 @@ class PlayingRunner(Runner[Cfg]):
         eval_interval = self.cfg.runner.val_check_interval
         if eval_interval > 0 and step % eval_interval == 0:
             with timers("eval"):
-                row.update({f"eval/{name}": metric for name, metric in self.loop.evaluate(step).items()})
+                metrics = evaluation_metrics(self.cfg, self.loop.evaluate(step))
+                row.update({f"eval/{name}": metric for name, metric in metrics.items()})
         row.update(timers.pop())
         row["time/step_s"] = seconds
         row["time/env_steps_per_s"] = sum(num_env_steps for _, num_env_steps in self._recent_steps) / sum(

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.embodied.evaluation.episodes import EvaluationRows
 from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import merge_reports
 from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, ShardTracker, keys_of, shares
@@ -445,20 +446,25 @@ class RolloutSources:
         ranks = self.slots.acting_ranks
         return [self._actor.sync_weights(version, ranks), self._acting_group().sync_weights()]
 
-    def evaluate(self) -> Any:
-        """Makes an acting rollout rank evaluate in `env.eval`; returns a function that waits for the metrics."""
-        # The first call is issued now. Another rank is called only if the preceding rank was lost.
-        first_rank, *other_ranks = self.slots.acting_ranks
-        first_call = self._rollout_group.execute_on(first_rank).evaluate()
+    def evaluate(self) -> Callable[[], list[EvaluationRows]]:
+        """Makes the acting rollout ranks evaluate in `env.eval`, a part of its slots each; returns a function that waits for
+        the results of the parts (`evaluation_rows`).
+        """
+        ranks = self.slots.acting_ranks
+        calls = [self._evaluate_part(rank, part, len(ranks)) for part, rank in enumerate(ranks)]
+        return lambda: [self._rows_of_part(call, part, ranks) for part, call in enumerate(calls)]
 
-        def wait() -> dict[str, float]:
-            calls = (self._rollout_group.execute_on(rank).evaluate() for rank in other_ranks)
-            for call in itertools.chain([first_call], calls):
-                if metrics_by_rank := call.wait(self._timeout):
-                    return metrics_by_rank[0]
-            raise ChannelError(f"all ranks of {self._rollout_group.name} ended during an evaluation")
+    def _evaluate_part(self, rank: int, part: int, parts: int) -> Any:
+        return self._rollout_group.execute_on(rank).evaluate(part, parts)
 
-        return wait
+    def _rows_of_part(self, call: Any, part: int, ranks: Sequence[int]) -> EvaluationRows:
+        """Waits for the rows of a part of an evaluation. Another rank plays the part if its rank was lost."""
+        retries = (self._evaluate_part(rank, part, len(ranks)) for rank in ranks if rank != ranks[part])
+        for attempt in itertools.chain([call], retries):
+            if rows_by_rank := attempt.wait(self._timeout):
+                rows: EvaluationRows = rows_by_rank[0]
+                return rows
+        raise ChannelError(f"all ranks of {self._rollout_group.name} ended during an evaluation")
 
     @property
     def in_progress(self) -> bool:

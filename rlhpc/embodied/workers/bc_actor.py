@@ -22,7 +22,7 @@ from rlhpc.embodied.data.demonstrations import check_fit, chunks_of, held_out_of
 from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.envs.observations import join, take
 from rlhpc.embodied.envs.registry import check_env
-from rlhpc.embodied.evaluation.episodes import evaluation_metrics
+from rlhpc.embodied.evaluation.episodes import evaluation_metrics, evaluation_rows
 from rlhpc.embodied.models import build_model, policy_section
 from rlhpc.embodied.models.advantage_conditioned import IMPROVEMENT, KEY, label_improvements, load_value_model
 from rlhpc.embodied.models.base import Policy
@@ -293,21 +293,22 @@ class BcActor(PolicyTrainer[BcConfig]):
         return module(compute_losses)
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluates the current weights on `env.eval` with deterministic actions. Returns the metrics on rank 0, and {}
-        on the other ranks.
+        """Evaluates the current weights on `env.eval` with deterministic actions; returns the metrics.
 
-        All ranks must call the method, because sharded weights are first gathered into a separate policy.
+        All ranks must call the method. Each plays a part, except that sharded weights are gathered into a separate policy of
+        rank 0, which plays alone.
         """
-        policy = self.policy
+        policy, parts = self.policy, self.world_size
         if self.backend.lockstep:
-            weights = self._gather_weights()
-            if self.rank == 0:
-                policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
-                policy.load_state_dict(weights)
-        if self.rank:
-            return {}
+            weights, parts = self._gather_weights(), 1
+        if self.rank == 0 and self.backend.lockstep:
+            policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
+            policy.load_state_dict(weights)
         policy.eval()
         try:
-            return evaluation_metrics(self.cfg, policy, self.seed, self.device)
+            rows = (
+                evaluation_rows(self.cfg, policy, self.seed, self.device, self.rank, parts) if self.rank < parts else []
+            )
         finally:
             policy.train()
+        return evaluation_metrics(self.cfg, [rows] if self.world_size == 1 else self.all_gather_object(rows))

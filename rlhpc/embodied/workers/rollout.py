@@ -17,7 +17,7 @@ from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_st
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, count_rows, is_tensor, join, take, zero_obs
-from rlhpc.embodied.evaluation.episodes import evaluation_metrics
+from rlhpc.embodied.evaluation.episodes import EvaluationRows, evaluation_rows
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.base import noise_of_slots
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
@@ -350,9 +350,9 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
 
     # -- evaluation and checkpoint --------------------------------------------------------------------------------
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluates the current weights on `env.eval` with deterministic actions; returns the metrics."""
-        return evaluation_metrics(self.cfg, self.policy, self.seed, self.device)
+    def evaluate(self, part: int, parts: int) -> EvaluationRows:
+        """Plays a part of an evaluation of the current weights, with deterministic actions (`evaluation_rows`)."""
+        return evaluation_rows(self.cfg, self.policy, self.seed, self.device, part, parts)
 
     def save(self, folder: str) -> None:
         """Writes `rollout-<rank>.pt`. The actor saves the weights, and noise depends only on seed and step."""

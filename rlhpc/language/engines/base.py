@@ -157,6 +157,17 @@ class RolloutBackend(abc.ABC):
     def reload(self) -> None:
         """Reverses `offload`. The weights are undefined until the next `update_weights`."""
 
+    def reload_weights(self) -> None:
+        """Takes the first part of `reload`: memory for the weights, so that they can be updated while another role still has
+        memory on the accelerator. An engine that cannot compute before `reload` says so by `can_compute`.
+        """
+        self.reload()
+
+    @property
+    def can_compute(self) -> bool:
+        """False between `reload_weights` and `reload` if the engine then has no memory for its cache."""
+        return True
+
     @abc.abstractmethod
     def close(self) -> None:
         """Shuts the engine down."""

@@ -133,6 +133,16 @@ class MultiPolicyEngine(RolloutBackend):
         for engine in self._engines:
             engine.offload()
 
+    def reload_weights(self) -> None:
+        """Reloads the weights of all engines; see `RolloutBackend.reload_weights`."""
+        for engine in self._engines:
+            engine.reload_weights()
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether all engines can compute; see `RolloutBackend.can_compute`."""
+        return all(engine.can_compute for engine in self._engines)
+
     def reload(self) -> None:
         """Reverses `offload`; see `RolloutBackend.reload`."""
         for engine in self._engines:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 #: Names of the leader's commands, the first elements of command tuples; all but the last two are engine methods.
-_ADD, _STEP, _GENERATE, _SCORE, _ABORT, _DROP, _OFFLOAD, _RELOAD, _WEIGHTS, _END = (
-    "add", "step", "generate", "score", "abort", "drop", "offload", "reload", "weights", "end",
+_ADD, _STEP, _GENERATE, _SCORE, _ABORT, _DROP, _OFFLOAD, _RELOAD_WEIGHTS, _RELOAD, _WEIGHTS, _END = (
+    "add", "step", "generate", "score", "abort", "drop", "offload", "reload_weights", "reload", "weights", "end",
 )  # fmt: skip
 #: Commands, and the checksum of the sequences that the leader has finished.
 Commands = tuple[list[tuple[Any, ...]], int]
@@ -157,6 +157,11 @@ class Leader(RolloutBackend):
         self._broadcast((_OFFLOAD,))
         self._engine.offload()
 
+    def reload_weights(self) -> None:
+        """Reloads the weights of all ranks; see `RolloutBackend.reload_weights`."""
+        self._broadcast((_RELOAD_WEIGHTS,))
+        self._engine.reload_weights()
+
     def reload(self) -> None:
         """Reverses `offload` on all ranks; see `RolloutBackend.reload`."""
         self._broadcast((_RELOAD,))
@@ -190,12 +195,20 @@ class FollowerEngine:
         engine: This rank's engine.
         link: Connection to the leader.
         load_weights: Function that receives and loads the next weights.
+        check_weights: Function that checks the last weights after a reload.
     """
 
-    def __init__(self, engine: RolloutBackend, link: EngineLink, load_weights: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        engine: RolloutBackend,
+        link: EngineLink,
+        load_weights: Callable[[], object],
+        check_weights: Callable[[], None] = lambda: None,
+    ) -> None:
         self._engine = engine
         self._link = link
         self._load_weights = load_weights
+        self._check_weights = check_weights
         self._checksum = _Checksum()
 
     def follow(self) -> None:
@@ -224,6 +237,8 @@ class FollowerEngine:
             self._load_weights()
             return
         output = getattr(self._engine, command)(*arguments)
+        if command == _RELOAD:
+            self._check_weights()
         if command in (_STEP, _GENERATE, _ABORT):
             self._checksum.update(output)
 

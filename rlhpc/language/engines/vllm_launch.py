@@ -265,6 +265,17 @@ class VLLMProcess:
             return True
         return False
 
+    def reload_weights(self) -> None:
+        """Maps the memory of the weights, and leaves the cache unmapped; see `RolloutBackend.reload_weights`."""
+        if self._sleep_mode and not self._on_cpu and self._engine.is_sleeping():
+            with self._errors_with_settings():
+                self._engine.wake_up(["weights"])
+
+    @property
+    def can_compute(self) -> bool:
+        """False while some of the engine's memory is unmapped; see `RolloutBackend.can_compute`."""
+        return not self._engine.is_sleeping()
+
     def reload(self) -> None:
         """Reverses `offload`; see `RolloutBackend.reload`."""
         if self._sleep_mode and not self._on_cpu:

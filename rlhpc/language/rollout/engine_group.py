@@ -124,17 +124,26 @@ class EngineRank:
         engine: This rank's engine.
         link: Link to the other ranks; None for an engine of one rank.
         take_weights: Function that receives the next weights; a follower calls it on the leader's command.
+        check_weights: Function that checks the last weights once the engine can compute again; likewise.
 
     Attributes:
         engine: Engine that the generation calls; on a leader, the calls reach all ranks of the engine.
         follows: Whether this rank is a follower.
     """
 
-    def __init__(self, engine: Any, link: RunLink | None, take_weights: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        link: RunLink | None,
+        take_weights: Callable[[], object],
+        check_weights: Callable[[], None] = lambda: None,
+    ) -> None:
         self._link = link
         self.follows = link is not None and link.rank > 0
         self._leader = Leader(engine, link) if link is not None and not self.follows else None
-        self._follower = FollowerEngine(engine, link, take_weights) if link is not None and self.follows else None
+        self._follower = (
+            FollowerEngine(engine, link, take_weights, check_weights) if link is not None and self.follows else None
+        )
         self.engine: RolloutBackend = self._leader or engine
 
     def begin_weights(self) -> None:
@@ -206,7 +215,9 @@ class EngineWeights:
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
         self._worker = worker
         self._cfg = cfg
-        self._sender = f"{prompts.actor_name}-0"
+        source = (prompts.actor_name, prompts.source_of(worker.rank))
+        self._sender = "{}-{}".format(*source)
+        self._unchecked_probe: tuple[Probe, int] | None = None
         size = ranks_of_engine(cfg)
         self.version = -1
         self._sync_s = 0.0
@@ -219,14 +230,14 @@ class EngineWeights:
         sends_by_shards = sends_shards(name)
         self._takes_partial_updates = self._engine.takes_partial_updates and not sends_by_shards
         self._sync = make_sync(
-            name, worker, (prompts.actor_name, 0),
+            name, worker, source,
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
             complete_updates=not self._takes_partial_updates,
         )  # fmt: skip
         if sends_by_shards:
             assert isinstance(self._sync, SendsShards)
             self._sync.want(self._engine.wants())
-        self.engine_rank = EngineRank(self._engine, link, self._receive_as_follower)
+        self.engine_rank = EngineRank(self._engine, link, self._receive_as_follower, self.check_deferred_probe)
 
     def forget_version(self) -> None:
         """Resets the version to -1, so that the engine waits for new weights, and the seconds of receiving to 0."""
@@ -289,6 +300,15 @@ class EngineWeights:
             if not self.take():
                 time.sleep(_IDLE_S)
 
+    def await_update(self, version: int) -> None:
+        """Receives the next update of this version, even if the engine has had weights of this version before.
+
+        Raises:
+            DeadlineExceeded: The weights did not arrive within `runner.step_timeout_s`.
+        """
+        self.version = min(self.version, version - 1)
+        self.await_version(version)
+
     def _receive_as_follower(self) -> None:
         """Receives the version that the leader is receiving."""
         deadline = time.monotonic() + self._cfg.runner.step_timeout_s
@@ -310,12 +330,20 @@ class EngineWeights:
             engine.update_weights(weight_update.version, verification.tensors(), complete=weight_update.complete)
         verification.check(engine.held)
         if probe is not None and engine.can_score:
-            device_and_dtype = self.computes()
+            self._unchecked_probe = probe, weight_update.version
+        if engine.can_compute:
+            self.check_deferred_probe()
+        self.version = weight_update.version
+
+    def check_deferred_probe(self) -> None:
+        """Compares the engine's log-probs with the probe of the last version, if that has not been done yet."""
+        unchecked, self._unchecked_probe = self._unchecked_probe, None
+        if unchecked is not None:
+            (probe, version), device_and_dtype = unchecked, self.computes()
             check_probe(
-                engine, probe, weight_update.version, self._cfg.rollout.probe_tolerance,
+                self._engine, probe, version, self._cfg.rollout.probe_tolerance,
                 {probe.dtype, device_and_dtype["dtype"]}, self._sender, device_and_dtype["device"],
             )  # fmt: skip
-        self.version = weight_update.version
 
 
 def _window_of(config: Any) -> int:

@@ -22,7 +22,7 @@ from rlhpc.language.rollout.prompt_queue import PromptTracker, sum_metrics
 from rlhpc.language.runners.engine_check import ROUNDS, Agreement, sampled_texts
 from rlhpc.language.runners.grpo_loops import Agents, AuxiliaryGroups, GrpoGroups, make_loop
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
-from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.language.training.prompt_dispatch import PromptMap, weight_sources
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.run_folder import RunFolder, note
@@ -31,6 +31,7 @@ from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import NothingTrained
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
+from rlhpc.weights.base import STAY_ON_ACCELERATORS
 
 #: Names of sums over a step's samples; a missing sum counts as 0, for example if the step trains on no sample.
 _SUMS = (
@@ -80,9 +81,11 @@ class ReasoningRunner(Runner[GrpoConfig]):
         }
         if self.critic:
             scoring[CRITIC] = MeshSizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
+        can_share = cfg.rollout.weight_sync.lower() in STAY_ON_ACCELERATORS and not cfg.algorithm.max_staleness
+        sources = weight_sources(actor.accelerators, rollout.accelerators) if can_share else ()
         self.prompts = PromptMap.from_config(
             cfg, rollout=rollout.world_size, actor=MeshSizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
-            rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, **names,
+            rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, sources=sources, **names,
         )  # fmt: skip
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
         self.samples = self._num_untrained_steps = self._num_unscored_steps = 0
@@ -93,8 +96,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
         )  # fmt: skip
         reference = self.groups.get(REFERENCE)
         groups = GrpoGroups(
-            actor, rollout, self.critic, reference, self.auxiliary, self.agents, self.replicas, self.tracker
-        )
+            actor, rollout, self.critic, reference, self.auxiliary, self.agents, self.replicas, self.tracker,
+            shares_accelerators=bool(sources),
+        )  # fmt: skip
         self.loop = make_loop(cfg, groups, self.folder.end_step)
         self._mean_reward = math.nan
         self._inputs_digest = ""

@@ -189,6 +189,7 @@ class GrpoGroups:
         agents: Group that runs agents.
         replicas: Engines that take part in a step.
         tracker: Tracker of the prompts of all steps.
+        shares_accelerators: Whether each engine gets the weights from the actor rank on its accelerator (`weight_sources`).
     """
 
     actor: WorkerGroup
@@ -199,6 +200,7 @@ class GrpoGroups:
     agents: Agents
     replicas: Replicas
     tracker: PromptTracker
+    shares_accelerators: bool = False
 
 
 @dataclass(frozen=True)
@@ -413,9 +415,11 @@ class GrpoLoop:
 
     def _send_weights(self, step: int) -> list[Handle]:
         """Calls the actor to send the weights of a step; returns the call, or [] if no engine will sample with them."""
-        if step >= self.end_step and not self.evaluates(step):
-            return []
-        return [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)]
+        return [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)] if self._samples_with(step) else []
+
+    def _samples_with(self, step: int) -> bool:
+        """Returns whether an engine will sample with the weights of a step."""
+        return step < self.end_step or self.evaluates(step)
 
     def _train_on(self, rollout: StepRollout, timers: PhaseTimers, *, engines_wait: bool) -> StepResults:
         """Trains on a step's rollout and sends the weights.
@@ -540,16 +544,30 @@ class ColocatedLoop(GrpoLoop):
             group.execute_on(*ranks).offload().wait(self.timeout)
 
     def begin(self, step: int) -> None:
-        """Sends the weights and offloads the actor; the engines receive the weights when they are reloaded."""
-        self.groups.actor.sync_weights(step, self.groups.replicas.ranks, trial=False, perturbed=False).wait(
-            self.timeout
-        )
+        """Sends the weights and offloads the actor."""
+        self._send_in_turn(step)
         self.groups.actor.offload().wait(self.timeout)
+
+    def _send_in_turn(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
+        """Sends the weights of a step to engines that are offloaded.
+
+        Engines on the actor's accelerators receive the weights there: they reload the memory of their weights beside the
+        actor's, and the rest of their memory when the actor is offloaded. Other engines receive the weights when they are
+        reloaded.
+        """
+        groups, timeout = self.groups, self.timeout
+        if groups.shares_accelerators:
+            groups.rollout.reload_weights().wait(timeout)
+        handles = [groups.actor.sync_weights(step, groups.replicas.ranks, trial=trial, perturbed=perturbed)]
+        if groups.shares_accelerators:
+            handles.append(groups.replicas.step_group().take_update(step))
+        for handle in handles:
+            handle.wait(timeout)
 
     def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
         """Sends trial weights and returns the engines' samples; the actor uses the accelerators first, then the engines."""
         groups, timeout = self.groups, self.timeout
-        groups.actor.sync_weights(step, groups.replicas.ranks, trial=True, perturbed=perturbed).wait(timeout)
+        self._send_in_turn(step, trial=True, perturbed=perturbed)
         groups.actor.offload().wait(timeout)
         groups.rollout.reload().wait(timeout)
         groups.replicas.step_group().take_weights(step).wait(timeout)
@@ -572,7 +590,6 @@ class ColocatedLoop(GrpoLoop):
         rollout.score_in_turn(timeout)
         reloaded = groups.actor.reload()
         actor_update = groups.actor.update(step)
-        sending = self._send_weights(step)
         with timers("turns"):
             reloaded.wait(timeout)
         with timers("rollout"):
@@ -581,10 +598,10 @@ class ColocatedLoop(GrpoLoop):
             receipts = receiving.wait(timeout)
         with timers("update"):
             update_metrics = actor_update.wait(timeout)
-        with timers("sync"):
-            for handle in sending:
-                handle.wait(timeout)
-        if sending or groups.critic:
+        if is_sent := self._samples_with(step):
+            with timers("sync"):
+                self._send_in_turn(step)
+        if is_sent or groups.critic:
             with timers("turns"):
                 groups.actor.offload().wait(timeout)
         critic = self._update_critic(step, timers) if groups.critic else {}
@@ -603,10 +620,15 @@ class ColocatedLoop(GrpoLoop):
         return dict(critic_metrics[0])
 
     def evaluate(self, step: int) -> Metrics:
-        """Evaluates the suites and returns their metrics; reloads the engines before and offloads them afterwards."""
+        """Evaluates the suites and returns their metrics; reloads the engines before and offloads them afterwards.
+
+        The weights are sent once more, because engines may drop them when they are offloaded.
+        """
         self.groups.rollout.reload()
         metrics = super().evaluate(step)
         self.groups.rollout.offload().wait(self.timeout)
+        if step < self.end_step:
+            self._send_in_turn(step)
         return metrics
 
 

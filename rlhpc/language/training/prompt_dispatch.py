@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,8 @@ class PromptMap:
         rollout_name, actor_name: Names of the two groups.
         scoring: Number of ranks of each group that scores tokens, with the critic.
         rating: Number of ranks of each group that rates answers.
+        sources: For each rollout rank, the actor rank that sends it the weights (`weight_sources`); empty if rank 0 sends
+            them to all.
     """
 
     prompts: int
@@ -70,6 +72,7 @@ class PromptMap:
     actor_name: str = "actor"
     scoring: Mapping[str, int] = field(default_factory=dict)
     rating: Mapping[str, int] = field(default_factory=dict)
+    sources: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **more: Any) -> PromptMap:
@@ -82,6 +85,14 @@ class PromptMap:
         if prompts % actor:
             raise ConfigError(f"data.prompts_per_step({prompts}) % actor ranks with other samples({actor}) != 0")
         return cls(prompts, size, rollout, actor, **more)
+
+    def source_of(self, rollout_rank: int) -> int:
+        """Returns the actor rank that sends the weights to a rollout rank."""
+        return self.sources[rollout_rank] if self.sources else 0
+
+    def receivers_of(self, actor_rank: int, rollout_ranks: Sequence[int]) -> list[int]:
+        """Returns those of the rollout ranks to which an actor rank sends the weights."""
+        return [rank for rank in rollout_ranks if self.source_of(rank) == actor_rank]
 
     def of_actor(self, rank: int) -> range:
         """Returns the positions that an actor trains on."""
@@ -113,3 +124,21 @@ def seed_of(*parts: int) -> int:
     """Returns a seed of 63 bits that depends on all parts."""
     digest = hashlib.blake2b(np.asarray(parts, np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def weight_sources(
+    actor: Sequence[frozenset[tuple[int, int]]], rollout: Sequence[frozenset[tuple[int, int]]]
+) -> tuple[int, ...]:
+    """Returns for each rollout rank the actor rank on the same accelerator, which sends it the weights within the accelerator.
+
+    Args:
+        actor: Accelerators of each actor rank, as (node, index).
+        rollout: Accelerators of each rollout rank.
+
+    Returns:
+        An actor rank for each rollout rank; empty if some rollout rank shares its accelerators with no actor rank, or only in
+        part. Then the weights travel between accelerators anyway.
+    """
+    ranks_by_accelerators = {accelerators: rank for rank, accelerators in reversed([*enumerate(actor)]) if accelerators}
+    sources = [ranks_by_accelerators.get(accelerators) for accelerators in rollout]
+    return tuple(rank for rank in sources if rank is not None) if None not in sources else ()

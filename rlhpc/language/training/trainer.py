@@ -109,6 +109,7 @@ class LanguageBlueprint(Blueprint):
         self.device = device
         self.dtype = compute_dtype(section.model, device, f"{key}.model")
         self.lora_rank = section.lora.rank
+        self.gather_dtype = None if self.lora_rank else self.dtype  # adapters are merged in float32
         self.packed = section.use_remove_padding
         self._reference = False
         self._value_head_prefix = ""

@@ -24,6 +24,7 @@ from rlhpc.runtime.worker import Worker
 from rlhpc.training.backend import Named
 from rlhpc.weights import WeightSync, make_sync, sends_shards
 from rlhpc.weights.reshard import SendsShards
+from rlhpc.weights.transport import BroadcastSync
 from rlhpc.weights.verification import COST, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -384,8 +385,8 @@ def reference_sync_of(cfg: GrpoConfig) -> str:
 class ActorWeights:
     """Sender of the actor's weights; all ranks of the actor call each method.
 
-    With most strategies, the ranks of a sharded backend gather each tensor, and rank 0 sends the tensor. With strategies that
-    send shards, each rank sends its shards.
+    With most strategies, the ranks of a sharded backend gather each tensor, and rank 0 sends it; or each rank sends it to the
+    engines on its own accelerator (`PromptMap.sources`). With strategies that send shards, each rank sends its shards.
 
     Args:
         worker: Worker of this rank of the actor.
@@ -447,7 +448,7 @@ class ActorWeights:
         dtype: torch.dtype | None,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
-        """Sends full tensors from rank 0, the only rank with a `sync`.
+        """Sends full tensors from the ranks that have a `sync`.
 
         If the ranks hold shards, the other ranks also iterate the weights, because gathering is collective.
         """
@@ -474,10 +475,16 @@ class ActorWeights:
 
     def _make_sync(self, ranks: list[int], delta: str) -> WeightSync | None:
         """Creates a weight sync with rollout ranks; returns None on a rank that sends nothing."""
-        if self._worker.rank and not self._by_shards:
+        prompts, source = self._prompts, 0
+        if prompts.sources:
+            source, ranks = self._worker.rank, prompts.receivers_of(self._worker.rank, ranks)
+        if not ranks or (self._worker.rank != source and not self._by_shards):
             return None
-        receivers = [(self._prompts.rollout_name, ranks)]
-        return make_sync(self._name, self._worker, (self._prompts.actor_name, 0), receivers, delta)
+        receivers = [(prompts.rollout_name, ranks)]
+        sync = make_sync(self._name, self._worker, (prompts.actor_name, source), receivers, delta)
+        if prompts.sources and self._cfg.actor.offload_in_rollout and isinstance(sync, BroadcastSync):
+            sync.require_readers()  # they take the weights before the actor is offloaded
+        return sync
 
     def _choose_receivers(self, ranks: list[int]) -> None:
         """Creates a new weight sync if the receivers have changed; the next update is then complete for all receivers."""

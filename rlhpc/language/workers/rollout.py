@@ -176,6 +176,12 @@ class LanguageRolloutWorker(Worker):
     def reload(self) -> None:
         """Moves the engine's state back to the accelerator after `offload`."""
         self.backend.reload()
+        self.receiver.check_deferred_probe()
+
+    @leader_only
+    def reload_weights(self) -> None:
+        """Moves only the engine's weights back to the accelerator, to receive an update while the actor is still there."""
+        self.backend.reload_weights()
 
     def _reset(self, step: int) -> None:
         self.receiver.forget_version()
@@ -283,6 +289,11 @@ class LanguageRolloutWorker(Worker):
     def take_weights(self, version: int) -> None:
         """Receives weights until the engine has this version or a newer one."""
         self.receiver.await_version(version)
+
+    @leader_only
+    def take_update(self, version: int) -> None:
+        """Receives the next update, which has the weights of this version."""
+        self.receiver.await_update(version)
 
     def _describe_awaited_rewards(self) -> str:
         reasons = [f"{num_ratings} ratings of {name}" for name, num_ratings in self.judges.waits_for().items()]

@@ -73,6 +73,17 @@ class Trainer(Worker):
             tensor.data = device.tensor(tensor.data)
         self.sync = make_sync(sync, self, (self.group_name, 0), to, delta)
 
+    def open_pair(self, card: str) -> None:
+        """Sends to the receiver of the same rank, which has the same accelerator, and waits for it, because buffers may take
+        less than half of a version."""
+        device = on_card(card, f"{CARD}-{self.rank}")
+        device.budget = 10 * InParts.chunk_bytes
+        self.module = network(0, "parts")
+        for tensor in self.module.state_dict(keep_vars=True).values():
+            tensor.data = device.tensor(tensor.data)
+        self.sync = InParts(self, (self.group_name, self.rank), [("near", [self.rank])], "off")
+        self.sync.require_readers()
+
     def send(self, version: int, part: float) -> str:
         """Changes about this part of the elements of what is trained.
 
@@ -104,6 +115,17 @@ class Actor(Worker):
         self.module, self.adopt = network(1 + self.rank, sync).requires_grad_(False).to(worker_device(self)), adopt
         self.whole = self.rank == 1
         self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS, delta, complete_updates=self.whole)
+
+    def open_pair(self, card: str) -> None:
+        """Receives from the trainer of the same rank."""
+        on_card(card, f"{CARD}-{self.rank}")
+        self.module, self.adopt, self.whole = network(1 + self.rank, "parts").requires_grad_(False), False, False
+        self.sync = InParts(self, ("trainer", self.rank), [("near", [self.rank])], "off")
+
+    def take_late(self, seconds: float) -> tuple[int, str]:
+        """Takes the next version, but has something else to do before."""
+        time.sleep(seconds)
+        return self.take()
 
     def take(self) -> tuple[int, str]:
         if self.whole:

@@ -149,3 +149,22 @@ def test_who_is_gone_is_named_or_if_it_was_started_again_left_alone(pool: Segmen
     else:
         assert "waited 0 s for rollout-1 to take in" in str(sending.error)
     loaders[1].let.release(TENSORS)
+
+
+def test_a_sender_may_wait_for_readers_that_have_not_begun() -> None:
+    """Where these read each version while it is sent, it is never in memory as a whole."""
+    unread: dict[str, list[bool]] = {}
+    windows = [ChunkWindow(lambda path: unread[path], NAMES, deadline=0.05) for _ in range(2)]
+    windows[1].start_all()
+    for number in range(MAX_UNREAD_CHUNKS):
+        unread[str(number)] = [True, True]
+        for window in windows:
+            window.record(str(number))
+    windows[0].wait()  # they may be asleep until the whole version is written
+    with pytest.raises(DeadlineExceeded, match="for rollout-0, rollout-1 to take in a part of the weights"):
+        windows[1].wait()
+    unread["0"] = [False, True]
+    with pytest.raises(DeadlineExceeded, match="for rollout-1 to take in"):
+        windows[1].wait()
+    unread["0"] = [False, False]
+    windows[1].wait()

@@ -137,7 +137,7 @@ class FakeEngine:
     """Engine that keeps its weights and records its calls."""
 
     capacity, can_drop, can_score, chunk, context, choices = 4, True, True, 0, 0, 0
-    takes_partial_updates, takes_shards = True, False
+    takes_partial_updates, takes_shards, can_compute = True, False, True
 
     def __init__(self) -> None:
         self.version = -1
@@ -302,6 +302,29 @@ def test_an_engine_that_computes_other_logprobs_than_the_trainer_is_refused(monk
     with pytest.raises(WeightsDiffer):
         rank.weights.await_version(1)
     assert rank.weights.version == 0
+
+
+def test_weights_that_came_before_the_rest_of_the_memory_are_checked_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine cannot compute before its cache has memory; and the same version may come again."""
+    rank = Receiving(monkeypatch)
+    rank.engine.can_compute = False
+    rank.engine.logprobs = [-1.5] * 15
+    rank.send(3, Probe(tuple(range(16)), (-1.0,) * 15, "float32"))
+    rank.weights.await_update(3)
+    assert rank.weights.version == 3
+    with pytest.raises(WeightsDiffer, match="version 3 of the weights"):
+        rank.weights.check_deferred_probe()
+    rank.weights.check_deferred_probe()  # once
+    rank.send(3)
+    rank.weights.await_update(3)
+    assert not rank.sync.updates and rank.engine.calls == ["complete", "complete"]
+
+
+def test_a_receiver_follows_the_actor_rank_on_its_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Receiving(monkeypatch)
+    assert rank.sync_options["arguments"][0] == ("actor", 0)
+    EngineWeights(worker_of(1), rank.cfg, PromptMap(2, 2, 2, 1, sources=(4, 5)))
+    assert rank.sync_options["arguments"][0] == ("actor", 5)
 
 
 @pytest.mark.parametrize(

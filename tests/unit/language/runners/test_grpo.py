@@ -51,7 +51,7 @@ class FakeHandle:
 class FakeGroup:
     """A worker group of one rank that records its calls, with the results of `results`."""
 
-    world_size, present = 1, (0,)
+    world_size, present, accelerators = 1, (0,), [frozenset[tuple[int, int]]()]
 
     def __init__(self, name: str, events: list[str], results: dict[str, list[Any]]) -> None:
         self.name, self._events, self._results = name, events, results

@@ -134,6 +134,7 @@ def loop_of(events: list[str], *, end_step: int = 9, critic: bool = True, **chan
         agents=FakeAgents(),  # type: ignore[arg-type]
         replicas=FakeReplicas(rollout),  # type: ignore[arg-type]
         tracker=FakeTracker(events),  # type: ignore[arg-type]
+        shares_accelerators=changes.get("shares", False),
     )
     loop = make_loop(cfg, groups, end_step)
     loop.learning = frozenset({"critic"})
@@ -191,6 +192,36 @@ def test_colocated_groups_have_the_accelerators_one_after_the_other(events: list
         "critic.reload()", "critic.update(3)", "critic.offload()",
     ]  # fmt: skip
     assert {*timers.pop()} == {f"time/{name}_s" for name in ("turns", "rollout", "receive", "update", "sync")}
+
+
+def test_engines_on_the_actors_accelerators_take_the_weights_before_it_leaves(events: list[str]) -> None:
+    loop = loop_of(events, offload=True, shares=True, critic=False)
+    loop.begin(2)
+    handed_over = [
+        "rollout.reload_weights()", "rollout.reload_weights() done", "actor.sync_weights({0})", "rollout.take_update({0})",
+        "actor.sync_weights({0}) done", "rollout.take_update({0}) done", "actor.offload()", "actor.offload() done",
+    ]  # fmt: skip
+    assert events == [event.format(2) for event in handed_over]
+    events.clear()
+    loop.step(3, PhaseTimers())
+    assert events[-8:] == [event.format(3) for event in handed_over]
+    assert events.index("actor.update(3) done") < events.index("rollout.reload_weights()"), "activations are gone"
+
+
+def test_engines_get_the_weights_again_after_an_evaluation_in_turn(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine may have dropped them when it was offloaded."""
+    monkeypatch.setattr(GrpoLoop, "evaluate", lambda self, step: {})
+    loop = loop_of(events, offload=True, critic=False, every=1)
+    loop.step(3, PhaseTimers())
+    events.clear()
+    loop.evaluate(3)
+    shown = [event for event in events if not event.endswith("done")]
+    assert shown[-2:] == ["rollout.offload()", "actor.sync_weights(3)"]
+    events.clear()
+    loop.evaluate(loop.end_step)
+    assert not any("sync_weights" in event for event in events), "nobody samples any more"
 
 
 def test_a_reference_that_moves_follows_the_step(events: list[str]) -> None:
