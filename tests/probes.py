@@ -28,7 +28,7 @@ class Probe(Worker):
         return {
             "pid": os.getpid(), "ppid": os.getppid(), "rank": self.rank, "world_size": self.world_size,
             "group": self.group_name, "local_rank": self.local_rank, "node_rank": self.node_rank,
-            "accelerators": self.accelerators, "threads": torch.get_num_threads(),
+            "accelerators": self.accelerators, "device_index": self.device_index, "threads": torch.get_num_threads(),
             "omp": os.environ["OMP_NUM_THREADS"], "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }  # fmt: skip
 
@@ -272,3 +272,11 @@ class Spawned(Awkward):
 
 class Greedy(Worker):
     def shutdown(self) -> None: ...
+
+
+class Pair(Probe):
+    """Two ranks see each other's accelerators."""
+
+    @classmethod
+    def ranks_sharing_devices(cls, *args: object, **kwargs: object) -> int:
+        return 2

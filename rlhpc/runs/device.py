@@ -25,7 +25,10 @@ def worker_device(worker: Worker) -> torch.device:
     Raises:
         ConfigError: The rank has an accelerator that torch cannot use.
     """
-    return torch.device(torch_device(worker.accelerators))
+    device_type = torch_device(worker.accelerators)
+    if worker.device_index:  # the process also sees accelerators of others
+        torch.accelerator.set_device_index(worker.device_index)
+    return torch.device(device_type)
 
 
 def evaluation_device(cfg: RunConfig) -> torch.device:

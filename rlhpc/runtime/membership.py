@@ -426,8 +426,8 @@ class Membership:
             env = {name: value for name, value in template.env.items() if name != "CUDA_VISIBLE_DEVICES"}
             spec = replace(
                 template, rank=rank, node=request["node"], node_rank=rank, local_rank=0, local_world_size=1,
-                accelerators=tuple(range(request["accelerators"])), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
-                threads=request["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
+                accelerators=tuple(range(request["accelerators"])), visible=(), log_out=f"{stem}.out",
+                log_err=f"{stem}.err", env=env, threads=request["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
             )  # fmt: skip
             member = Member(spec, self._joined_launcher)
             self._ranks.add([member])

@@ -39,6 +39,7 @@ class Worker:
         node, node_rank: Host name and rank of the node.
         local_rank, local_world_size: Index among the group's ranks on the node, and their number.
         accelerators: Indices of the node's accelerators that belong to this rank.
+        device_index: Index of the rank's first accelerator among those that the process sees.
         log: Logger of the class's module; lines in the rank's log have group and rank.
     """
 
@@ -52,6 +53,7 @@ class Worker:
         self.local_rank = spec.local_rank if spec else 0
         self.local_world_size = spec.local_world_size if spec else 1
         self.accelerators: tuple[int, ...] = spec.accelerators if spec else ()
+        self.device_index = spec.device_mask.index(spec.accelerators[0]) if spec and spec.accelerators else 0
         self.log = logging.getLogger(type(self).__module__)
         self._collectives = Collectives(self.group_name, self.rank, self.world_size, spec)
         if spec is not None:
@@ -76,6 +78,13 @@ class Worker:
         check how their process was started.
         """
         return True
+
+    @classmethod
+    def ranks_sharing_devices(cls, *args: Any, **kwargs: Any) -> int:
+        """Returns the number of consecutive ranks, with these arguments, that see each other's accelerators; with 1, a rank
+        sees only its own.
+        """
+        return 1
 
     # -- leaving --------------------------------------------------------------------------------------------------
 

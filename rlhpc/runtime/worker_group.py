@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from rlhpc.runtime.comm import context as contexts
 from rlhpc.runtime.errors import ConfigError, WorkerFailed
 from rlhpc.runtime.placement import NodePlacementStrategy
+from rlhpc.runtime.placement.strategies import Placement, with_shared_devices
 from rlhpc.runtime.rpc import Handle, RpcClient
 from rlhpc.runtime.session import Session
 
@@ -97,7 +98,7 @@ class WorkerGroup:
         started = session.launch(
             self.name,
             (self._cls, self._args, self._kwargs),
-            strategy.place(cluster),
+            self._placements(strategy, cluster),
             cluster,
             env_vars=env_vars or {},
             fork=self._may_fork() if fork is None else fork,
@@ -105,6 +106,12 @@ class WorkerGroup:
         self._members, self._world_size, self._cluster, self._timeout = started, len(started), cluster, timeout
         self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
         return self.wait_ready() if wait else self
+
+    def _placements(self, strategy: Any, cluster: Cluster) -> list[Placement]:
+        share = getattr(self._cls, "ranks_sharing_devices", None)
+        size = 1 if share is None else share(*self._args, **self._kwargs)
+        placements: list[Placement] = strategy.place(cluster)
+        return with_shared_devices(placements, size) if size > 1 else placements
 
     def _may_fork(self) -> bool:
         return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True

@@ -34,7 +34,7 @@ class WorkerSpec:
 
     Attributes:
         group, rank, world_size: Identity of the rank.
-        node, node_rank, local_rank, local_world_size, accelerators: Placement of the rank.
+        node, node_rank, local_rank, local_world_size, accelerators, visible: Placement of the rank.
         registry: The generation's registry folder.
         token: Scratch token of the session on this host.
         body: Pickled (class, args, kwargs) of the worker object.
@@ -75,6 +75,7 @@ class WorkerSpec:
     wait_deadline: float = 1800.0
     interpreter: str = ""
     incarnation: str = ""
+    visible: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -97,13 +98,23 @@ class WorkerSpec:
         for name, field_type in _KINDS.items():
             if not isinstance(fields[name], field_type) or isinstance(fields[name], bool) != (field_type is bool):
                 raise ValueError(f"{name} of a rank's specification is {short_repr(fields[name])}")
-        counts = [*fields["accelerators"], *(fields[name] for name, field_type in _KINDS.items() if field_type is int)]
+        counts = [
+            *fields["accelerators"],
+            *fields["visible"],
+            *(fields[name] for name, field_type in _KINDS.items() if field_type is int),
+        ]
         texts = [*fields["sys_path"], *fields["env"].values(), *fields["driver"].values()]
         texts += [fields["tcp_address"] or "", fields["interface"] or ""]
         if not all(map(is_count, counts)) or not all(isinstance(text, str) for text in texts):
             raise ValueError(f"no specification of a rank: {short_repr(fields)}")
         class_pickle = base64.b64decode(fields["body"], validate=True)
-        return cls(**{**fields, "body": class_pickle, "accelerators": tuple(fields["accelerators"])})
+        indices = {name: tuple(fields[name]) for name in ("accelerators", "visible")}
+        return cls(**{**fields, "body": class_pickle, **indices})
+
+    @property
+    def device_mask(self) -> tuple[int, ...]:
+        """Indices of the node's accelerators that the process sees, in the order in which it counts them."""
+        return self.visible or self.accelerators
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -117,7 +128,8 @@ _KINDS: dict[str, Any] = {
         ("group", "node", "registry", "token", "body", "log_out", "log_err", "cwd", "interpreter", "incarnation"), str
     ),
     **dict.fromkeys(("rank", "world_size", "node_rank", "local_rank", "local_world_size", "threads"), int),
-    "accelerators": list, "env": dict, "sys_path": list, "bind_cores": bool, "driver": dict, "wait_deadline": (int, float),
+    "accelerators": list, "visible": list, "env": dict, "sys_path": list, "bind_cores": bool, "driver": dict,
+    "wait_deadline": (int, float),
 }  # fmt: skip
 
 
@@ -151,7 +163,8 @@ def spec_of(
     return WorkerSpec(
         group=group, rank=placement.rank, world_size=world_size, node=node.name, node_rank=placement.node_rank,
         local_rank=placement.local_rank, local_world_size=placement.local_world_size,
-        accelerators=tuple(placement.accelerators), log_out=f"{stem}.out", log_err=f"{stem}.err", env=env,
+        accelerators=tuple(placement.accelerators), visible=tuple(placement.visible), log_out=f"{stem}.out",
+        log_err=f"{stem}.err", env=env,
         sys_path=import_paths(foreign=bool(interpreter)), cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
         bind_cores=cluster.bind_cores,
         interpreter=interpreter or "", **common,
@@ -220,10 +233,10 @@ def step_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence
     if not spec.accelerators:
         return ""
     if not visible and "CUDA_VISIBLE_DEVICES" not in environ:
-        return ",".join(str(i) for i in spec.accelerators)  # a site that sets no mask
-    if max(spec.accelerators) >= len(visible):
+        return ",".join(str(i) for i in spec.device_mask)  # a site that sets no mask
+    if max(spec.device_mask) >= len(visible):
         raise ConfigError(
-            f"{spec.name} on node {spec.node} is placed on accelerator {max(spec.accelerators)}, but the step was given "
+            f"{spec.name} on node {spec.node} is placed on accelerator {max(spec.device_mask)}, but the step was given "
             f"{len(visible)} there (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r})"
         )
-    return ",".join(visible[i] for i in spec.accelerators)
+    return ",".join(visible[i] for i in spec.device_mask)

@@ -140,7 +140,7 @@ class MultiPolicyEngine(RolloutBackend):
 
     @property
     def can_compute(self) -> bool:
-        """Whether all engines can compute; see `RolloutBackend.can_compute`."""
+        """True if all engines can compute; see `RolloutBackend.can_compute`."""
         return all(engine.can_compute for engine in self._engines)
 
     def reload(self) -> None:

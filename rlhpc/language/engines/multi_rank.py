@@ -37,6 +37,10 @@ class EngineLink(Protocol):
         """Index of this rank in the group; rank 0 is the leader."""
 
     @property
+    def device_index(self) -> int:
+        """Index of this rank's accelerator among those that the process sees."""
+
+    @property
     def size(self) -> int:
         """Number of ranks in the group."""
 

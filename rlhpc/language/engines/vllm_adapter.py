@@ -71,7 +71,7 @@ def restore_variables(variables: Mapping[str, str | None]) -> None:
 
 
 @contextmanager
-def external_launcher(group: str, rank: int) -> Iterator[None]:
+def external_launcher(group: str, rank: int, device_index: int = 0) -> Iterator[None]:
     """Makes vLLM's executor for external launchers build rank `rank` of an engine, for the duration of the block.
 
     - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors: vLLM takes
@@ -82,12 +82,13 @@ def external_launcher(group: str, rank: int) -> Iterator[None]:
     Args:
         group: Name of the process group, without colons and slashes.
         rank: Rank of this process in the engine.
+        device_index: Index of its accelerator among those that the process sees.
     """
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     def distributed_args(self: Any) -> tuple[str, int, int]:
-        return f"rlhpc:{group}", rank, 0
+        return f"rlhpc:{group}", rank, device_index
 
     def no_queue(*args: Any, **kwargs: Any) -> None:
         return None

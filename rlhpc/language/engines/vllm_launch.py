@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def group_rank_environment(link: EngineLink | None) -> Iterator[None]:
     """Prepares the process while vLLM builds the engine of one rank of a group.
 
-    - vLLM reads `RANK` and `LOCAL_RANK`: a rank sees only one accelerator, so its local rank is 0.
+    - vLLM reads `RANK` and `LOCAL_RANK`, which is the index of the rank's accelerator among those that the process sees: those
+      of all ranks of the engine on this host (`Worker.ranks_sharing_devices`).
     - The name of the process group becomes that of the shared memory in which ranks on one host reduce tensors:
       it must be unique to the engine and the host.
     - The shared memory's name in /dev/shm is removed once all ranks have opened it, so that a killed rank leaves no file.
@@ -52,12 +53,12 @@ def group_rank_environment(link: EngineLink | None) -> Iterator[None]:
     name = link.ident.replace(":", "-").replace("/", "-")  # vLLM reads the text after the last colon
     if current_platform.is_cpu() and not has_disjoint_cores():
         name = f"{name}-{link.rank}"
-    variables = {"RANK": str(link.rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(link.size)}
+    variables = {"RANK": str(link.rank), "LOCAL_RANK": str(link.device_index), "WORLD_SIZE": str(link.size)}
     previous_variables = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     use_plain_lookup()
     try:
-        with external_launcher(name, link.rank):
+        with external_launcher(name, link.rank, link.device_index):
             yield
     finally:
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}-*-cpushm_*"):
@@ -68,7 +69,8 @@ def group_rank_environment(link: EngineLink | None) -> Iterator[None]:
 def sees_all_devices(size: int) -> bool:
     """Returns whether this process's device mask has as many accelerators as its engine has ranks.
 
-    vLLM's custom all-reduce uses the rank as an index into the mask and fails if the mask is shorter; then NCCL must reduce.
+    vLLM's custom all-reduce uses the rank as an index into the mask and fails if the mask is shorter, as that of an engine on
+    several hosts is; then NCCL must reduce.
 
     Args:
         size: Number of ranks of the engine.

@@ -66,6 +66,7 @@ class RunLink:
         leader_rank = worker.rank - worker.rank % size
         self.ranks = range(leader_rank, leader_rank + size)
         self.rank = worker.rank - leader_rank
+        self.device_index = worker.device_index
         self._leader_name = f"{self._group}-{leader_rank}"
         member_context = current()
         records = [member_context.member(self._group, rank) for rank in self.ranks]

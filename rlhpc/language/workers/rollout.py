@@ -27,7 +27,7 @@ from rlhpc.language.data import PromptSampler
 from rlhpc.language.engines import Request, SamplingParams
 from rlhpc.language.engines.common import choices_of
 from rlhpc.language.engines.registry import forkable
-from rlhpc.language.rollout.engine_group import EngineWeights, first_of_engine, leader_only
+from rlhpc.language.rollout.engine_group import EngineWeights, first_of_engine, leader_only, ranks_of_engine
 from rlhpc.language.rollout.group_builder import GroupBuilder, failure_of
 from rlhpc.language.rollout.pending_group import (
     Action,
@@ -73,6 +73,11 @@ class LanguageRolloutWorker(Worker):
     def forks(cls, cfg: GrpoConfig) -> bool:
         """Returns whether the engine's ranks may be started by fork."""
         return forkable(cfg.rollout.rollout_backend)
+
+    @classmethod
+    def ranks_sharing_devices(cls, cfg: GrpoConfig) -> int:
+        """Returns the number of ranks of an engine, which reduce tensors between their accelerators."""
+        return ranks_of_engine(cfg)
 
     def close(self) -> None:
         """Ends the engine, its processes, and the judges."""

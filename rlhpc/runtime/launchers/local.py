@@ -160,7 +160,7 @@ class ForkLauncher:
                 f"node {node.name} is not this machine: rank {spec.rank} of {spec.group!r} needs a job step"
             )
         if node.visible_devices:
-            mask = ",".join(str(node.visible_devices[i]) for i in spec.accelerators)
+            mask = ",".join(str(node.visible_devices[i]) for i in spec.device_mask)
             spec.env.setdefault("CUDA_VISIBLE_DEVICES", mask)
         if not fork and not spec.interpreter:
             spec.interpreter = sys.executable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlhpc.runtime.cluster import Cluster
@@ -20,6 +20,7 @@ class Placement:
         local_rank, local_world_size: Index among the group's processes on the node, and their number.
         accelerators: Indices of the process's accelerators on the node.
         node_group: Label of the node group.
+        visible: Indices of the accelerators that the process sees, its own among them; empty for its own alone.
     """
 
     rank: int
@@ -28,6 +29,21 @@ class Placement:
     local_world_size: int
     accelerators: tuple[int, ...] = ()
     node_group: str = "cluster"
+    visible: tuple[int, ...] = ()
+
+
+def with_shared_devices(placements: Sequence[Placement], size: int) -> list[Placement]:
+    """Makes each `size` consecutive ranks see the accelerators of all of them on the same node, in the same order.
+
+    Libraries that copy between the accelerators of several processes need this: they name a peer's accelerator by its index.
+    """
+    shared = []
+    for placement in placements:
+        first = placement.rank - placement.rank % size
+        unit = [other for other in placements[first : first + size] if other.node_rank == placement.node_rank]
+        indices = tuple(dict.fromkeys(index for other in unit for index in other.accelerators))
+        shared.append(replace(placement, visible=indices if indices != placement.accelerators else ()))
+    return shared
 
 
 class PlacementStrategy(Protocol):

@@ -21,7 +21,7 @@ from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.errors import ConfigError
 from tests.eventually import has_ended
 from tests.launching import Launch
-from tests.probes import Awkward, Greedy, Probe
+from tests.probes import Awkward, Greedy, Pair, Probe
 
 
 def test_calls_return_results_in_rank_order(launch: Launch) -> None:
@@ -136,5 +136,19 @@ def test_ranks_know_who_and_where_they_are() -> None:
         assert facts[1]["cuda"] == "2,3"
         assert all(f["omp"] == str(f["threads"]) and f["threads"] >= 1 for f in facts)
         assert len({f["ppid"] for f in facts}) == 1, "all ranks are forked by one server"
+    finally:
+        group.shutdown()
+
+
+def test_ranks_that_share_devices_see_each_others() -> None:
+    group = Pair.create_group().launch(
+        Cluster.local(num_nodes=1, accelerators_per_node=4), PackedPlacementStrategy(0, 3), "pairs"
+    )
+    try:
+        facts = group.identity().wait()
+        assert [f["cuda"] for f in facts] == ["0,1", "0,1", "2,3", "2,3"]
+        assert [f["device_index"] for f in facts] == [0, 1, 0, 1]
+        assert [f["accelerators"] for f in facts] == [(0,), (1,), (2,), (3,)]
+        assert group.accelerators == [frozenset({(0, index)}) for index in range(4)]
     finally:
         group.shutdown()

@@ -58,6 +58,8 @@ def test_the_distributed_arguments_are_three() -> None:
     with vllm_adapter.external_launcher("group", 3):
         executor: Any = SimpleNamespace()
         assert ExecutorWithExternalLauncher._distributed_args(executor) == ("rlhpc:group", 3, 0)
+    with vllm_adapter.external_launcher("group", 3, 1):
+        assert ExecutorWithExternalLauncher._distributed_args(executor) == ("rlhpc:group", 3, 1)
     assert ExecutorWithExternalLauncher._distributed_args is before
     assert str(inspect.signature(before).return_annotation).count("int") == 2
 

@@ -158,6 +158,37 @@ def test_vllms_own_all_reduce_is_off_where_it_would_look_for_devices_beyond_the_
     assert "disable_custom_all_reduce" in inspect.signature(EngineArgs).parameters
 
 
+@pytest.mark.parametrize("visible", ["0,1,2,3", "7,5,3,1"])
+def test_all_ranks_of_an_engine_name_its_devices_alike(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    """With the masks and local ranks that ranks get: by the rank's number in the engine, vLLM's platform finds the same device
+    in each of its processes, and a rank's own at its local rank. Then no two ranks have the same pair of host and index, by
+    which torch's symmetric memory tells devices apart."""
+    from vllm import platforms
+    from vllm.platforms.interface import Platform
+
+    from rlhpc.language.engines.vllm_launch import sees_all_devices
+    from rlhpc.runtime.placement.strategies import Placement, with_shared_devices
+
+    class Card(Platform):
+        device_control_env_var = "CUDA_VISIBLE_DEVICES"
+
+    def physical(rank: int) -> int:
+        index = Card.logical_device_id_to_visible_device_id(rank)  # as vLLM's custom all-reduce does
+        found: int = Card.visible_device_id_to_physical_device_id(index)
+        return found
+
+    monkeypatch.setattr(platforms, "_current_platform", Card())
+    names = visible.split(",")
+    placements = with_shared_devices([Placement(rank, 0, rank, 4, (3 - rank,)) for rank in range(4)], 2)
+    for engine in (placements[:2], placements[2:]):
+        devices = [int(names[placement.accelerators[0]]) for placement in engine]
+        for number, placement in enumerate(engine):
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(names[index] for index in placement.visible))
+            assert sees_all_devices(2)
+            assert [physical(rank) for rank in range(2)] == devices
+            assert placement.visible.index(placement.accelerators[0]) == number
+
+
 class _Sleeper:
     """Stands for an engine on an accelerator: which level it sleeps at, and when its cache is dropped."""
 

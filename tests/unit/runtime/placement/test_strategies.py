@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import PlacementError
 from rlhpc.runtime.placement import FlexiblePlacementStrategy, NodePlacementStrategy, PackedPlacementStrategy
+from rlhpc.runtime.placement.strategies import Placement, with_shared_devices
 from tests.unit.runtime.placement.clusters import mixed, spots
 
 
@@ -104,3 +105,16 @@ class TestStrategies:
             here = [p for p in places if p.node_rank == node]
             assert [p.local_rank for p in here] == list(range(len(here)))
             assert all(p.local_world_size == len(here) for p in here)
+
+
+def test_ranks_that_work_together_see_each_others_accelerators() -> None:
+    """In one order, and those of their own node alone; a rank by itself sees its own."""
+    placed = [
+        Placement(0, 0, 0, 3, (2,)), Placement(1, 0, 1, 3, (0,)), Placement(2, 0, 2, 3, (1,)), Placement(3, 1, 0, 2, (5,)),
+        Placement(4, 1, 1, 2, (4,)),
+    ]  # fmt: skip
+    assert [rank.visible for rank in with_shared_devices(placed, 2)] == [(2, 0), (2, 0), (), (), ()]
+    assert [rank.visible for rank in with_shared_devices(placed, 4)] == [(2, 0, 1)] * 3 + [()] * 2
+    assert [rank.accelerators for rank in with_shared_devices(placed, 4)] == [rank.accelerators for rank in placed]
+    on_cpu = [Placement(rank, 0, rank, 2) for rank in range(2)]
+    assert with_shared_devices(on_cpu, 2) == on_cpu
