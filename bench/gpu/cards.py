@@ -8,11 +8,32 @@ from pathlib import Path
 from bench.gpu.part import Report, make_model, size_for
 from bench.gpu.ranks import Linked, groups
 from bench.gpu.training import BACKENDS, tell, train
+from rlhpc import Cluster, FlexiblePlacementStrategy, Session
+from rlhpc.runtime.errors import RlhpcError
+
+
+def try_one_card(report: Report) -> None:
+    """Records whether two ranks of NCCL work on one card."""
+    name = "NCCL with two ranks on one card"
+    group = Linked.create_group()
+    try:
+        cluster = Cluster({"accelerators_per_node": 1})
+        group.launch(cluster, FlexiblePlacementStrategy([[0], [0]]), name="together")
+        group.collectives(1000, 1).wait(60)
+    except RlhpcError as error:
+        report.skip(name, f"it is refused: {str(error).splitlines()[0][:300]}")
+    else:
+        report.figure(name, 1, "works")
+    finally:
+        group.shutdown()
+        if session := Session.running():
+            session.stop()
 
 
 def measure(report: Report) -> None:
     """Measures between two ranks: by NCCL on two cards, by gloo on a CPU. Skips the measurements on a single card."""
     if report.cards == 1:
+        try_one_card(report)
         for figure_name in ("NCCL", "FSDP2 on two cards", "device masks"):
             report.skip(figure_name, "one card")
         return

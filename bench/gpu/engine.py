@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
+import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from bench.gpu.part import Report, dtype_for, free_bytes, make_model, size_for, timed
+from bench.gpu.part import ROOT, Report, dtype_for, free_bytes, make_model, size_for, timed
 from rlhpc.config.typed import typed
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
@@ -39,6 +43,32 @@ def build(report: Report, folder: str, batch: int) -> tuple[str, Any]:
     )
 
 
+#: A program that generates as a user of vLLM alone does, and prints the seconds of each repetition.
+PLAIN = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+folder, prompts, tokens, repeat = json.loads(sys.stdin.read())
+llm = LLM(folder, skip_tokenizer_init=True, gpu_memory_utilization=0.5, max_model_len=1024, max_num_seqs=len(prompts))
+sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+seconds = []
+for _ in range(repeat + 1):
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    seconds.append(time.perf_counter() - begin)
+print(json.dumps(seconds[1:]))
+"""
+
+
+def plain_vllm(folder: str, prompts: list[tuple[int, ...]], tokens: int) -> list[float]:
+    """Returns the seconds in which vLLM alone answers the same prompts, in a process of its own."""
+    task = json.dumps([folder, prompts, tokens, REPEAT])
+    completed = subprocess.run([sys.executable, "-c", PLAIN], input=task, capture_output=True, text=True, cwd=ROOT)
+    if completed.returncode:
+        raise RuntimeError(f"vLLM alone ended with {completed.returncode}: {completed.stderr[-1000:]}")
+    seconds: list[float] = json.loads(completed.stdout.splitlines()[-1])
+    return seconds
+
+
 def measure(report: Report) -> None:
     """Measures generation, weight updates, sleep and wake-up of the engine."""
     import torch
@@ -64,7 +94,8 @@ def measure(report: Report) -> None:
         generate(1.0)
         seconds = [timed(lambda: generate(1.0)) for _ in range(REPEAT)]
         num_tokens = size.requests * size.tokens
-        report.figure(f"{name}, {size.requests} sequences", [num_tokens / s for s in seconds], "tokens/s")
+        rates = [num_tokens / s for s in seconds]
+        report.figure(f"{name}, {size.requests} sequences", rates, "tokens/s")
         updates = [timed(lambda v=v: engine.update_weights(v, iter(weights))) for v in range(1, REPEAT + 1)]  # type: ignore[misc]
         report.figure(
             f"{name}, update of {nbytes / 1e9:.3f} GB from the host", [nbytes / s / 1e9 for s in updates], "GB/s"
@@ -84,3 +115,11 @@ def measure(report: Report) -> None:
         ) / len(tokens_before)
         report.figure(f"{name}, greedy sequences that are the same again", equal_share, "of 1")
         engine.close()
+        if name != "vllm" or report.small:
+            report.skip("plain vLLM", "it is compared on a card")
+            return
+        with report.piece("plain vLLM"):
+            plain_rates = [num_tokens / s for s in plain_vllm(folder, prompts, size.tokens)]
+            report.figure("plain LLM.generate", plain_rates, "tokens/s")
+            ratio = statistics.median(rates) / statistics.median(plain_rates)
+            report.figure("vllm, of plain LLM.generate", ratio, "of 1")

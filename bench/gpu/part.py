@@ -33,11 +33,20 @@ class Report:
     cards: int
     file: Path
 
-    def figure(self, name: str, values: float | Sequence[float], unit: str) -> None:
-        """Reports a figure; for several values, prints the median and stores their spread."""
+    def figure(self, name: str, values: float | Sequence[float], unit: str, *, of: str = "") -> None:
+        """Reports a figure; for several values, prints the median and stores their spread.
+
+        Args:
+            name: Name of the figure.
+            values: One or several measurements.
+            unit: Their unit.
+            of: Name of the figure of part `ceilings` that limits this figure.
+        """
         figures = spread([values] if isinstance(values, (int, float)) else values)
         print(f"{self.part:11} {name:58} {figures['median']:12.5g} {unit}", flush=True)
-        self._keep({"figure": f"{name} ({unit})" if unit else name, **figures})
+        self._keep(
+            {"figure": f"{name} ({unit})" if unit else name, **figures, **({"of": f"{of} ({unit})"} if of else {})}
+        )
 
     def skip(self, piece: str, why: str) -> None:
         """Reports a skipped measurement with the reason."""

@@ -96,10 +96,10 @@ class Trains(Worker):
 class DeviceHolder(Worker):
     """Worker with weights on its device, as sender or receiver of updates."""
 
-    def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int) -> None:
+    def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int, sync: str = "auto") -> None:
         device = worker_device(self)
         self.held = [(f"t{i}", torch.zeros(elements, dtype=torch.bfloat16, device=device)) for i in range(tensors)]
-        self.sync = make_sync("auto", self, ("sender", 0), receivers, "off")
+        self.sync = make_sync(sync, self, ("sender", 0), receivers, "off")
 
     def give(self, version: int) -> float:
         """Changes all weights and sends them; returns the seconds."""

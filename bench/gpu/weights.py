@@ -1,4 +1,4 @@
-"""Weight sync from a trainer rank to an engine rank, through shared memory of the host."""
+"""Weight sync from a trainer rank to an engine rank on one card, within the card and through the host, and on two cards."""
 
 from __future__ import annotations
 
@@ -23,22 +23,26 @@ def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float
 
 def measure(report: Report) -> None:
     """Measures two ranks on one card, and on two cards if available."""
-    total = 64_000_000 if report.small else 2_000_000_000
-    receiver_cards = {"one card": 0} | ({"two cards": 1} if report.cards > 1 else {})
+    total = 64_000_000 if report.small else 3_000_000_000  # 1.5 billion weights in bfloat16
+    cases = {"one card": (0, "auto", "copy, written"), "one card, by the host": (0, "host", "to the host")}
+    cases |= {"two cards": (1, "auto", "")} if report.cards > 1 else {}
     if report.cards < 2:
         report.skip("from one card to another", "needs two cards")
-    for location, card in receiver_cards.items():
+    for location, (card, sync, ceiling) in cases.items():
         with groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (
             sender,
             receiver,
         ):
             for group in (sender, receiver):
-                group.open([("taker", [0])], TENSORS, total // 2 // TENSORS).wait()
+                group.open([("taker", [0])], TENSORS, total // 2 // TENSORS, sync).wait()
             # The first ones also take memory that later ones use again.
             durations = [update(sender, receiver, version) for version in range(1, 6)][2:]
             report.figure(
-                f"{location}, sending {total / 1e9:g} GB", [total / sent_s / 1e9 for sent_s, _ in durations], "GB/s"
-            )
+                f"{location}, sending {total / 1e9:g} GB", [total / sent_s / 1e9 for sent_s, _ in durations], "GB/s",
+                of=ceiling,
+            )  # fmt: skip
             report.figure(
-                f"{location}, sent, taken in and compared", [total / total_s / 1e9 for _, total_s in durations], "GB/s"
-            )
+                f"{location}, sent, taken in and compared", [total / total_s / 1e9 for _, total_s in durations], "GB/s",
+                of=ceiling,
+            )  # fmt: skip
+            report.figure(f"{location}, the whole update", [total_s for _, total_s in durations], "s")
