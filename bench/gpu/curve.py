@@ -115,7 +115,7 @@ def peer(start: str, output: str, seconds: float, device: str) -> None:
     def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
         return [float(m[0]["content"].strip() == a) for m, a in zip(completions, answer, strict=True)]
 
-    class Clock(TrainerCallback):
+    class RewardClock(TrainerCallback):
         began = 0.0
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
@@ -130,7 +130,7 @@ def peer(start: str, output: str, seconds: float, device: str) -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(start), reward_funcs=right, train_dataset=Dataset.from_list(rows),
-        callbacks=[Clock()],
+        callbacks=[RewardClock()],
         args=GRPOConfig(
             output_dir=str(Path(output).parent / "trl"), use_cpu=device == "cpu", bf16=device != "cpu", max_steps=100000,
             per_device_train_batch_size=batch, gradient_accumulation_steps=1, num_generations=GROUP,

@@ -168,7 +168,7 @@ def train_trl(report: Report, model: Path, shape: Shape, folder: Path) -> list[f
     liger = importlib.util.find_spec("liger_kernel") is not None and not report.small
     ends: list[float] = []
 
-    class Clock(TrainerCallback):
+    class StepClock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             synchronize()
             ends.append(time.perf_counter())
@@ -179,7 +179,7 @@ def train_trl(report: Report, model: Path, shape: Shape, folder: Path) -> list[f
     trainer = SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         train_dataset=Dataset.from_dict({"input_ids": rows}),
-        callbacks=[Clock()],
+        callbacks=[StepClock()],
         args=SFTConfig(
             output_dir=str(folder / "trl"), use_cpu=report.small, bf16=not report.small, use_liger_kernel=liger,
             gradient_checkpointing=False, gradient_accumulation_steps=1 if liger else 4,
