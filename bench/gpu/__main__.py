@@ -36,7 +36,7 @@ from bench.machine import RESULTS, machine
 
 #: Seconds after which a part is ended, in order of worth. On a machine that has not compiled anything yet, vLLM starts in 80.
 PARTS = {
-    "ceilings": 20, "step": 150, "grpo": 260, "curve": 330, "engine": 190, "weights": 60, "training": 150,
+    "ceilings": 20, "step": 150, "grpo": 260, "curve": 330, "engine": 190, "weights": 60, "small": 60, "training": 150,
     "simulation": 110, "lane": 45, "cards": 100,
 }  # fmt: skip
 #: How many times that, on a CPU: what shows that parts run has no speed to show, and may have neighbours.

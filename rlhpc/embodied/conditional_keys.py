@@ -64,6 +64,9 @@ _POLICY_CONDITIONS = (
         _has_model(*_PRETRAINED), f"by policies on a pretrained model: {_TYPE} {', '.join(_PRETRAINED)}",
     ),
     Condition(
+        ("actor.capture_graphs",), lambda cfg: cfg.actor.training_backend.lower() == "local", "by actor.training_backend=local"
+    ),
+    Condition(
         ("actor.model.dtype",),
         lambda cfg: _has_model(*_PRETRAINED)(cfg) or cfg.actor.training_backend.lower() != "local",
         f"by policies on a pretrained model, {_TYPE} {', '.join(_PRETRAINED)}, and by actor.training_backend fsdp, deepspeed",

@@ -254,10 +254,16 @@ class TrainingBackend(abc.ABC):
         metrics = []
         with _explain_out_of_memory(self.blueprint.knobs):
             for index, micro_batch in enumerate(micro_batches):
-                loss_value, micro_batch_metrics = loss(self.called, micro_batch)
-                self._backward(loss_value, last=index == len(micro_batches) - 1)
-                metrics.append({key: metric.detach() for key, metric in micro_batch_metrics.items()})
+                metrics.append(self._run_pass(loss, micro_batch, last=index == len(micro_batches) - 1))
         return metrics
+
+    def _run_pass(
+        self, loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]], micro_batch: Batch, last: bool
+    ) -> Metrics:
+        """Runs one forward and backward pass; returns the metrics, detached."""
+        loss_value, metrics = loss(self.called, micro_batch)
+        self._backward(loss_value, last)
+        return {key: metric.detach() for key, metric in metrics.items()}
 
     @abc.abstractmethod
     def optimizer_step(self, lr: float) -> torch.Tensor:

@@ -17,7 +17,8 @@ from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
-from rlhpc.training.backend import Blueprint, Named, OffloadingBackend, TrainingRanks, tensors_of
+from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, OffloadingBackend, TrainingRanks, tensors_of
+from rlhpc.training.captured_passes import CapturedPasses
 from rlhpc.training.flat_parameters import FlatModule
 
 if TYPE_CHECKING:
@@ -52,7 +53,22 @@ class ReplicatedBackend(OffloadingBackend):
             if policies
             else {"": build_flat()}
         )
+        captures = getattr(actor, "capture_graphs", False) and self.device.type == "cuda"
+        self._captured = CapturedPasses(self._changed_by_passes) if captures else None
         self.prepare_reference()
+
+    def _changed_by_passes(self) -> list[torch.Tensor]:
+        """Returns the tensors that a forward and backward pass changes."""
+        return [*(flat.gradients for flat in self._flats.values()), *self.module.buffers()]
+
+    def _run_pass(
+        self, loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]], micro_batch: Batch, last: bool
+    ) -> Metrics:
+        """Runs one forward and backward pass (`TrainingBackend._run_pass`), by a replay with `actor.capture_graphs`."""
+        run_pass = super()._run_pass
+        if self._captured is None:
+            return run_pass(loss, micro_batch, last)
+        return self._captured.run(loss, micro_batch, lambda static_inputs: run_pass(loss, static_inputs, last))
 
     @property
     def flat(self) -> FlatModule:
@@ -143,6 +159,12 @@ class ReplicatedBackend(OffloadingBackend):
             for policy, flat in self._flats.items():
                 flat.load_state_dict(load_state(folder / _optimizer_file(policy)))
                 flat.zero_grad()
+
+    def park(self) -> int:
+        """Moves this rank's tensors to the host (`OffloadingBackend.park`); captured passes are recorded anew afterwards."""
+        if self._captured is not None:
+            self._captured.clear()
+        return super().park()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to copy and to free (`OffloadingBackend.offloadable_tensors`). Gradients and copies of weights

@@ -223,6 +223,11 @@ class FlatModule:
         """All trainable parameters as one flat view."""
         return self._weights
 
+    @property
+    def gradients(self) -> torch.Tensor:
+        """All gradients as one flat view."""
+        return self._gradients
+
     def named_weights(self) -> dict[str, torch.Tensor]:
         """Returns views of the optimizer's weights, by parameter name."""
         return dict(zip(self.names, self.split(self._weights), strict=True))

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -23,6 +23,7 @@ from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.embodied.models.off_policy import ActorCritic, flatten
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.backend import Named
+from rlhpc.training.captured_passes import CapturedPasses, Record, record_cuda_graph
 from rlhpc.training.data_parallel import OPTIMIZER
 from rlhpc.training.flat_parameters import AdamOptions, FlatModule, Reduce
 from rlhpc.weights import frozen_names
@@ -55,6 +56,10 @@ class TransitionBatch:
     terminations: Tensor
     noise: Tensor
     total: int
+
+    def without_obs(self) -> TransitionBatch:
+        """Returns the batch without observations, which a pass gets flattened."""
+        return replace(self, obs=None, next_obs=None)
 
 
 class TargetNetwork:
@@ -132,6 +137,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         self._sums = self.critic.weights.new_zeros(len(self.critic_metrics) + len(self.actor_metrics))
         self._zero = self._sums.new_zeros(())
         self._counts = [0, 0]
+        self._captured: CapturedPasses | None = None
 
     def build_targets(self) -> dict[str, TargetNetwork]:
         """Builds the target networks by name; by default, only the critics have a target network."""
@@ -191,19 +197,49 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         Returns:
             Loss, mean value and gradient norm, to be summed over the ranks.
         """
+        return self.step_critics(self.critic_gradients(values, next_values, batch, extra_loss))
+
+    def critic_gradients(
+        self, values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the gradients of `fit_critics`; returns the loss and the mean value."""
         total = batch.total
         targets = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * next_values)
         loss = (values - targets).square().sum() / total
         self.critic.zero_grad()
         (loss if extra_loss is None else loss + extra_loss).backward()
+        return {"loss": loss.detach(), "value": values.detach().sum() / (2 * total)}
+
+    def step_critics(self, metrics: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Steps the critics' optimizer; returns the metrics of `critic_gradients` and the gradient norm."""
         norm = self.critic.optimizer_step(self.critic.base_lr * self._lr_factor)
-        return loss.detach(), values.detach().sum() / (2 * total), norm / self._ranks
+        return *metrics.values(), norm / self._ranks
 
     def fit_actor(self, loss: Tensor) -> Tensor:
         """Steps the actor's optimizer; returns the norm of its gradient."""
+        self.actor_gradients(loss)
+        return self.step_actor()
+
+    def actor_gradients(self, loss: Tensor) -> None:
+        """Computes the gradients of the actor."""
         self.actor.zero_grad()
         loss.backward(inputs=self._actor_parameters)  # computes no gradients for the critics
+
+    def step_actor(self) -> Tensor:
+        """Steps the actor's optimizer with the gradients of `actor_gradients`; returns their norm."""
         return self.actor.optimizer_step(self.actor.base_lr * self._lr_factor)
+
+    def run_pass(self, compute: Callable[[Any], dict[str, Tensor]], inputs: Any) -> dict[str, Tensor]:
+        """Runs a forward and backward pass `compute(inputs)`: by a replay, if passes are captured."""
+        return compute(inputs) if self._captured is None else self._captured.run(compute, inputs, compute)
+
+    def capture_passes(self, record: Record = record_cuda_graph) -> None:
+        """Records the passes that go through `run_pass`, and replays them from then on."""
+
+        def changed() -> list[Tensor]:
+            return [self.actor.gradients, self.critic.gradients, *self.policy.buffers()]
+
+        self._captured = CapturedPasses(changed, record)
 
     def _is_skipped(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
         """Returns whether an optimizer step was skipped because of a non-finite gradient, and records it."""

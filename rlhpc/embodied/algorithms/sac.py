@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TargetNetwork, TransitionBatch
 from rlhpc.embodied.models.off_policy import BatchRenorm, CrossQPolicy, SACPolicy
+from rlhpc.training.captured_passes import Record, record_cuda_graph
 from rlhpc.training.flat_parameters import AdamOptions, FlatAdam
 
 if TYPE_CHECKING:
@@ -42,12 +43,16 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
 
     def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the critics towards the reward plus the discounted soft value of the next state (`soft_values`)."""
+        return self.step_critics(self.run_pass(self._critic_pass, (obs, next_obs, batch.without_obs())))
+
+    def _critic_pass(self, inputs: tuple[Tensor, Tensor, TransitionBatch]) -> dict[str, Tensor]:
+        obs, next_obs, batch = inputs
         with torch.no_grad():
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
             next_soft_values = self.soft_values(
                 self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs
             )
-        return self.fit_critics(self.policy.critics(obs, batch.actions.flatten(1)), next_soft_values, batch)
+        return self.critic_gradients(self.policy.critics(obs, batch.actions.flatten(1)), next_soft_values, batch)
 
     def soft_values(self, values: Tensor, logprobs: Tensor) -> Tensor:
         """Returns the smaller of the Q-values `[2, b]`, minus α · log-prob if the targets include the entropy."""
@@ -56,19 +61,24 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor towards higher Q-values and entropy, then steps the temperature."""
-        actions, logprobs = self.policy.head.act(self.policy.actor(obs), batch.noise[1])
-        min_value = self.policy.critics(obs, actions.flatten(1)).amin(0)
-        loss = (self.alpha * logprobs - min_value).sum() / batch.total
-        norm = self.fit_actor(loss)
+        metrics = self.run_pass(self._actor_pass, (obs, batch.without_obs()))
+        norm, entropy = self.step_actor(), metrics["entropy"]
         with torch.no_grad():
-            entropy = -logprobs.detach().sum() / batch.total
             if self.tune and not self.actor.refuses(norm):
                 mean = self._reduce(entropy.clone()) if self._ranks > 1 else entropy
                 # d/d(log α) of −α·(log π + H), Haarnoja et al. 2018b with CleanRL's parametrisation.
                 self._alpha_gradient.copy_((mean - self.target_entropy) * self.alpha)
                 self._alpha_adam.step()
-                self.alpha = self.log_alpha.exp()
-        return loss.detach(), entropy, norm / self._ranks
+                self.alpha.copy_(self.log_alpha.exp())
+        return metrics["loss"], entropy, norm / self._ranks
+
+    def _actor_pass(self, inputs: tuple[Tensor, TransitionBatch]) -> dict[str, Tensor]:
+        obs, batch = inputs
+        actions, logprobs = self.policy.head.act(self.policy.actor(obs), batch.noise[1])
+        min_value = self.policy.critics(obs, actions.flatten(1)).amin(0)
+        loss = (self.alpha * logprobs - min_value).sum() / batch.total
+        self.actor_gradients(loss)
+        return {"loss": loss.detach(), "entropy": -logprobs.detach().sum() / batch.total}
 
     def facts(self) -> dict[str, float]:
         """Returns the temperature."""
@@ -91,7 +101,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         self._alpha_adam.exp_avg.copy_(exp_avg)
         self._alpha_adam.exp_avg_sq.copy_(exp_avg_sq)
         self._alpha_adam.resume_at(int(steps))
-        self.alpha = self.log_alpha.exp()
+        self.alpha.copy_(self.log_alpha.exp())
 
 
 class CrossQUpdate(SacUpdate):
@@ -111,6 +121,11 @@ class CrossQUpdate(SacUpdate):
             if isinstance(module, BatchRenorm) and self._ranks > 1:
                 module.reduce = self._reduce
 
+    def capture_passes(self, record: Record = record_cuda_graph) -> None:
+        """Records passes on a single rank; on several, batch statistics are summed over the ranks within a pass."""
+        if self._ranks == 1:
+            super().capture_passes(record)
+
     def build_targets(self) -> dict[str, TargetNetwork]:
         """Returns {}, because CrossQ has no target networks."""
         return {}
@@ -119,6 +134,10 @@ class CrossQUpdate(SacUpdate):
         """Steps the critics towards the reward plus the discounted soft value of the next state. The critics compute
         this value in the same pass.
         """
+        return self.step_critics(self.run_pass(self._joint_pass, (obs, next_obs, batch.without_obs())))
+
+    def _joint_pass(self, inputs: tuple[Tensor, Tensor, TransitionBatch]) -> dict[str, Tensor]:
+        obs, next_obs, batch = inputs
         with torch.no_grad():
             next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
         actions = torch.cat((batch.actions.flatten(1), next_actions.flatten(1)))
@@ -126,7 +145,7 @@ class CrossQUpdate(SacUpdate):
         joint_values = critics(torch.cat((obs, next_obs)), actions)
         critics.eval()
         predictions, next_values = joint_values[:, : len(obs)], joint_values[:, len(obs) :].detach()
-        return self.fit_critics(predictions, self.soft_values(next_values, logprobs), batch)
+        return self.critic_gradients(predictions, self.soft_values(next_values, logprobs), batch)
 
     def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor in training mode (`SacUpdate.train_actor`)."""

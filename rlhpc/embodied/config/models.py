@@ -71,6 +71,9 @@ class EmbodiedActorConfig:
     over the ranks. Or `module:Class`."""
     micro_batch_size: Annotated[int | None, COUNT, FREE] = None
     """Transitions per forward and backward pass on a rank; null takes the rank's whole part of a minibatch."""
+    capture_graphs: Annotated[bool, FREE] = False
+    """On a CUDA GPU with `training_backend: local`: records forward and backward passes once for each size and replays them,
+    for small policies, whose kernels take longer to start than to run. The policy's pass may not read values on the host."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
     optim: OptimConfig = field(default_factory=OptimConfig)

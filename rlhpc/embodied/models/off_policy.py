@@ -62,8 +62,9 @@ class BatchRenorm(nn.Module):
             return (rows - self.mean) * (self.variance + _EPS).rsqrt() * self.weight + self.bias
         mean, variance = self._batch_statistics(rows)
         normalized_rows = (rows - mean) * (variance + _EPS).rsqrt()
-        if self.batches >= WARM_UP:
-            normalized_rows = self._correct(normalized_rows, mean.detach(), variance.detach())
+        # Chosen on the device, because reading the count would wait for it.
+        corrected_rows = self._correct(normalized_rows, mean.detach(), variance.detach())
+        normalized_rows = torch.where(self.batches >= WARM_UP, corrected_rows, normalized_rows)
         with torch.no_grad():
             self.mean.lerp_(mean, _MOMENTUM)
             self.variance.lerp_(variance, _MOMENTUM)

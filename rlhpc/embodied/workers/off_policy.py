@@ -196,6 +196,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             skip=skips(cfg),
             rank=self.rank,
         )
+        if cfg.actor.capture_graphs and self.device.type == "cuda":
+            self.off_policy.capture_passes()
         buffer = cfg.algorithm.replay_buffer
         self.replay = ReplayBuffer(
             buffer.size, self.receiver.share, slots.num_envs, self.rank, current().service.scratch.spill

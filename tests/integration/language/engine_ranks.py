@@ -34,6 +34,8 @@ from tests.forked import Rank
 class Pipes:
     """A `Link` by pipes; rank 0 has one to each of the others."""
 
+    device_index = 0
+
     def __init__(self, rank: int, size: int, store: str, pipes: list[Connection]) -> None:
         self.rank, self.size, self.ident, self.pipes = rank, size, f"vm:{Path(store).name}", pipes
         self._store = store

@@ -57,7 +57,8 @@ env.eval.simulators env.eval.simulator_timeout_s env.eval.num_episodes env.eval.
 env.eval.real_time_chunking.inference_delay
 
 actor.training_backend actor.global_batch_size actor.micro_batch_size actor.max_tokens_per_micro_batch actor.use_remove_padding
-actor.enable_dp_load_balance actor.offload_in_rollout actor.enable_offload actor.parallel.* actor.lora.rank
+actor.enable_dp_load_balance actor.compile actor.kernels actor.offload_in_rollout actor.enable_offload actor.parallel.*
+actor.lora.rank
 actor.model.model_type actor.model.kwargs actor.model.num_action_chunks actor.model.log_std_init
 actor.model.normalize_observations actor.model.gradient_checkpointing
 actor.model.router_aux_loss_coef actor.model.freeze_vision actor.model.value_head
@@ -65,6 +66,7 @@ actor.optim.*
 """
 #: Keys that one kind of run always reads, and another under a condition.
 SOMETIMES_READ = """
+actor.capture_graphs
 actor.model.activation actor.model.attn_implementation actor.model.critic_hidden_sizes actor.model.dtype
 actor.model.hidden_sizes actor.model.model_path actor.model.trust_remote_code algorithm.adv_type algorithm.gamma
 algorithm.normalize_advantages algorithm.tis_cap algorithm.value_coef env.train.reward_scale data.train.path data.train.split

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlhpc.embodied.algorithms.registry import algorithm_for
+from rlhpc.embodied.models.off_policy import WARM_UP
 from tests.unit.embodied.algorithms.networks import (
     ALGORITHMS,
     OPTIM,
@@ -16,6 +17,7 @@ from tests.unit.embodied.algorithms.networks import (
     batch,
     policy,
 )
+from tests.unit.training.test_captured_passes import record
 
 
 @pytest.mark.parametrize(
@@ -67,3 +69,35 @@ def test_updates_equal_those_of_a_plain_implementation(name, changes, layer_norm
             again = plain.critic(networks, i)
             for mine, other in zip(again.parameters(), critic.parameters(), strict=True):
                 torch.testing.assert_close(mine, other, **close)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("sac", {}), ("sac", {"critic_actor_ratio": 2}), ("crossq", {"critic_actor_ratio": 3}), ("td3", {}), ("iql", {})],
+)
+def test_replayed_updates_are_the_updates(name, changes):
+    """Bit for bit, with a stand-in for a device's graphs; one recording for each kind of pass. CrossQ's correction, which sets
+    in after some batches, is in the recording, too."""
+    recordings = []
+
+    def counted(compute):
+        recordings.append(compute)
+        return record(compute)
+
+    states = []
+    for captures in (False, True):
+        torch.manual_seed(3)
+        ours, alg = policy(model_type=name), algorithm(**changes)
+        update = ALGORITHMS[name][0](alg, OPTIM, ours)
+        if captures:
+            update.capture_passes(counted)
+        if name == "crossq":
+            for module in ours.modules():
+                if hasattr(module, "batches"):
+                    module.batches += WARM_UP - 2
+        for number in range(1, 7):
+            update.step(batch(number))
+        states.append((update.metrics(), {key: value.clone() for key, value in ours.state_dict().items()}))
+    assert states[0][0] == states[1][0]
+    assert all(torch.equal(states[1][1][key], value) for key, value in states[0][1].items())
+    assert len(recordings) == (0 if name == "iql" else 2)

@@ -108,7 +108,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         counts = RolloutCounts(0, SLOTS * DECISIONS, dict.fromkeys(DropReason, 0))
         answers = {
             "init_worker": SPACES, "interact": report([]), "generate": {"busy_s": 0.5}, "receive": counts,
-            "update": {"policy_loss": 0.5, "update_s": 2.0}, "evaluate": {"return_mean": 7.0}, **answers,
+            "update": {"policy_loss": 0.5, "update_s": 2.0}, "evaluate": [{"return": 7.0, "length": 3.0}], **answers,
         }  # fmt: skip
         groups = [Group(name, calls, **answers) for name in ("actor", "rollout", "env")]
         runner = cls(cfg, *groups)
@@ -162,7 +162,7 @@ def test_colocated_groups_take_turns_on_the_accelerator(make: Any) -> None:
     to_actor = ["rollout.offload", "rollout.release_observations", "env.offload", "actor.reload"]
     assert runner.calls == [*SYNC, "actor.offload", "rollout.reload", *PLAY, *to_actor, "actor.update"]
     runner.calls.clear()
-    assert runner.loop.evaluate(1) == {"return_mean": 7.0}
+    assert runner.loop.evaluate(1) == [[{"return": 7.0, "length": 3.0}]]
     assert runner.calls == [*SYNC, "actor.offload", "rollout.reload", "rollout.evaluate", *to_actor]
 
 
