@@ -92,7 +92,7 @@ class _Told:
 class _Draws:
     """An engine that draws the same token for ever."""
 
-    capacity, can_drop, can_score, context, chunk = 1, False, False, 0, 0
+    capacity, can_drop, can_score, context, chunk, choices = 1, False, False, 0, 0, 0
 
     def __init__(self, token: int) -> None:
         self.token = token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,13 @@ from omegaconf import OmegaConf
 from rlhpc import ConfigError
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import EvalEnvConfig, RealTimeEvalEnvConfig
-from rlhpc.embodied.evaluation.episodes import RealTime, evaluate_policy, real_time
+from rlhpc.embodied.evaluation.episodes import (
+    RealTime,
+    evaluate_policy,
+    evaluation_metrics,
+    evaluation_rows,
+    real_time,
+)
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.models.base import Policy
 
@@ -97,3 +104,19 @@ def test_an_older_configuration_waits() -> None:
 def test_what_does_not_fit_is_one_message(model: dict[str, Any], section: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         evaluate_policy(policy(**model), pendulum(**section), seed=1)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_ranks_play_the_episodes_that_one_rank_plays(parts: int) -> None:
+    """A slot's number among all slots seeds its environment and its policy's noise, whichever rank has it; there may be more
+    ranks than slots."""
+    section = pendulum()
+    section.num_envs, section.num_episodes = 5, 12
+    cfg: Any = SimpleNamespace(env=SimpleNamespace(eval=section), runner=SimpleNamespace(seed=1, on_nonfinite="stop"))
+    whole = evaluate_policy(policy(), section, seed=1)
+    rows = [evaluation_rows(cfg, policy(), 1, torch.device("cpu"), part, parts) for part in range(parts)]
+    assert sum(len(part or []) for part in rows) == 12
+    metrics = evaluation_metrics(cfg, rows)
+    assert metrics == pytest.approx({name: whole[name] for name in metrics}, rel=1e-6)
+    assert {"return_mean", "return_std", "episodes", "seed"} <= metrics.keys()
+    assert evaluation_metrics(cfg, [rows[0], None]) == {"nonfinite": 1.0}

@@ -1,13 +1,15 @@
-"""Which steps ranks that joined are given, without processes."""
+"""Which steps ranks that joined are given, and who evaluates what, without processes."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.runners.rollout_sources import JoinedEnvRanks
+from rlhpc.embodied.runners.rollout_sources import JoinedEnvRanks, RolloutSources
+from rlhpc.runtime.errors import ChannelError
 
 
 class Group:
@@ -72,3 +74,34 @@ def test_what_is_left_by_one_that_goes_is_asked_of_others_with_the_weights_that_
     assert env.calls == [("play", (3, 7, 0, 5, False))] and not actor.calls, "it has these weights"
     made.assign(6)
     assert len(env.calls) == 1, "nothing is left"
+
+
+class Evaluating:
+    """A rollout group of which some ranks are lost when they are asked for the results of their part."""
+
+    name = "rollout"
+
+    def __init__(self, lost: set[int]) -> None:
+        self.lost, self.calls = lost, list[tuple[int, int, int]]()
+
+    def execute_on(self, rank: int) -> Evaluating:
+        self.rank = rank
+        return self
+
+    def evaluate(self, part: int, parts: int) -> Any:
+        self.calls.append((self.rank, part, parts))
+        rows = [] if self.rank in self.lost else [[{"return": float(part)}]]
+        return SimpleNamespace(wait=lambda timeout: rows)
+
+
+def test_each_acting_rank_evaluates_a_part_and_another_plays_that_of_a_lost_one() -> None:
+    sources: Any = RolloutSources.__new__(RolloutSources)
+    sources._rollout_group, sources._timeout = Evaluating({2, 4}), 5.0
+    sources.slots = SimpleNamespace(acting_ranks=[0, 2, 3, 4])
+    wait = sources.evaluate()
+    assert sources._rollout_group.calls == [(0, 0, 4), (2, 1, 4), (3, 2, 4), (4, 3, 4)], "all at once"
+    assert wait() == [[{"return": float(part)}] for part in range(4)], "in the order of the parts"
+    assert sources._rollout_group.calls[4:] == [(0, 1, 4), (0, 3, 4)]
+    sources._rollout_group = Evaluating({0, 2, 3, 4})
+    with pytest.raises(ChannelError, match="all ranks of rollout ended during an evaluation"):
+        sources.evaluate()()

@@ -198,8 +198,11 @@ class _Sleeper:
     def sleep(self, level: int, mode: str) -> None:
         self.events.append(("sleep", level, mode))
 
-    def wake_up(self) -> None:
-        self.events.append("wake")
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.events.append("wake" if tags is None else ("wake", *tags))
+
+    def is_sleeping(self) -> bool:
+        return bool(self.events) and self.events[-1] != "wake" and not isinstance(self.events[-1], bool)
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> None:
         self.events.append(("reset", reset_running_requests))
@@ -225,6 +228,41 @@ def test_an_engine_keeps_the_weights_that_no_update_brings(apart: bool) -> None:
         engine.reload()
     assert sleeper.events == [("sleep", 1 if apart else 2, "keep"), "wake", ("reset", True)] * 2
     assert bool(engine._update_error) is not apart
+    sleeper.events.clear()
+    engine.offload()
+    engine.reload_weights()
+    assert not engine.can_compute and sleeper.events[-1] == ("wake", "weights")
+
+
+def test_vllm_wakes_its_weights_alone_and_the_rest_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is mapped already is not mapped again; the executor sleeps until its cache is there, too; and the worker restores
+    its buffers with the weights."""
+    import inspect as inspection
+
+    from vllm.device_allocator import cumem
+    from vllm.v1.executor import abstract
+    from vllm.v1.worker import gpu_worker
+
+    mapped: list[int] = []
+    monkeypatch.setattr(cumem, "create_and_map", lambda handle: mapped.append(handle[0]), raising=False)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    allocator = cumem.CuMemAllocator.__new__(cumem.CuMemAllocator)
+    allocator.pointer_to_data = {
+        number: SimpleNamespace(handle=(number, 8), tag=tag, is_asleep=True, cpu_backup_tensor=None)
+        for number, tag in enumerate(("weights", "kv_cache", "weights"))
+    }
+    allocator.wake_up(["weights"])
+    assert mapped == [0, 2]
+    allocator.wake_up(None)
+    assert mapped == [0, 2, 1]
+    defined = dict.fromkeys(abstract.Executor.__abstractmethods__, lambda *arguments, **options: None)
+    executor: Any = object.__new__(type("Some", (abstract.Executor,), defined))
+    executor.sleeping_tags = set(abstract.SLEEP_TAGS)
+    executor.wake_up(["weights"])
+    assert executor.is_sleeping
+    executor.wake_up(None)
+    assert not executor.is_sleeping
+    assert '"weights" in tags' in inspection.getsource(gpu_worker.Worker.wake_up)
 
 
 def test_vllm_keeps_weights_on_the_host_at_level_1_alone(monkeypatch: pytest.MonkeyPatch) -> None:
