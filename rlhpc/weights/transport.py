@@ -406,9 +406,9 @@ class BroadcastSync:
         """Makes the next version complete (`WeightSync.forget`)."""
         self._endpoint.forget()
 
-    def require_readers(self) -> None:
+    def require_readers(self, is_required: bool = True) -> None:
         """Makes a sender wait for receivers that have not begun to read, rather than write the whole version beforehand."""
-        self._endpoint.requires_readers = True
+        self._endpoint.requires_readers = is_required
 
 
 class HostSync(BroadcastSync):

@@ -508,6 +508,11 @@ class AsyncLoop(GrpoLoop):
         return rollout
 
 
+#: Bytes of an accelerator that must be free beside the actor's memory and an engine's weights: for parts of an update on their
+#: way, and for what the engine needs to load them.
+_SPARE_BYTES = 2 << 30
+
+
 class ColocatedLoop(GrpoLoop):
     """Colocated loop (`actor.offload_in_rollout`): the groups use the same accelerators one after the other.
 
@@ -551,15 +556,20 @@ class ColocatedLoop(GrpoLoop):
     def _send_in_turn(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
         """Sends the weights of a step to engines that are offloaded.
 
-        Engines on the actor's accelerators receive the weights there: they reload the memory of their weights beside the
-        actor's, and the rest of their memory when the actor is offloaded. Other engines receive the weights when they are
-        reloaded.
+        Engines on the actor's accelerators receive the weights there, if their memory suffices: they reload the memory of
+        their weights beside the actor's, and the rest of their memory when the actor is offloaded. Other engines receive the
+        weights when they are reloaded.
         """
         groups, timeout = self.groups, self.timeout
-        if groups.shares_accelerators:
+        takes_at_once = groups.shares_accelerators and min(groups.actor.release_cache().wait(timeout)) > _SPARE_BYTES
+        if takes_at_once:
             groups.rollout.reload_weights().wait(timeout)
-        handles = [groups.actor.sync_weights(step, groups.replicas.ranks, trial=trial, perturbed=perturbed)]
-        if groups.shares_accelerators:
+        handles = [
+            groups.actor.sync_weights(
+                step, groups.replicas.ranks, trial=trial, perturbed=perturbed, engines_wait=takes_at_once
+            )
+        ]
+        if takes_at_once:
             handles.append(groups.replicas.step_group().take_update(step))
         for handle in handles:
             handle.wait(timeout)

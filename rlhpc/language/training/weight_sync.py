@@ -412,9 +412,19 @@ class ActorWeights:
             ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
             self._reference = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
 
-    def send(self, version: int, ranks: Sequence[int], probe: Probe | None) -> None:
-        """Sends the weights and the probe to rollout ranks; frozen weights are sent once, and again if the ranks change."""
+    def send(self, version: int, ranks: Sequence[int], probe: Probe | None, *, engines_wait: bool = False) -> None:
+        """Sends the weights and the probe to rollout ranks; frozen weights are sent once, and again if the ranks change.
+
+        Args:
+            version: Version of the weights.
+            ranks: Ranks of the rollout group.
+            probe: The probe; None for none.
+            engines_wait: Whether all engines receive the weights while they are sent, so that no more than a few parts need
+                memory at once.
+        """
         self._choose_receivers(list(ranks))
+        if isinstance(self._sync, BroadcastSync):
+            self._sync.require_readers(engines_wait)
         frozen_names = self._frozen_names()
         self._announce(ranks, probe)
         self._send_to_engines(self._sync, version, self._sent_names, frozen_names)
@@ -481,10 +491,7 @@ class ActorWeights:
         if not ranks or (self._worker.rank != source and not self._by_shards):
             return None
         receivers = [(prompts.rollout_name, ranks)]
-        sync = make_sync(self._name, self._worker, (prompts.actor_name, source), receivers, delta)
-        if prompts.sources and self._cfg.actor.offload_in_rollout and isinstance(sync, BroadcastSync):
-            sync.require_readers()  # they take the weights before the actor is offloaded
-        return sync
+        return make_sync(self._name, self._worker, (prompts.actor_name, source), receivers, delta)
 
     def _choose_receivers(self, ranks: list[int]) -> None:
         """Creates a new weight sync if the receivers have changed; the next update is then complete for all receivers."""

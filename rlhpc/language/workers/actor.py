@@ -21,6 +21,7 @@ from rlhpc.language.models.micro_batching import Parts, balance_across_ranks, sp
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import ModelTrainer
 from rlhpc.runs.device import seed_process
+from rlhpc.runtime.devices import empty_cache
 
 STATE = "{section}-{rank}.pt"
 #: Number of held-out rows that are evaluated at once, in multiples of the rows of a training step.
@@ -295,6 +296,22 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         saved_state = load_state(files[0] if files[0].is_file() else files[1])
         set_rng_state(saved_state["rng"])
         self.version = int(saved_state["version"])
+
+    def release_cache(self) -> float:
+        """Returns memory that torch has cached to the accelerator, for another process.
+
+        Returns:
+            Bytes that are free on the accelerator beyond those of all weights in the dtype of the computation; infinite on a
+            CPU.
+        """
+        empty_cache()
+        device, blueprint = self.backend.device, self.backend.blueprint
+        if device.type == "cpu":
+            return math.inf
+        parameters = self.backend.backend.module.parameters()
+        # DeepSpeed empties parameters that are divided among ranks.
+        count = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
+        return float(torch.accelerator.get_memory_info(device)[0] - count * blueprint.dtype.itemsize)
 
     def offload(self) -> None:
         """Moves all tensors to the host."""

@@ -172,7 +172,15 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def sync_weights(self, version: int, ranks: Sequence[int], *, trial: bool = False, perturbed: bool = False) -> None:
+    def sync_weights(
+        self,
+        version: int,
+        ranks: Sequence[int],
+        *,
+        trial: bool = False,
+        perturbed: bool = False,
+        engines_wait: bool = False,
+    ) -> None:
         """Sends the weights to rollout ranks; frozen weights are sent once, and again if the ranks change.
 
         Args:
@@ -180,11 +188,12 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             ranks: Ranks of the rollout group.
             trial: Whether to omit the probe, because the trainer will score the engines' samples (`score_probe_samples`).
             perturbed: Whether to send perturbed weights (`TrainingBackend.perturbed`).
+            engines_wait: Whether all engines receive the weights while they are sent.
         """
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         with self._probed_weights(perturbed):  # the last bucket needs all weights until it is written
-            self.weights.send(version, ranks, None if trial else self._probe(version))
+            self.weights.send(version, ranks, None if trial else self._probe(version), engines_wait=engines_wait)
 
     def score_probe_samples(
         self, texts: Sequence[tuple[Sequence[int], int | None]], perturbed: bool = False

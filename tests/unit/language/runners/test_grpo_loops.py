@@ -22,6 +22,7 @@ from rlhpc.metrics import PhaseTimers
 
 TRAINED = {"loss": 0.5, "tokens": 8.0, "updates": 2.0, "update_s": 4.0, "late_score_s": 1.0, "proof_s": 0.5}
 RESULTS: dict[str, list[Any]] = {
+    "release_cache": [8e9, 9e9],
     "receive": [{"score_s": 2.0}, {"score_s": 3.0}],
     "update": [TRAINED],
     "generate": [{"tokens": 8.0, "cpu_s": 1.0}],
@@ -198,14 +199,26 @@ def test_engines_on_the_actors_accelerators_take_the_weights_before_it_leaves(ev
     loop = loop_of(events, offload=True, shares=True, critic=False)
     loop.begin(2)
     handed_over = [
-        "rollout.reload_weights()", "rollout.reload_weights() done", "actor.sync_weights({0})", "rollout.take_update({0})",
-        "actor.sync_weights({0}) done", "rollout.take_update({0}) done", "actor.offload()", "actor.offload() done",
+        "actor.release_cache()", "actor.release_cache() done", "rollout.reload_weights()", "rollout.reload_weights() done",
+        "actor.sync_weights({0})", "rollout.take_update({0})", "actor.sync_weights({0}) done",
+        "rollout.take_update({0}) done", "actor.offload()", "actor.offload() done",
     ]  # fmt: skip
     assert events == [event.format(2) for event in handed_over]
     events.clear()
     loop.step(3, PhaseTimers())
-    assert events[-8:] == [event.format(3) for event in handed_over]
-    assert events.index("actor.update(3) done") < events.index("rollout.reload_weights()"), "activations are gone"
+    assert events[-10:] == [event.format(3) for event in handed_over]
+    assert events.index("actor.update(3) done") < events.index("actor.release_cache()"), "activations are gone"
+
+
+def test_engines_for_whose_weights_there_is_no_memory_take_them_later(
+    events: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RESULTS, "release_cache", [8e9, 1e9])
+    loop = loop_of(events, offload=True, shares=True, critic=False)
+    loop.begin(2)
+    assert [event for event in events if not event.endswith("done")] == [
+        "actor.release_cache()", "actor.sync_weights(2)", "actor.offload()",
+    ]  # fmt: skip
 
 
 def test_engines_get_the_weights_again_after_an_evaluation_in_turn(
