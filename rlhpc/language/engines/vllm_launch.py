@@ -8,6 +8,8 @@ import glob
 import itertools
 import logging
 import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,6 +96,34 @@ log = logging.getLogger(__name__)
 #: Logs a warning the first time that it is called with a text.
 _warn_once = functools.cache(log.warning)
 
+
+class _PhaseLines(logging.Handler):
+    """Handler that copies vLLM's lines about the durations of its start to this module's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if _DURATION.search(text):
+            log.info("vLLM: %s", text)
+
+
+@contextmanager
+def logged_phases() -> Iterator[None]:
+    """Logs what vLLM says of the phases of its start within the block; its other lines keep the user's level."""
+    logger, handler = logging.getLogger("vllm"), _PhaseLines()
+    level, handler_levels = logger.level, [(other, other.level) for other in logger.handlers]
+    for other, other_level in handler_levels:
+        other.setLevel(max(level, other_level))
+    logger.setLevel(min(level, logging.INFO) or logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        for other, other_level in handler_levels:
+            other.setLevel(other_level)
+
+
 #: Environment variables for vLLM, unless the user sets them.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -101,6 +131,10 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
 }
+#: Arguments that say themselves for which batches graphs are captured.
+_CAPTURE_SETTINGS = {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "compilation_config", "enforce_eager"}
+#: Text of a line about a phase.
+_DURATION = re.compile(r"\b(took|takes|finished in)\b.*\d")
 #: Default limit of the CPU build's cache.
 _CPU_CACHE_BYTES = 4 << 30
 #: Minimum number of tokens that the CPU build computes in a step.
@@ -144,6 +178,7 @@ class VLLMProcess:
             os.environ.setdefault(name, setting)
         if cache := cache_folder():
             os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
+        started_at = time.monotonic()
         try:
             from vllm import EngineArgs, LLMEngine
             from vllm.platforms import current_platform
@@ -152,6 +187,7 @@ class VLLMProcess:
             raise ConfigError(
                 f"rollout.rollout_backend is 'vllm', which cannot be imported ({first_line(error)}): pip install 'rlhpc[vllm]'"
             ) from None
+        import_s = time.monotonic() - started_at
         self._on_cpu = bool(current_platform.is_cpu())
         if self._on_cpu != options.device.startswith("cpu") or not current_platform.device_type:
             build_device = (
@@ -196,6 +232,9 @@ class VLLMProcess:
                 )
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(config.get_text_config(), options)
+        elif options.max_batch_size and _CAPTURE_SETTINGS.isdisjoint(options.engine_kwargs):
+            # No decoding step has more sequences; vLLM would capture graphs of up to twice as many.
+            arguments["max_cudagraph_capture_size"] = options.max_batch_size
         arguments.update(options.engine_kwargs)
         if (
             max(int(arguments.get(f"{parallelism}_parallel_size", 1)) for parallelism in ("tensor", "pipeline", "data"))
@@ -218,7 +257,7 @@ class VLLMProcess:
                 **({"enable_expert_parallel": True} if options.expert_parallel else {}),
                 **({} if self._on_cpu or sees_all_devices(self._link.size) else {"disable_custom_all_reduce": True}),
             }
-        with restored_process(), group_rank_environment(self._link), self._errors_with_settings():
+        with restored_process(), group_rank_environment(self._link), self._errors_with_settings(), logged_phases():
             if self._has_images:
                 register_images(config, options.model_path, options.trust_remote_code)
             try:
@@ -226,6 +265,8 @@ class VLLMProcess:
             except TypeError as error:
                 raise ConfigError(f"rollout.engine_kwargs: {error}") from None
             self._engine: Any = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
+        total_s = time.monotonic() - started_at
+        log.info("vLLM has started in %.1f s, of which its import took %.1f s", total_s, import_s)
 
     @contextmanager
     def _errors_with_settings(self) -> Iterator[None]:

@@ -61,6 +61,8 @@ class EngineArgs:
     use_tqdm_on_load: bool
     enable_sleep_mode: bool
     enforce_eager: bool = False
+    max_cudagraph_capture_size: int | None = None
+    cudagraph_capture_sizes: list[int] | None = None
     enable_chunked_prefill: bool = True
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None

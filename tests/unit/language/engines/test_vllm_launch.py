@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -98,6 +99,57 @@ def test_a_gpu_build_has_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch)
     assert (arguments.model, arguments.dtype, arguments.seed) == ("models/small", "bfloat16", 3)
     assert arguments.enable_sleep_mode and not arguments.enforce_eager and arguments.max_num_seqs is None
     assert (arguments.gpu_memory_utilization, arguments.max_num_batched_tokens) == (0.4, 512)
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"max_batch_size": 96}, 96),
+        ({}, None),
+        ({"max_batch_size": 96, "engine_kwargs": {"max_cudagraph_capture_size": 8}}, 8),
+        ({"max_batch_size": 96, "engine_kwargs": {"enforce_eager": True}}, None),
+        ({"max_batch_size": 96, "engine_kwargs": {"cudagraph_capture_sizes": [1, 2]}}, None),
+    ],
+    ids=str,
+)
+def test_graphs_are_captured_for_batches_of_the_runs_size(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], size: int | None
+) -> None:
+    fake_vllm.install(monkeypatch, "cuda")
+    assert build(device="cuda:0", **options)._engine.arguments.max_cudagraph_capture_size == size
+    fake_vllm.install(monkeypatch)
+    assert build(max_batch_size=96)._engine.arguments.max_cudagraph_capture_size is None, "on the CPU"
+
+
+def test_the_phases_of_a_start_are_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of vLLM's lines that say what took how long; its own handler shows what it showed before."""
+    logger, shown = logging.getLogger("vllm"), list[str]()
+
+    class Shown(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record.getMessage())
+
+    own = Shown(logging.NOTSET)
+    monkeypatch.setattr(logger, "handlers", [own])
+    monkeypatch.setattr(logger, "level", logging.ERROR)
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    with caplog.at_level(logging.INFO, logger=vllm_launch.__name__), vllm_launch.logged_phases():
+        inner = logging.getLogger("vllm.v1.worker")
+        inner.info("Loading weights took %.2f seconds", 1.5)
+        inner.info("Using a backend")
+        inner.error("it took 3 attempts to fail")
+    assert [record.getMessage() for record in caplog.records if record.name == vllm_launch.__name__] == [
+        "vLLM: Loading weights took 1.50 seconds", "vLLM: it took 3 attempts to fail",
+    ]  # fmt: skip
+    assert shown == ["it took 3 attempts to fail"]
+    assert logger.handlers == [own] and own.level == logging.NOTSET and logger.level == logging.ERROR
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger=vllm_launch.__name__):
+        fake_vllm.install(monkeypatch)
+        build()
+    assert any("vLLM has started in" in record.getMessage() for record in caplog.records)
 
 
 # -- refused settings
