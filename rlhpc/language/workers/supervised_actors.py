@@ -38,7 +38,7 @@ from rlhpc.language.evaluation.reward_model import (
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import Pictures, TokenBatch
 from rlhpc.language.models.value_head import last_values
-from rlhpc.language.rollout.engine_group import EngineWeights
+from rlhpc.language.rollout.engine_group import EngineWeights, ranks_of_engine
 from rlhpc.language.rollout.preflight import open_demonstrations, open_pairs
 from rlhpc.language.rollout.validation import Row, Validation
 from rlhpc.language.scoring.reward_aggregator import make_local_judging
@@ -83,6 +83,11 @@ class EvaluationWorker(Worker):
     def forks(cls, cfg: SftConfig) -> bool:
         """Returns whether the engine's rank may be started by fork."""
         return forkable(cfg.rollout.rollout_backend)
+
+    @classmethod
+    def ranks_sharing_devices(cls, cfg: SftConfig) -> int:
+        """Returns the number of ranks of an engine (`LanguageRolloutWorker.ranks_sharing_devices`)."""
+        return ranks_of_engine(answering_config(cfg))
 
     def close(self) -> None:
         """Ends the engine, its processes, and the judges."""
