@@ -39,6 +39,11 @@ def record_cuda_graph(compute: Callable[[], Outputs]) -> tuple[Callable[[], None
     return graph.replay, outputs
 
 
+def captures_graphs(device: torch.device) -> bool:
+    """Returns whether passes on a device can be recorded."""
+    return device.type == "cuda"
+
+
 class CapturedPasses:
     """Passes that are recorded at their first call, one for each function and layout of the inputs.
 

@@ -18,7 +18,7 @@ from rlhpc.runtime.devices import moved
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
 from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, OffloadingBackend, TrainingRanks, tensors_of
-from rlhpc.training.captured_passes import CapturedPasses
+from rlhpc.training.captured_passes import CapturedPasses, captures_graphs
 from rlhpc.training.flat_parameters import FlatModule
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ReplicatedBackend(OffloadingBackend):
             if policies
             else {"": build_flat()}
         )
-        captures = getattr(actor, "capture_graphs", False) and self.device.type == "cuda"
+        captures = getattr(actor, "capture_graphs", False) and captures_graphs(self.device)
         self._captured = CapturedPasses(self._changed_by_passes) if captures else None
         self.prepare_reference()
 

@@ -126,7 +126,6 @@ class WeightSender:
 
     Attributes:
         transport: Sender side of the transport.
-        requires_readers: Whether the receivers read each version while it is sent, so that the sender may wait for them.
     """
 
     def __init__(
@@ -140,7 +139,6 @@ class WeightSender:
         self._src, self._receivers, self._delta = (worker.group_name, worker.rank), receivers, delta
         self._chunk_bytes = chunk_bytes
         self._publisher: Publisher | None = None
-        self.requires_readers = False
         self.transport = TransportSender(self._src, transport)
 
     def forget(self) -> None:
@@ -149,13 +147,21 @@ class WeightSender:
         if self._publisher is not None:
             self._publisher.forget()
 
-    def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
+    def send(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        *,
+        frozen: Container[str] = (),
+        requires_readers: bool = False,
+    ) -> None:
         """Sends one version.
 
         Args:
             version: Version of the weights.
             tensors: Names and tensors; each tensor is released before the next chunk begins.
             frozen: Names of tensors that are not trained.
+            requires_readers: Whether the receivers read the version while it is sent, so that the sender may wait for them.
         """
         context = current()
         receivers = [(group, rank) for group, ranks in self._receivers for rank in ranks if (group, rank) != self._src]
@@ -165,7 +171,7 @@ class WeightSender:
             )
         slots, depth = _assign_slots(context, receivers)
         window = _build_window(context, [*slots], MAX_UNREAD_CHUNKS + depth)
-        if self.requires_readers:
+        if requires_readers:
             window.start_all()
         self.transport.begin_version([*slots], window.all_started)
         pending_waits: list[Callable[[], None]] = []  # wait until all receivers have the announcement
@@ -388,6 +394,7 @@ class BroadcastSync:
         complete_updates: bool = False,
     ) -> None:
         self._endpoint: Any
+        self._requires_readers = False
         if (worker.group_name, worker.rank) == tuple(src):
             self._endpoint = WeightSender(worker, receivers, delta, self.chunk_bytes, self.transport)
         else:
@@ -395,7 +402,7 @@ class BroadcastSync:
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
         """Sends a version to all receivers (`WeightSync.send`)."""
-        self._endpoint.send(version, tensors, frozen=frozen)
+        self._endpoint.send(version, tensors, frozen=frozen, requires_readers=self._requires_readers)
 
     def receive(self) -> Update:
         """Waits for the next version (`WeightSync.receive`)."""
@@ -408,7 +415,7 @@ class BroadcastSync:
 
     def require_readers(self, is_required: bool = True) -> None:
         """Makes a sender wait for receivers that have not begun to read, rather than write the whole version beforehand."""
-        self._endpoint.requires_readers = is_required
+        self._requires_readers = is_required
 
 
 class HostSync(BroadcastSync):

@@ -358,6 +358,7 @@ NAMING_CUDA = {
     "rlhpc/jobs/doctor/torch_probe.py": "tries NCCL and each card by itself",
     "rlhpc/runtime/comm/cuda_device.py": "shares its memory and events between processes, which no other kind in torch does",
     "rlhpc/runtime/devices.py": "a build of torch for none says so by the version of CUDA",
+    "rlhpc/training/captured_passes.py": "records CUDA graphs",
 }
 
 

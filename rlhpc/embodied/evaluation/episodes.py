@@ -116,7 +116,7 @@ log = logging.getLogger(__name__)
 #: Maximum number of decisions per episode; an evaluation with a longer episode raises an error.
 _MAX_DECISIONS = 1_000_000
 #: Maximum number of decisions per episode if the environment has no time limit.
-MAX_WITHOUT_LIMIT = 20_000
+_MAX_WITHOUT_LIMIT = 20_000
 #: Maximum number of failed episodes in a slot that are replaced; more failures raise an error.
 _MAX_FAILURES = 20
 
@@ -344,7 +344,7 @@ def play(
     rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
     num_finished, steps_since_reset = np.zeros_like(quota), np.zeros_like(quota)
     failures, episodes = np.zeros_like(quota), np.zeros_like(quota)
-    max_decisions = _MAX_DECISIONS if env.max_episode_steps != 0 else MAX_WITHOUT_LIMIT
+    max_decisions = _MAX_DECISIONS if env.max_episode_steps != 0 else _MAX_WITHOUT_LIMIT
     num_env_steps = 0
     obs, _ = env.reset()
     while steps_since_reset.max() < max_decisions:

@@ -30,6 +30,7 @@ from rlhpc.embodied.workers.rollout import ActingWorker
 from rlhpc.runs.device import settle
 from rlhpc.runtime.comm.context import current
 from rlhpc.training.backend import Named
+from rlhpc.training.captured_passes import captures_graphs
 
 
 class IncompleteRows:
@@ -196,7 +197,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             skip=skips(cfg),
             rank=self.rank,
         )
-        if cfg.actor.capture_graphs and self.device.type == "cuda":
+        if cfg.actor.capture_graphs and captures_graphs(self.device):
             self.off_policy.capture_passes()
         buffer = cfg.algorithm.replay_buffer
         self.replay = ReplayBuffer(

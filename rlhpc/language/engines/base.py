@@ -100,6 +100,8 @@ class RolloutBackend(abc.ABC):
     """Whether the engine can end single requests and return the tokens of running ones (`drop`, `so_far`)."""
     can_score: bool = False
     """Whether the engine can compute the log-probs of a text (`score`)."""
+    can_compute: bool = True
+    """False between `reload_weights` and `reload` if the engine then has no memory for its cache."""
     takes_partial_updates: bool = False
     """Whether `update_weights` accepts `complete=False` and changed `Elements` of tensors."""
     takes_shards: bool = False
@@ -162,11 +164,6 @@ class RolloutBackend(abc.ABC):
         memory on the accelerator. An engine that cannot compute before `reload` says so by `can_compute`.
         """
         self.reload()
-
-    @property
-    def can_compute(self) -> bool:
-        """False between `reload_weights` and `reload` if the engine then has no memory for its cache."""
-        return True
 
     @abc.abstractmethod
     def close(self) -> None:

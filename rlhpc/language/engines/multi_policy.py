@@ -139,7 +139,7 @@ class MultiPolicyEngine(RolloutBackend):
             engine.reload_weights()
 
     @property
-    def can_compute(self) -> bool:
+    def can_compute(self) -> bool:  # type: ignore[override]
         """True if all engines can compute; see `RolloutBackend.can_compute`."""
         return all(engine.can_compute for engine in self._engines)
 

@@ -315,7 +315,7 @@ class VLLMProcess:
                 self._engine.wake_up(["weights"])
 
     @property
-    def can_compute(self) -> bool:
+    def can_compute(self) -> bool:  # type: ignore[override]
         """False while some of the engine's memory is unmapped; see `RolloutBackend.can_compute`."""
         return not self._engine.is_sleeping()
 

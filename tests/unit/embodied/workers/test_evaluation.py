@@ -62,7 +62,7 @@ def test_progress_is_told() -> None:
 
 
 def test_an_episode_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "MAX_WITHOUT_LIMIT", 50)
+    monkeypatch.setattr(evaluation, "_MAX_WITHOUT_LIMIT", 50)
     with pytest.raises(
         RlhpcError, match=r"not ended after 50 .* no time limit; 0 of 3 .* env.eval.max_episode_steps=N"
     ):
