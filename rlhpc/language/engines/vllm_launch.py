@@ -158,6 +158,8 @@ class VLLMProcess:
     alternative = "take rollout_backend hf"
     #: Whether requests have seeds.
     has_seeds = False
+    #: False while some of the engine's memory is unmapped (`RolloutBackend.can_compute`).
+    can_compute = True
 
     def __init__(self, options: EngineOptions, config: Any, seed: int, link: EngineLink | None = None) -> None:
         self._options = options
@@ -305,6 +307,7 @@ class VLLMProcess:
             _warn_once("actor.offload_in_rollout is off, so vLLM has no sleep mode: offload frees nothing")
         else:
             self._engine.sleep(level=level, mode="keep")
+            self.can_compute = False
             return True
         return False
 
@@ -314,16 +317,12 @@ class VLLMProcess:
             with self._errors_with_settings():
                 self._engine.wake_up(["weights"])
 
-    @property
-    def can_compute(self) -> bool:  # type: ignore[override]
-        """False while some of the engine's memory is unmapped; see `RolloutBackend.can_compute`."""
-        return not self._engine.is_sleeping()
-
     def reload(self) -> None:
         """Reverses `offload`; see `RolloutBackend.reload`."""
         if self._sleep_mode and not self._on_cpu:
             with self._errors_with_settings():
                 self._engine.wake_up()
+            self.can_compute = True
 
     def close(self) -> None:
         """Shuts the engine down; see `RolloutBackend.close`."""

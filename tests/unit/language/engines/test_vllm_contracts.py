@@ -232,6 +232,8 @@ def test_an_engine_keeps_the_weights_that_no_update_brings(apart: bool) -> None:
     engine.offload()
     engine.reload_weights()
     assert not engine.can_compute and sleeper.events[-1] == ("wake", "weights")
+    engine.reload()
+    assert engine.can_compute
 
 
 def test_vllm_wakes_its_weights_alone_and_the_rest_later(monkeypatch: pytest.MonkeyPatch) -> None:
