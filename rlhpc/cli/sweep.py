@@ -221,13 +221,13 @@ class SweepFollower:
             name for name, prefix in self._prefixes.items() if self._log.running_counts.get(f"{prefix}train_segment")
         ]
         steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
-        ratio = sum(min(steps[name], total) for name, total in self._totals.items()) / max(
+        finished_fraction = sum(min(steps[name], total) for name, total in self._totals.items()) / max(
             1, sum(self._totals.values())
         )
         self._clear_progress()
         self._progress_text = (
             f"  {len(self.finished_names)} of {len(self._paths)} runs done, {len(training)} training, "
-            f"{ratio:.0%} of all steps"
+            f"{finished_fraction:.0%} of all steps"
         )
         self._stream.write(self._progress_text[:110])
         self._stream.flush()

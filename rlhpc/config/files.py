@@ -91,7 +91,15 @@ def _read_with_defaults(path: Path, chain: tuple[Path, ...], trust: Trust | None
 def _resolve_defaults(
     path: str, content: dict[str, Any], folder: Path, chain: tuple[Path, ...], trust: Trust | None
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the files that a content names under `defaults`, relative to a folder, and then the content itself."""
+    """Returns (path, content) of each file named under `defaults`, and last of the configuration that names them.
+
+    Args:
+        path: Path of the configuration, for messages.
+        content: Content of the configuration; `defaults` is removed from it.
+        folder: Folder to which relative names refer.
+        chain: Files that led here through their `defaults`.
+        trust: Limits for a configuration that comes with a checkpoint; None for none.
+    """
     if trust is not None and not trust.everything:
         content = without_variables(content, trust, path)
         if "defaults" in content:

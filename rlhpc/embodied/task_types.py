@@ -221,7 +221,7 @@ class PpoChecks(PlayingChecks[PpoConfig]):
     """Rules of on-policy runs: the policy learns from its own rollouts."""
 
     def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
-        """Checks names, levels and batches."""
+        """Checks the estimators, the keys that all kinds of run have, those of PPO and, for training, sizes of batches."""
         check_estimators(cfg.algorithm.adv_type, cfg.algorithm.loss_type)
         checks.check_common(cfg, fail)
         checks.check_ppo(cfg, fail)
@@ -239,7 +239,7 @@ class SacChecks(PlayingChecks[SacConfig]):
     """Rules of off-policy runs: rollouts fill a buffer, and the policy is trained on samples from the buffer."""
 
     def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
-        """Checks names and buffers."""
+        """Checks the keys that all kinds of run have, those of the replay buffer and, for training, the numbers of slots."""
         checks.check_common(cfg, fail)
         checks.check_off_policy(cfg, fail)
         if training:
@@ -256,7 +256,7 @@ class BcChecks(EmbodiedChecks[BcConfig]):
     """Rules of behaviour cloning: the policy learns from demonstrations."""
 
     def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
-        """Checks names and the path of the demonstrations."""
+        """Checks the keys that all kinds of run have, and those of the demonstrations."""
         checks.check_common(cfg, fail)
         checks.check_bc(cfg, fail)
 

@@ -152,7 +152,7 @@ class Watcher:
 
 
 def _send_lines(connection: socket.socket, stream: str, text: str) -> None:
-    """Sends lines to the shell, whose `read` cannot handle zero bytes."""
+    """Sends each line of a text after its stream (`E`, `O`, `X` or `A`), without the zero bytes that a shell cannot read."""
     lines = text.replace("\0", "").split("\n")
     with contextlib.suppress(OSError):  # a closed connection is detected elsewhere
         connection.sendall("".join(f"{stream}{line}\n" for line in lines).encode("utf-8", "replace"))

@@ -322,7 +322,7 @@ def _placement_of(step: AccountingRow, last_placement: Placement, recorded_start
 
 
 def _role_of(step: AccountingRow, placement: Mapping[str, Any]) -> str | None:
-    """Returns the name of the group that a step runs, or `DRIVER`; None for steps that rlhpc did not start."""
+    """Returns the group that a Slurm job step runs, or `DRIVER` for the batch script; None for steps of other programs."""
     if step.step == "batch":
         return DRIVER
     if not step.step.isdigit() or (placement and step.name not in placement):

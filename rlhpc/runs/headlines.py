@@ -77,7 +77,7 @@ class RunMetrics:
 
 
 def read_run(paths: RunPaths) -> RunMetrics:
-    """Reads the inputs of a run's headline numbers: the last rows of metrics, and the evaluations on the judging suite."""
+    """Reads a run's last rows of metrics, and the results of its checkpoints on the suite that chooses the best one."""
     suite_results = read_all_results(paths)
     suites = {str(suite_result["suite"]) for suite_result in suite_results}
     suite = next(iter(suites)) if len(suites) == 1 else judging_suite(paths, suite_results)

@@ -76,7 +76,7 @@ class StaleGeneration(RegistryError):
 
 
 class RendezvousTimeout(RlhpcError):
-    """Processes that did not start in time; the message has their ranks, nodes and log files."""
+    """Start of a run in which processes did not register in time; the message has their ranks, nodes and log files."""
 
     restartable = True
 
@@ -123,7 +123,7 @@ class StepFailed(RlhpcError):
 
 
 class CallAborted(RlhpcError):
-    """Call that was aborted because another group has failed; the rank of the call stays alive."""
+    """Remote call that was ended because another group has failed; the rank that ran it stays alive."""
 
     restartable = True
 

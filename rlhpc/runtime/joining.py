@@ -262,7 +262,7 @@ def join_request(group: str, threads: int, accelerators: int) -> dict[str, Any]:
 def stay(
     registry_root: Path,
     request: Mapping[str, Any],
-    stopped: LeaveEvent,
+    leave_event: LeaveEvent,
     report: Callable[[str], None],
     over: Callable[[], bool],
     *,
@@ -270,12 +270,12 @@ def stay(
     grace_s: float = 5.0,
     await_driver: bool = False,
 ) -> int:
-    """Takes part in a run until the run has ended or `stopped` is set, under each driver that continues the run.
+    """Takes part in a run until the run has ended or `leave_event` is set, under each driver that continues the run.
 
     Args:
         registry_root: The run's registry folder.
         request: See `join_request`.
-        stopped: Set when this process has to leave, for example before its walltime ends; `why` has the reason.
+        leave_event: Set when this process has to leave, for example before its walltime ends; `why` has the reason.
         report: Called with messages about the progress.
         over: Returns whether the run has ended, so that no driver will continue it.
         patience_s: Seconds to wait for another driver after a driver has ended.
@@ -293,14 +293,14 @@ def stay(
     while True:
         may_wait = await_driver or num_joined > 0
         patience = patience_s if may_wait else 0.0
-        connection = _await_driver(registry_root, generation, lambda: stopped.is_set() or over(), patience, silent)
+        connection = _await_driver(registry_root, generation, lambda: leave_event.is_set() or over(), patience, silent)
         if connection is None:
             return num_joined
         generation, silent = connection.registry.generation, True
         try:
             try:
                 status = _run_rank(
-                    connection, _await_place(connection, request, stopped, patience_s), stopped, report, grace_s
+                    connection, _await_place(connection, request, leave_event, patience_s), leave_event, report, grace_s
                 )
             except RlhpcError:
                 if not may_wait or connection.lives():
@@ -309,11 +309,11 @@ def stay(
             num_joined, silent = num_joined + 1, connection.silent
             if connection.has_departed:
                 return num_joined
-            if status and not stopped.is_set() and connection.is_current and connection.lives():
+            if status and not leave_event.is_set() and connection.is_current and connection.lives():
                 raise RlhpcError("the rank has ended by itself, while the run goes on: its log says why")
         finally:
             connection.close()
-        if stopped.is_set():
+        if leave_event.is_set():
             return num_joined
 
 
@@ -349,7 +349,7 @@ def _await_driver(
 
 
 def _await_place(
-    connection: DriverConnection, request: Mapping[str, Any], stopped: LeaveEvent, patience_s: float
+    connection: DriverConnection, request: Mapping[str, Any], leave_event: LeaveEvent, patience_s: float
 ) -> WorkerSpec | None:
     """Waits until the driver assigns a place; returns the rank's specification. Returns None if this process has to leave.
 
@@ -364,7 +364,7 @@ def _await_place(
         except NotYet:
             if time.monotonic() > deadline:
                 raise
-        if stopped.wait(_DRIVER_POLL_S):
+        if leave_event.wait(_DRIVER_POLL_S):
             return None
         if not connection.is_current:
             raise RlhpcError("the run's driver has ended before a rank could join")
@@ -380,7 +380,7 @@ def _why_departed(connection: DriverConnection, spec: WorkerSpec) -> str:
 def _run_rank(
     connection: DriverConnection,
     spec: WorkerSpec | None,
-    stopped: LeaveEvent,
+    leave_event: LeaveEvent,
     report: Callable[[str], None],
     grace_s: float,
 ) -> int:
@@ -398,16 +398,16 @@ def _run_rank(
     last_check = time.monotonic()
     leave_reason = ""
     while rank.status is None and not leave_reason:
-        if stopped.wait(0.1):
-            leave_reason = stopped.why or "it was told to leave"
+        if leave_event.wait(0.1):
+            leave_reason = leave_event.why or "it was told to leave"
         elif time.monotonic() - last_check > _CHECK_S:
-            connection.silent = not (connection.is_current and connection.lives(stopped.is_set))
+            connection.silent = not (connection.is_current and connection.lives(leave_event.is_set))
             leave_reason = (
                 "the run has ended, or its driver is gone" if connection.silent else _why_departed(connection, spec)
             )
             last_check = time.monotonic()
     leave_reason = leave_reason or _why_departed(connection, spec)
-    notice_reason = (leave_reason or stopped.why) if stopped.is_set() else ""
+    notice_reason = (leave_reason or leave_event.why) if leave_event.is_set() else ""
     status = rank.end(grace_s, _REQUEUE_S if notice_reason else 0.0) if rank.status is None else rank.status
     connection.tell(
         {"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": notice_reason}

@@ -450,8 +450,8 @@ class Membership:
         if len(self._failures.replica_of(group, 0)) == 1:
             return next_rank
         by_rank = {m.spec.rank: m for m in members}
-        for group_member in members:
-            replica = self._failures.replica_of(group, group_member.spec.rank)
+        for member in members:
+            replica = self._failures.replica_of(group, member.spec.rank)
             free_ranks = [rank for rank in replica if rank not in by_rank]
             replica_members = [by_rank[rank] for rank in replica if rank in by_rank]
             jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in replica_members}

@@ -111,12 +111,12 @@ class _ReverseConversion:
         self._forward: dict[str, Any] = {
             pattern: source for source, reversal in reversals for pattern in reversal.source_patterns
         }
-        self._model = type(model).__name__
+        self._class_name = type(model).__name__
 
     def split_views(self, name: str, shape: tuple[int, ...]) -> Iterator[ParameterView]:
         """Yields the checkpoint tensors that a tensor of the module is split into."""
         checkpoint_name, pattern = self._rename(name, self._renamings, self._converters, reverse=True)
-        full_range = tuple((0, num_rows) for num_rows in shape)
+        full_range = tuple((0, size) for size in shape)
         if pattern is None:
             yield ParameterView(checkpoint_name, full_range)
             return
@@ -129,15 +129,19 @@ class _ReverseConversion:
             or conversion.operations[0].dim != 0
         ):
             raise ConfigError(
-                f"{self._model}: {name} is kept in another form in checkpoints ({', '.join(operations)}), not as a view; "
+                f"{self._class_name}: {name} is kept in another form in checkpoints ({', '.join(operations)}), not as a view; "
                 "actor.training_backend=fsdp cannot divide such a model: choose local"
             )
         # The renamed tensor has the first pattern in its name; the other names differ only there.
         first_name = name.replace(pattern, source_patterns[0], 1)
-        num_rows = shape[1] // len(source_patterns)
+        rows_per_source = shape[1] // len(source_patterns)
         for expert in range(shape[0]):
             for source_index, source in enumerate(source_patterns):
                 expert_name = first_name.replace(source_patterns[0], source).replace("*", str(expert), 1)
-                rows = (source_index * num_rows, (source_index + 1) * num_rows) if is_concatenated else (0, shape[1])
+                rows = (
+                    (source_index * rows_per_source, (source_index + 1) * rows_per_source)
+                    if is_concatenated
+                    else (0, shape[1])
+                )
                 checkpoint_name, _ = self._rename(expert_name, self._renamings, [], reverse=True)
                 yield ParameterView(checkpoint_name, (expert, rows, *full_range[2:]))

@@ -47,7 +47,7 @@ class Subscriber:
     def receive(
         self,
         next_announcement: Callable[[], Announcement],
-        read: OpenChunk,
+        open_chunk: OpenChunk,
         prefetch: Callable[[Iterator[ReceivedChunk]], Iterator[ReceivedChunk]] = lambda chunks: chunks,
         skip: SkipChunk | None = None,
     ) -> Update:
@@ -55,11 +55,11 @@ class Subscriber:
 
         Args:
             next_announcement: Waits for the next announcement and returns it.
-            read: Opens a chunk.
+            open_chunk: Opens a chunk.
             prefetch: Prefetches chunks while an earlier one is in use.
             skip: Skips a chunk; by default the chunk is opened and released.
         """
-        skip = skip or (lambda chunk: read(chunk, False))
+        skip = skip or (lambda chunk: open_chunk(chunk, False))
         announcement = next_announcement()
         while announcement.number:  # the remainder of a version that this receiver did not iterate to the end
             if announcement.chunk is not None:
@@ -70,24 +70,28 @@ class Subscriber:
             self.forget()
         complete = known_serial < 0 or self._complete_updates
         self._receipt = None
-        chunks = _iter_chunks(announcement, next_announcement, read, skip)
+        chunks = _iter_chunks(announcement, next_announcement, open_chunk, skip)
         chunks = chunks if announcement.last else prefetch(chunks)
         return Update(
             announcement.version,
             complete,
-            self._iter_tensors(announcement, known_serial, chunks, read),
+            self._iter_tensors(announcement, known_serial, chunks, open_chunk),
             lambda: self._receipt,
         )
 
     def _iter_tensors(
-        self, first_announcement: Announcement, known_serial: int, chunks: Iterator[ReceivedChunk], read: OpenChunk
+        self,
+        first_announcement: Announcement,
+        known_serial: int,
+        chunks: Iterator[ReceivedChunk],
+        open_chunk: OpenChunk,
     ) -> NamedUpdates:
         assembles = self._complete_updates or known_serial < 0
         retained, self._retained = self._retained, {}
         self.forget()  # until the complete version has been received
         for chunk in first_announcement.log:
             if chunk.serial > known_serial:
-                yield from _iter_entries(chunk, read(chunk, True), retained if assembles else None)
+                yield from _iter_entries(chunk, open_chunk(chunk, True), retained if assembles else None)
         announcement = first_announcement
         for announcement, memory in chunks:
             if announcement.chunk is not None:
@@ -101,12 +105,15 @@ class Subscriber:
 
 
 def _iter_chunks(
-    first_announcement: Announcement, next_announcement: Callable[[], Announcement], read: OpenChunk, skip: SkipChunk
+    first_announcement: Announcement,
+    next_announcement: Callable[[], Announcement],
+    open_chunk: OpenChunk,
+    skip: SkipChunk,
 ) -> Iterator[ReceivedChunk]:
     """Yields the chunks of a version, and opens each one when it is announced."""
     announcement = first_announcement
     while True:
-        yield announcement, None if announcement.chunk is None else read(announcement.chunk, False)
+        yield announcement, None if announcement.chunk is None else open_chunk(announcement.chunk, False)
         if announcement.last:
             return
         previous, announcement = announcement, next_announcement()

@@ -100,7 +100,7 @@ class TokenPolicy(Policy):
 
     @abstractmethod
     def _run_body(self, **inputs: Any) -> Any:
-        """Runs the model's body with the keyword arguments of transformers."""
+        """Runs the transformer without the LM head; takes the arguments of transformers' `forward` and returns its output."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:

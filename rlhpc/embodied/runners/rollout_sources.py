@@ -513,7 +513,7 @@ class RolloutSources:
             begin += turn.decisions
 
     def plays(self, step: int) -> bool:
-        """Returns whether the original env and rollout ranks play at least a part of a step."""
+        """Returns whether ranks that the run started with play a part of a step; ranks that joined later may play the rest."""
         return bool(self._turns_of(step))
 
     def _turns_of(self, step: int) -> list[_PendingTurn]:

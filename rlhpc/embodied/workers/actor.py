@@ -220,7 +220,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
     def save(self, folder: str) -> None:
-        """Writes `actor-<rank>.pt` and the learner's state; rank 0 also writes the full model.
+        """Writes `actor-<rank>.pt` and the training backend's state; rank 0 also writes the full model.
 
         Raises:
             NonFinite: A weight or a value of the optimizer state is not finite.

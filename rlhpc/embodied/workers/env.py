@@ -127,7 +127,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         outcomes = [self.outcomes_of(turn.step, slots) for slots in self.shares]
         if self.shape().single_episode:
             self.new_episodes(turn.step, turn.begin)
-        episodes, num_crossed_before = EpisodeLog(), current().service.lane.num_device_messages
+        episodes, num_device_messages_before = EpisodeLog(), current().service.lane.num_device_messages
         for stage in stages:
             if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot may have moved
                 self.obs[stage] = refreshed_obs
@@ -149,14 +149,14 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                     )
         for stage in stages:
             self._send_outcomes(stage, outcomes[stage], turn.decisions)
-        num_crossed = current().service.lane.num_device_messages - num_crossed_before
+        num_device_messages = current().service.lane.num_device_messages - num_device_messages_before
         on_accelerator = sum(
             len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
         )
         return episodes.report(
             restarts=sum(env.restarts for env in self.envs),
-            by_device=num_crossed,
-            by_host=max(0, on_accelerator * (turn.decisions + 1) - num_crossed),
+            by_device=num_device_messages,
+            by_host=max(0, on_accelerator * (turn.decisions + 1) - num_device_messages),
             busy_s=time.perf_counter() - start - self._wait_s,
             timing=[env.timing for env in self.envs],
         )

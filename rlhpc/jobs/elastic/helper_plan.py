@@ -73,8 +73,8 @@ class ClusterState:
         requested_ranks: Number of ranks that a user requested; None without a request.
         spent: Hours of the budget that ended jobs have used.
         useful: Maximum number of ranks that the run can use.
-        num_failed: Number of failed jobs in a row, up to the last job. A failed job ended before any of its ranks joined, or
-            after an error of a rank.
+        num_consecutive_failures: Number of failed jobs since the last successful one. A failed job ended before any of its
+            ranks joined, or after an error of a rank.
         failed_at: Time at which the end of the last failed job was detected.
     """
 
@@ -84,7 +84,7 @@ class ClusterState:
     requested_ranks: int | None = None
     spent: float = 0.0
     useful: int = 2**31
-    num_failed: int = 0
+    num_consecutive_failures: int = 0
     failed_at: float = 0.0
 
 
@@ -202,9 +202,9 @@ class Rule:
 
     @staticmethod
     def _is_pausing(state: ClusterState) -> bool:
-        if not state.num_failed:
+        if not state.num_consecutive_failures:
             return False
-        return state.now - state.failed_at < min(_PAUSE_S * 2.0 ** (state.num_failed - 1), _MAX_PAUSE_S)
+        return state.now - state.failed_at < min(_PAUSE_S * 2.0 ** (state.num_consecutive_failures - 1), _MAX_PAUSE_S)
 
 
 #: Keys of an entry that become sbatch options of the same name.

@@ -65,7 +65,7 @@ class RowShare:
         return {
             "input_ids": ids[:, local_tokens],
             "position_ids": positions[:, local_tokens],
-            "segments": replace(segments, group=self.group),
+            "segments": replace(segments, process_group=self.group),
         }
 
     def gather(self, local_outputs: Tensor, batch: TokenBatch) -> Tensor:

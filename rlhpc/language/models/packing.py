@@ -195,11 +195,11 @@ def attend(
         calls.append((segments is not None, sliding_window is not None))
     if segments is None:
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
-    if segments.group is not None:
-        q, k, v = to_heads(query, key, value, segments.group)
-        head_module, local_segments = AttentionSubstitute(module, q, k), replace(segments, group=None)
+    if segments.process_group is not None:
+        q, k, v = to_heads(query, key, value, segments.process_group)
+        head_module, local_segments = AttentionSubstitute(module, q, k), replace(segments, process_group=None)
         outputs, _ = attend(head_module, q, k, v, None, scaling, dropout, sliding_window, local_segments)  # type: ignore[arg-type]
-        return to_tokens(outputs, segments.group), None
+        return to_tokens(outputs, segments.process_group), None
     if not dropout and _KERNEL is not None and has_segment_attention(query, value):
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         outputs_by_row: Any = _KERNEL(

@@ -25,13 +25,13 @@ class Segments:
         runs: (number of samples, length) of each run of consecutive samples of equal length, without empty samples.
         ends: `[N + 1]` int32 on the model's device, cumulative lengths from 0.
         longest: Number of tokens of the longest sample.
-        group: Process group of the ranks that share the row (`context_parallel`); None without context parallelism.
+        process_group: Process group of the ranks that share the row (`context_parallel`); None without context parallelism.
     """
 
     runs: tuple[tuple[int, int], ...]
     ends: Tensor
     longest: int
-    group: Any = None
+    process_group: Any = None
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device) -> Segments:

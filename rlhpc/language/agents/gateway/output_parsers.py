@@ -209,22 +209,24 @@ class Parsers:
 
     def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
         """Parses a turn's text up to the first stop text. Parses tool calls only if the request has tools."""
-        text, match = self._text(without_end(token_ids, self._tokenizer), stop)
+        text, stop_text = self._text(without_end(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
         if self._reasoning is not None:
             reasoning, text = self._reasoning(text, self._ends_in_reasoning(prompt))
         if self._tools is not None and tools:
             text, calls = self._tools(text, tools)
             text = text.strip()  # as in `IncrementalParser`, which must strip before the calls are known
-        return Reply(text, reasoning, calls, match)
+        return Reply(text, reasoning, calls, stop_text)
 
     def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
         """Returns the text without hidden tokens up to the first stop text; and that stop text, or None."""
-        text, match = cut_at_stop(self._tokenizer, [token for token in ids if token not in self._hidden_tokens], stop)
-        if match is not None or not stop:
-            return text, match
-        full_text, match = cut_at_stop(self._tokenizer, ids, stop)
-        if match is None:
+        text, stop_text = cut_at_stop(
+            self._tokenizer, [token for token in ids if token not in self._hidden_tokens], stop
+        )
+        if stop_text is not None or not stop:
+            return text, stop_text
+        full_text, stop_text = cut_at_stop(self._tokenizer, ids, stop)
+        if stop_text is None:
             return text, None
         # The stop text contains a hidden special token.
         num_visible_ids = len(ids)
@@ -233,7 +235,7 @@ class Parsers:
         text_after = full_text[len(self._decode(ids[:num_visible_ids])) :]
         return self._decode(
             [token for token in ids[:num_visible_ids] if token not in self._hidden_tokens]
-        ) + text_after, match
+        ) + text_after, stop_text
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)

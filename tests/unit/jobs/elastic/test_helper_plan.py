@@ -161,7 +161,7 @@ def test_the_budget_holds_for_whole_walltimes() -> None:
 def test_jobs_that_end_at_once_are_not_submitted_again_and_again() -> None:
     rule = Rule(BOUNDS)
     for vain, pause in ((1, 30), (2, 60), (3, 120), (20, 3600)):
-        seen = ClusterState(1000, requested_ranks=1, num_failed=vain, failed_at=1000)
+        seen = ClusterState(1000, requested_ranks=1, num_consecutive_failures=vain, failed_at=1000)
         assert rule.decide(replace(seen, now=1000 + pause - 1)).submit == 0
         assert rule.decide(replace(seen, now=1000 + pause)).submit == 1
 

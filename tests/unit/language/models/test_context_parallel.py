@@ -86,7 +86,9 @@ def test_parts_of_a_row_have_equal_length_and_are_the_row_in_order(lengths: list
     assert positions[: sum(lengths)] == [position for length in lengths for position in range(length)]
     for rank, part in enumerate(parts):
         segments = part["segments"]
-        assert segments.group == f"group {rank}" and int(segments.ends[-1]) == len(row), "all samples of the row"
+        assert segments.process_group == f"group {rank}" and int(segments.ends[-1]) == len(row), (
+            "all samples of the row"
+        )
         counted = [length for count, length in segments.runs for _ in range(count)]
         assert counted[: len(lengths)] == lengths
 
