@@ -179,9 +179,10 @@ class WeightSyncConfig:
     """Weight sync from the actor to the rollout ranks; part of section `rollout`."""
 
     weight_sync: Annotated[str, FREE, Registered("rlhpc.weights.base:STRATEGIES")] = "auto"
-    """Method of the weight sync: `auto`, `broadcast`, `shards` (language models: each rank sends its shards to the ranks that
-    need them, without a gather; through host memory, or by NCCL if each rank has its own accelerator), one transport of
-    `auto` (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
+    """Method of the weight sync: `broadcast` (of full tensors), `shards` (language models: each rank sends its shards to the
+    ranks that need them, without a gather; through host memory, or by NCCL if each rank has its own accelerator), `auto`
+    (`shards` if the actor's ranks hold shards and the engine loads slices, otherwise `broadcast`), one transport of a
+    broadcast (`host`, `ipc`, `nccl`, `gloo`), a registered name, or `module:Class`."""
     weight_delta: Annotated[str, Choices("off", "frozen", "elements"), FREE] = "frozen"
     """Weights that an update omits: `frozen` (untrained weights, which each rollout rank receives only once), `elements` (also
     all unchanged elements; the actor then stores a copy of the weights), or `off` (none)."""

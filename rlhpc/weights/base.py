@@ -93,12 +93,13 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     )
 
 
+#: Values of `rollout.weight_sync`. With `AUTO`, task packages choose `SHARDS` where it can replace a broadcast.
+AUTO, SHARDS = "auto", "shards"
 _BROADCAST = "rlhpc.weights.transport:BroadcastSync"
-#: `auto` is the fastest strategy for the topology: broadcast, both on one host and between hosts.
 STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
     "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs",
     {
-        "auto": _BROADCAST, "broadcast": _BROADCAST, "shards": "rlhpc.weights.reshard:ShardSync",
+        AUTO: _BROADCAST, "broadcast": _BROADCAST, SHARDS: "rlhpc.weights.reshard:ShardSync",
         **{name.lower(): f"rlhpc.weights.transport:{name}Sync" for name in ("Host", "Ipc", "Nccl", "Gloo")},
     },
 )  # fmt: skip

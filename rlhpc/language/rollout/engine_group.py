@@ -227,7 +227,7 @@ class EngineWeights:
         self._engine = make_engine(
             awaiting_weights(cfg), model_path=path, device=device, seed=cfg.runner.seed, link=link
         )
-        name = sync_of(cfg)
+        name = sync_of(cfg, prompts)
         sends_by_shards = sends_shards(name)
         self._takes_partial_updates = self._engine.takes_partial_updates and not sends_by_shards
         self._sync = make_sync(

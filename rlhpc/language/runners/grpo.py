@@ -22,7 +22,7 @@ from rlhpc.language.rollout.prompt_queue import PromptTracker, sum_metrics
 from rlhpc.language.runners.engine_check import ROUNDS, Agreement, sampled_texts
 from rlhpc.language.runners.grpo_loops import Agents, AuxiliaryGroups, GrpoGroups, make_loop
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
-from rlhpc.language.training.prompt_dispatch import PromptMap, weight_sources
+from rlhpc.language.training.prompt_dispatch import PromptMap, weight_shards, weight_sources
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.run_folder import RunFolder, note
@@ -85,7 +85,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         sources = weight_sources(actor.accelerators, rollout.accelerators) if can_share else ()
         self.prompts = PromptMap.from_config(
             cfg, rollout=rollout.world_size, actor=MeshSizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
-            rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, sources=sources, **names,
+            rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, sources=sources,
+            num_shards=weight_shards(cfg.actor, actor.world_size), **names,
         )  # fmt: skip
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
         self.samples = self._num_untrained_steps = self._num_unscored_steps = 0

@@ -11,7 +11,7 @@ from rlhpc.jobs.signals import StopRequest
 from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
 from rlhpc.language.evaluation.reward_model import preference_validation_metrics
 from rlhpc.language.rollout.validation import validation_metrics
-from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.language.training.prompt_dispatch import PromptMap, weight_shards
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.runs.run_folder import RunFolder
 from rlhpc.runs.runner import Runner
@@ -68,8 +68,9 @@ class SupervisedRunner(Runner[Cfg]):
             return
         actors = MeshSizes.of(self.cfg.actor.parallel, self.actor.world_size).data
         prompts = PromptMap(
-            self.cfg.data.prompts_per_step, 1, self.rollout.world_size, actors, self.rollout.name, self.actor.name
-        )
+            self.cfg.data.prompts_per_step, 1, self.rollout.world_size, actors, self.rollout.name, self.actor.name,
+            num_shards=weight_shards(self.cfg.actor, self.actor.world_size),
+        )  # fmt: skip
         self.actor.open_weights(prompts).wait(self.timeout)
         self.rollout.init_worker(prompts).wait(self.timeout)
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import GrpoConfig
+    from rlhpc.language.config.training import LanguageActorConfig
 
 #: Channels: finished groups and their columns, in the actors' processes; returns, in the critics' processes.
 GROUPS, RETURNS = "groups", "returns"
@@ -61,7 +63,8 @@ class PromptMap:
         scoring: Number of ranks of each group that scores tokens, with the critic.
         rating: Number of ranks of each group that rates answers.
         sources: For each rollout rank, the actor rank that sends it the weights (`weight_sources`); empty if rank 0 sends
-            them to all.
+            them to all, or every rank its shards.
+        num_shards: Number of actor ranks over which the weights are sharded (`weight_shards`).
     """
 
     prompts: int
@@ -73,6 +76,7 @@ class PromptMap:
     scoring: Mapping[str, int] = field(default_factory=dict)
     rating: Mapping[str, int] = field(default_factory=dict)
     sources: tuple[int, ...] = ()
+    num_shards: int = 1
 
     @classmethod
     def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **more: Any) -> PromptMap:
@@ -124,6 +128,17 @@ def seed_of(*parts: int) -> int:
     """Returns a seed of 63 bits that depends on all parts."""
     digest = hashlib.blake2b(np.asarray(parts, np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def weight_shards(actor: LanguageActorConfig, ranks: int) -> int:
+    """Returns the number of ranks over which a training backend shards the weights in slices of tensors; 1 if it does not.
+
+    Args:
+        actor: The section `actor`.
+        ranks: Ranks of the group.
+    """
+    is_sharded = actor.training_backend.lower() == "fsdp"
+    return ranks // MeshSizes.of(actor.parallel, ranks).replicate if is_sharded else 1
 
 
 def weight_sources(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Collection, Container, Iterator, Sequence
@@ -14,8 +15,11 @@ import torch
 from torch import nn
 
 from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.data.images import has_vision
 from rlhpc.language.engines.base import Request, RolloutBackend, SamplingParams
 from rlhpc.language.engines.common import has_separate_adapters
+from rlhpc.language.engines.registry import ENGINES
+from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.scoring.groups import REFERENCE
 from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
@@ -23,12 +27,15 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.backend import Named
 from rlhpc.weights import WeightSync, make_sync, sends_shards
+from rlhpc.weights.base import AUTO, SHARDS
 from rlhpc.weights.reshard import SendsShards
 from rlhpc.weights.transport import BroadcastSync
 from rlhpc.weights.verification import COST, WeightsDiffer
 
 if TYPE_CHECKING:
     from rlhpc.language.training.trainer import ModelTrainer, TokenTrainer
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -365,13 +372,27 @@ def _max_window_difference(logprobs: Sequence[float], expected: Sequence[float])
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def sync_of(cfg: GrpoConfig) -> str:
-    """Returns the name of the weight sync strategy, `rollout.weight_sync`.
+def sync_of(cfg: GrpoConfig, prompts: PromptMap) -> str:
+    """Returns the name of the weight sync strategy for `rollout.weight_sync`; trainer and engines get the same.
 
-    `auto` replaces a strategy with shards for separate adapters and several policies, which are sent as full tensors.
+    `auto` stands for `shards` if the trainer's ranks hold shards and the engine loads slices, unless each engine shares its
+    accelerators with a trainer rank (`PromptMap.sources`). `auto` replaces a strategy with shards for separate adapters and
+    several policies, which are sent as full tensors.
     """
-    name = cfg.rollout.weight_sync
-    return "auto" if (has_separate_adapters(cfg) or cfg.agent.policies) and sends_shards(name) else name
+    name, rollout = cfg.rollout.weight_sync, cfg.rollout
+    if has_separate_adapters(cfg) or cfg.agent.policies:
+        return AUTO if sends_shards(name) else name
+    can_send_shards = prompts.num_shards > 1 and not prompts.sources and rollout.weight_delta.lower() != "elements"
+    return SHARDS if name.lower() == AUTO and can_send_shards and _takes_shards(cfg) else name
+
+
+def _takes_shards(cfg: GrpoConfig) -> bool:
+    """Returns whether the engine loads the slices that it needs. Models with a vision tower are sent as full tensors."""
+    engine: Any = ENGINES.find(cfg.rollout.rollout_backend)
+    model = cfg.actor.model
+    return getattr(engine, "takes_shards", False) and not has_vision(
+        load_model_config(str(model.model_path), model.trust_remote_code)
+    )
 
 
 def reference_sync_of(cfg: GrpoConfig) -> str:
@@ -379,7 +400,7 @@ def reference_sync_of(cfg: GrpoConfig) -> str:
 
     `auto` replaces a strategy with shards, because the reference's weights are sent as full tensors.
     """
-    return "auto" if sends_shards(cfg.rollout.weight_sync) else cfg.rollout.weight_sync
+    return AUTO if sends_shards(cfg.rollout.weight_sync) else cfg.rollout.weight_sync
 
 
 class ActorWeights:
@@ -400,8 +421,10 @@ class ActorWeights:
         self._cfg = cfg
         self._prompts = prompts
         self._backend = backend
-        self._name, self._sends_adapters = sync_of(cfg), has_separate_adapters(cfg)
+        self._name, self._sends_adapters = sync_of(cfg, prompts), has_separate_adapters(cfg)
         self._by_shards = sends_shards(self._name)
+        if self._by_shards and worker.rank == 0:
+            log.info("each of the ranks that hold shards of the weights sends its own to the engines, without a gather")
         self._dtype = _DTYPES.get(cfg.rollout.dtype)
         self._sync: WeightSync | None = None
         self._previous_sync: WeightSync | None = None

@@ -110,13 +110,15 @@ ADAPTERS = (*TWO_TO_TWO, "actor.lora.rank=4", "actor.optim.lr=2e-2")
 def test_weights_from_shards_to_shards(tmp_path: Path, settings: tuple[str, ...]) -> None:
     """Ranks that train a part of each matrix, and ranks of an engine that want others; each version is looked at."""
     run = LanguageRun(
-        tmp_path / "shards", *TWO, "rollout.weight_sync=shards", "actor.training_backend=fsdp", "runner.max_steps=3",
+        tmp_path / "shards", *TWO, "actor.training_backend=fsdp", "runner.max_steps=3",
         "runner.val_check_interval=-1", *settings,
     )  # fmt: skip
     run.train()
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert max(row["train/mismatch_abs"] for row in rows) < 1e-4
+    logs = "".join(path.read_text() for path in (tmp_path / "shards").rglob("actor-0.err"))
+    assert ("sends its own to the engines" in logs) == ("rollout.merge_adapters=false" not in settings)
 
 
 @pytest.mark.parametrize("mesh", ["{shard: 4, expert: 4}", "{shard: 2, tensor: 2, expert: 4}"])

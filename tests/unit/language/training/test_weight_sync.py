@@ -10,12 +10,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from rlhpc.config.typed import untouched
 from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.config.training import GrpoActorConfig
 from rlhpc.language.engines.base import Completion
+from rlhpc.language.models.builtin import resolve_model
 from rlhpc.language.models.logprobs import token_scores
-from rlhpc.language.training.prompt_dispatch import PromptMap
+from rlhpc.language.training.prompt_dispatch import PromptMap, weight_shards
 from rlhpc.language.training.weight_sync import (
     ActorWeights,
     Probe,
@@ -24,12 +27,76 @@ from rlhpc.language.training.weight_sync import (
     long_text,
     probe_text,
     sample_probe,
+    sync_of,
 )
 from rlhpc.weights.verification import WeightsDiffer
 from tests.extras import need_extra
 
 need_extra("llm")
 import transformers
+
+#: A run that sends shards by itself: two ranks hold the weights in halves, and vLLM loads slices.
+SHARDED = {"num_shards": 2}
+VLLM = ("rollout.rollout_backend=vllm",)
+ADAPTERS = ("actor.lora.rank=4", "rollout.merge_adapters=false")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: resolve_model(f"builtin:{name}", tmp_path_factory.getbasetemp()) for name in ("tiny", "tiny_vl")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts", "strategy"),
+    [
+        (VLLM, SHARDED, "shards"),
+        ((*VLLM, "rollout.weight_sync=AUTO"), SHARDED, "shards"),
+        ((*VLLM, "actor.lora.rank=4"), SHARDED, "shards"),
+        (VLLM, {}, "auto"),
+        (VLLM, {**SHARDED, "sources": (0, 1)}, "auto"),
+        ((*VLLM, "rollout.weight_delta=elements"), SHARDED, "auto"),
+        ((*VLLM, *ADAPTERS), SHARDED, "auto"),
+        ((*VLLM, *ADAPTERS, "rollout.weight_sync=shards"), SHARDED, "auto"),
+        ((*VLLM, "rollout.weight_sync=broadcast"), SHARDED, "broadcast"),
+        ((*VLLM, "rollout.weight_sync=nccl"), SHARDED, "nccl"),
+        (("rollout.rollout_backend=hf",), SHARDED, "auto"),
+        (("rollout.rollout_backend=hf", "rollout.weight_sync=shards"), {}, "shards"),
+    ],
+)
+def test_auto_sends_shards_where_trainer_and_engine_can(
+    settings: tuple[str, ...], prompts: dict[str, Any], strategy: str, folders: dict[str, str]
+) -> None:
+    def name_for(model: str) -> str:
+        words = [*settings, f"actor.model.model_path={folders[model]}"]
+        return sync_of(
+            OmegaConf.merge(OmegaConf.structured(GrpoConfig), OmegaConf.from_dotlist(words)),
+            PromptMap(2, 2, 2, 2, **prompts),
+        )
+
+    assert name_for("tiny") == strategy
+    if strategy == "shards" and "rollout.weight_sync=shards" not in settings:
+        assert name_for("tiny_vl").lower() == "auto", "models that look at pictures are sent whole"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "num_shards"),
+    [
+        (("training_backend=local",), 4, 1),
+        (("training_backend=deepspeed",), 4, 1),
+        (("training_backend=fsdp",), 1, 1),
+        (("training_backend=FSDP",), 4, 4),
+        (("training_backend=fsdp", "parallel.replicate=2"), 4, 2),
+        (("training_backend=fsdp", "parallel.replicate=4"), 4, 1),
+        (("training_backend=fsdp", "parallel.shard=2", "parallel.tensor=2"), 4, 4),
+    ],
+)
+def test_ranks_that_hold_shards(settings: tuple[str, ...], ranks: int, num_shards: int) -> None:
+    assert (
+        weight_shards(
+            OmegaConf.merge(OmegaConf.structured(GrpoActorConfig), OmegaConf.from_dotlist([*settings])), ranks
+        )
+        == num_shards
+    )
 
 
 class Engine:
