@@ -18,8 +18,6 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
 #: Allowed values of `rollout.weight_delta`.
 DELTAS = ("off", "frozen", "elements")
-#: Values of `rollout.weight_sync` with which weights may stay on the accelerators that trainer and engines share.
-STAY_ON_ACCELERATORS = ("auto", "broadcast", "ipc")
 
 
 @dataclass(frozen=True)
@@ -93,13 +91,13 @@ def frozen_names(module: torch.nn.Module) -> frozenset[str]:
     )
 
 
-#: Values of `rollout.weight_sync`. With `AUTO`, task packages choose `SHARDS` where it can replace a broadcast.
-AUTO, SHARDS = "auto", "shards"
+#: Name of the strategy without a gather. With `auto`, task packages choose it where it can replace a broadcast.
+SHARDS = "shards"
 _BROADCAST = "rlhpc.weights.transport:BroadcastSync"
 STRATEGIES: Registry[Callable[..., WeightSync]] = Registry(
     "weight sync", "rollout.weight_sync", "rlhpc.weight_syncs",
     {
-        AUTO: _BROADCAST, "broadcast": _BROADCAST, SHARDS: "rlhpc.weights.reshard:ShardSync",
+        "auto": _BROADCAST, "broadcast": _BROADCAST, SHARDS: "rlhpc.weights.reshard:ShardSync",
         **{name.lower(): f"rlhpc.weights.transport:{name}Sync" for name in ("Host", "Ipc", "Nccl", "Gloo")},
     },
 )  # fmt: skip

@@ -22,7 +22,7 @@ from rlhpc.language.rollout.prompt_queue import PromptTracker, sum_metrics
 from rlhpc.language.runners.engine_check import ROUNDS, Agreement, sampled_texts
 from rlhpc.language.runners.grpo_loops import Agents, AuxiliaryGroups, GrpoGroups, make_loop
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
-from rlhpc.language.training.prompt_dispatch import PromptMap, weight_shards, weight_sources
+from rlhpc.language.training.prompt_dispatch import STAY_ON_ACCELERATORS, PromptMap, weight_shards, weight_sources
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.run_folder import RunFolder, note
@@ -31,7 +31,6 @@ from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import NothingTrained
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
-from rlhpc.weights.base import STAY_ON_ACCELERATORS
 
 #: Names of sums over a step's samples; a missing sum counts as 0, for example if the step trains on no sample.
 _SUMS = (

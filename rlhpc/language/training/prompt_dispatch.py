@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 GROUPS, RETURNS = "groups", "returns"
 #: Topic of the announcements of new weights to rollout ranks (`Worker.notify`).
 VERSIONS = "versions"
+#: Values of `rollout.weight_sync` with which weights may stay on the accelerators that trainer and engines share.
+STAY_ON_ACCELERATORS = ("auto", "broadcast", "ipc")
 #: Channels of the driver: the prompt queue, and the deliveries of groups to actors (`prompt_queue`).
 WORK, DELIVERED = "work", "delivered"
 #: Channel of the driver with episodes for ranks of the group `agent`; topics of messages to and from these ranks

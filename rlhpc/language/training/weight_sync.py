@@ -27,9 +27,10 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.backend import Named
 from rlhpc.weights import WeightSync, make_sync, sends_shards
-from rlhpc.weights.base import AUTO, SHARDS
+from rlhpc.weights.base import SHARDS
 from rlhpc.weights.reshard import SendsShards
 from rlhpc.weights.transport import BroadcastSync
+from rlhpc.weights.transport_select import AUTO
 from rlhpc.weights.verification import COST, WeightsDiffer
 
 if TYPE_CHECKING:
