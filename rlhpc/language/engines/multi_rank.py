@@ -104,6 +104,11 @@ class Leader(RolloutBackend):
         """Version of the weights that the next step uses."""
         return self._engine.version
 
+    @property
+    def can_compute(self) -> bool:  # type: ignore[override]
+        """Whether this rank's engine can compute; see `RolloutBackend.can_compute`."""
+        return self._engine.can_compute
+
     def add(self, requests: Iterable[Request]) -> None:
         """Adds requests; see `RolloutBackend.add`."""
         new_requests = list(requests)

@@ -14,7 +14,7 @@ from rlhpc.language.engines.multi_rank import Commands, EngineDivergenceError, F
 class Engine:
     """Engine that finishes a request a step, with the token of its constructor, and records its calls."""
 
-    capacity, can_drop, can_score = 4, True, True
+    capacity, can_drop, can_score, can_compute = 4, True, True, True
     context, chunk, choices = 100, 32, 6
 
     def __init__(self, token: int = 7) -> None:
