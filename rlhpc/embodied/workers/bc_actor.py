@@ -301,9 +301,9 @@ class BcActor(PolicyTrainer[BcConfig]):
         policy, parts = self.policy, self.world_size
         if self.backend.lockstep:
             weights, parts = self._gather_weights(), 1
-        if self.rank == 0 and self.backend.lockstep:
-            policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
-            policy.load_state_dict(weights)
+            if self.rank == 0:
+                policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
+                policy.load_state_dict(weights)
         policy.eval()
         try:
             rows = (

@@ -106,7 +106,7 @@ class Leader(RolloutBackend):
 
     @property
     def can_compute(self) -> bool:  # type: ignore[override]
-        """Whether this rank's engine can compute; see `RolloutBackend.can_compute`."""
+        """True if the engine of this rank can compute; see `RolloutBackend.can_compute`."""
         return self._engine.can_compute
 
     def add(self, requests: Iterable[Request]) -> None:
