@@ -205,7 +205,7 @@ def _check_compiled(key: str, section: LanguageActorConfig, fail: Fail) -> None:
         section: A training section.
         fail: Builds the error.
     """
-    if section.compile == "off":
+    if section.compile.lower() == "off":
         return
     sizes = section.parallel
     shared_dims = [name for name in ("context", "tensor", "expert") if getattr(sizes, name) > 1]
@@ -216,7 +216,7 @@ def _check_compiled(key: str, section: LanguageActorConfig, fail: Fail) -> None:
             f"ranks exchange data inside the layers with {key}.parallel.{', '.join(shared_dims)} above 1: set it to off",
         ),
         (
-            section.training_backend == "deepspeed" and section.deepspeed.zero_stage == 3,
+            section.training_backend.lower() == "deepspeed" and section.deepspeed.zero_stage == 3,
             f"{key}.compile",
             f"{key}.deepspeed.zero_stage=3 gathers weights inside the layers: set it to off, or take stage 2 or fsdp",
         ),

@@ -128,7 +128,7 @@ class LanguageBlueprint(Blueprint):
             checkpointing=actor.model.gradient_checkpointing,
             empty=empty,
         )
-        if actor.kernels == "liger":
+        if actor.kernels.lower() == "liger":
             use_liger_kernels(model, self.device, f"{self.key}.kernels")
         if self.packed and not pack(model):
             log.info("%s reads rectangles, with padding", type(model).__name__)
@@ -206,7 +206,7 @@ class LanguageBlueprint(Blueprint):
     def build_reference(self, *, empty: bool = False) -> nn.Module:
         """Builds the frozen reference (`Blueprint.build_reference`)."""
         module: nn.Module = self.load(self.actor.model, dtype=self.dtype, empty=empty)
-        if self.actor.kernels == "liger":
+        if self.actor.kernels.lower() == "liger":
             use_liger_kernels(module, self.device, f"{self.key}.kernels")
         if self.packed:
             pack(module)
@@ -352,7 +352,7 @@ class ModelTrainer:
             blueprint.packed = False  # also for a reference that is built later
             for model in self.backend.models:
                 unpack(model)
-        if section.compile == "blocks":
+        if section.compile.lower() == "blocks":
             self._compile_blocks()
 
     def _compile_blocks(self) -> None:

@@ -104,6 +104,10 @@ SUITE = "data.eval=[{name: held_out, source: arithmetic, size: 4}]"
             ["actor.compile=blocks", "actor.training_backend=deepspeed", "actor.deepspeed.zero_stage=3"],
             "actor.compile is 'blocks'; actor.deepspeed.zero_stage=3 gathers weights inside the layers",
         ),
+        (
+            ["actor.compile=Blocks", "actor.training_backend=DeepSpeed", "actor.deepspeed.zero_stage=3"],
+            "actor.compile is 'Blocks'; actor.deepspeed.zero_stage=3 gathers weights inside the layers",
+        ),
         (["actor.global_batch_size=7"], "actor.global_batch_size is 7; a step has data.prompts_per_step"),
         (["actor.model.model_path=null"], "actor.model.model_path is None; name a Hugging Face folder"),
         ([SUITE, "workflow.eval_suites=[other]"], "workflow.eval_suites .* data.eval has: held_out"),

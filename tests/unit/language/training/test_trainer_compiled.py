@@ -186,3 +186,12 @@ def test_layers_that_cannot_be_one_graph_are_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(trainer.blueprint, "decoder_layers", lambda model: [])
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM does not declare its layers"):
         trainer._compile_blocks()
+
+
+def test_case_does_not_matter(tmp_path: Path) -> None:
+    """What asks for layers or kernels in capitals gets them, or is refused; it never trains without them unnoticed."""
+    folder = saved(tmp_path / "experts", READ["qwen3 moe"][0], EXPERTS)
+    with pytest.raises(ConfigError, match="is for models without experts"):
+        trainer_of(folder, compile="BLOCKS")
+    with pytest.raises(ConfigError, match=r"actor\.kernels=liger needs a GPU"):
+        trainer_of(folder, kernels="LIGER")
