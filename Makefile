@@ -13,20 +13,23 @@ BENCH_ARGS ?=
 WORKERS ?= $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 4 || echo 0)
 KILLS ?= 30
 EVENTS ?= 100
+RANKS ?= 64
 ENDS  ?= 20
+RUNS  ?= 50
 SEED  ?= 1
 SEEDS ?= 3
 PART  ?= 1/1
 LONG  ?= 1/10
+ONLY  ?=
 
 # One thread a process: ranks share the cores, so more only makes them wait for each other.
 export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 # Pythons beside that of $(VENV), each with the packages of its file in envs/: some exclude those of another.
-PYTHONS := agents lerobot libero loggers metaworld simulators verifiers
+PYTHONS := agents crate lerobot libero loggers metaworld mjlab simulators verifiers
 
-.PHONY: help setup setup-llm setup-robot setup-system setup-tests $(PYTHONS:%=setup-%) quickstart demo-llm demo-agent demo-robot demo-vla test test-changed test-gpu test-slurm test-slurm-24 test-slurm-26 test-all combinations chaos chaos-helpers leftovers attack bad-inputs lint bench bench-gpu docs docs-reference constraints resolve clean
+.PHONY: help setup setup-llm setup-robot setup-system setup-tests $(PYTHONS:%=setup-%) quickstart demo-llm demo-agent demo-robot demo-hil demo-vla test test-changed test-gpu test-slurm test-slurm-24 test-slurm-26 test-slurm-apptainer test-all combinations families demo-families filesystems chaos chaos-helpers chaos-scale leftovers rlinf-sample attack bad-inputs lint bench bench-gpu gallery docs docs-reference constraints resolve clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -81,8 +84,14 @@ $(VENV)-metaworld/.setup-done: envs/metaworld.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(@D)/bin/python -r $<
 	@touch $@
 
+# Beside rlhpc's packages: runs of mjlab and of MJX simulate in the actor's process.
+$(VENV)-mjlab/.setup-done: envs/mjlab.txt | $(STAMP)
+	RLHPC_EXTRAS=slurm bash envs/setup.sh $(VENV)-mjlab
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --overrides envs/overrides-cpu.txt -r $<
+	@touch $@
+
 $(VENV)-simulators/.setup-done: envs/simulators.txt envs/gym-hil.txt | $(STAMP)
-	[ -x $(@D)/bin/python ] || $(BIN)/python -m venv --without-pip $(@D)
+	RLHPC_EXTRAS=slurm bash envs/setup.sh $(VENV)-simulators
 	$(BIN)/uv pip install --python $(@D)/bin/python -r envs/simulators.txt
 	$(BIN)/uv pip install --python $(@D)/bin/python --no-deps -r envs/gym-hil.txt
 	@touch $@
@@ -107,6 +116,9 @@ demo-agent: setup-llm  ## a tiny model learns to search, by SFT, then GRPO, with
 demo-robot: setup-robot  ## a robot arm pushes a cube: demonstrations, a policy from them, evaluation, a film
 	rlhpc run configs/embodied/push_cube_bc.yaml runner.name=demo_robot env.eval.video_episodes=4
 
+demo-hil: setup-robot setup-simulators  ## a robot arm learns to pick a cube while a script helps it, and without help; a film (SEEDS=1 for one seed)
+	python -m bench.demo_hil --seeds $(SEEDS)
+
 demo-vla: setup-robot  ## a flow policy swings a pole up: weak demonstrations, a clone, PPO, PPO alone, films (SEEDS=1 for one seed)
 	python -m bench.demo_vla --seeds $(SEEDS)
 
@@ -116,11 +128,11 @@ test-slurm: setup  ## the tests on a real Slurm each worker brings up (tests/slu
 	pytest -m slurm -n $(WORKERS) --dist worksteal $(SLURM_FILES) $(PYTEST_ARGS)
 
 # What another version of Slurm has to show: a het job with its evaluation, a requeue, a cancelled run, helpers, a rank that is
-# given up, the doctor, and all queries. SLURM_TESTS=tests/slurm takes all.
+# given up, options of srun in each step with clocks that disagree, the doctor with its faults, and all queries. SLURM_TESTS=tests/slurm takes all.
 SLURM_TESTS ?= $(addprefix tests/slurm/, test_training.py::test_accounting_that_fails_half_the_time \
 	test_accounting.py::test_roles_and_components_of_a_requeued_run test_training.py::test_every_rank_sees_its_own_part \
 	test_elastic.py::test_one_that_waits_for_rollouts_gets_more_ranks test_given_up_rank.py test_doctor.py::test_a_good_cluster \
-	test_user_environment.py)
+	test_doctor_nodes.py test_step_options.py test_user_environment.py)
 
 test-slurm-24 test-slurm-26: WORKERS = $(shell [ "$$(getconf _NPROCESSORS_ONLN)" -gt 1 ] && echo 2 || echo 0)
 test-slurm-24: setup  ## some of them on Slurm 24.11 (SLURM_TESTS=tests/slurm for all), in a root of Debian 13
@@ -128,6 +140,10 @@ test-slurm-24: setup  ## some of them on Slurm 24.11 (SLURM_TESTS=tests/slurm fo
 
 test-slurm-26: setup  ## some of them on Slurm 26.05, in a root of Debian 14
 	bash tests/slurm/roots.sh forky $(CURDIR)/$(BIN)/python -m pytest -m slurm -n $(WORKERS) --dist worksteal $(SLURM_TESTS) $(PYTEST_ARGS)
+
+test-slurm-apptainer: setup  ## ranks in Apptainer's containers, on Slurm 26.05, in a root of Debian sid
+	bash tests/slurm/image.sh $${RLHPC_SLURM_ROOTS:-/var/cache/rlhpc-slurm}/image
+	bash tests/slurm/roots.sh sid $(CURDIR)/$(BIN)/python -m pytest -m slurm tests/slurm/test_containers.py $(PYTEST_ARGS)
 
 test-gpu: setup-llm  ## the tests on an accelerator (RLHPC_TEST_DEVICE=cpu shows without one that they run)
 	RLHPC_TEST_DEVICE=$${RLHPC_TEST_DEVICE:-accelerator} pytest -m gpu $(PYTEST_ARGS)
@@ -139,14 +155,29 @@ test-all: setup  ## all of what make test takes a part of (SEED=…, PART=k/n)
 combinations: setup-llm  ## options in combination, pairwise: each row is trained, resumed and compared (SEED=…, PART=k/n; hours for all)
 	python -m tests.combinations --seed $(SEED) --part $(PART)
 
+families: setup-llm  ## the table of model families: each cell by a test, all families (ONLY="lfm2 qwen3_5_text" computes and writes these anew)
+	$(if $(ONLY),python -m tests.families $(ONLY),RLHPC_FAMILIES=all pytest -n $(WORKERS) --dist loadgroup tests/families $(PYTEST_ARGS))
+
+demo-families: setup-llm  ## tiny models of two hybrid and two mixture families: SFT, then GRPO (SEEDS=1 for one seed)
+	python -m bench.demo_families --seeds $(SEEDS)
+
+filesystems: setup  ## 50 runs on filesystems with NFS's faults, as root (RUNS=…, SEED=…, PART=k/n; goes on where it ended)
+	python -m tests.filesystems --seed $(SEED) --runs $(RUNS) --part $(PART)
+
 leftovers: setup  ## 20 jobs of two users end in every way on a real Slurm: nothing stays on its nodes (ENDS=…, SEED=…)
 	RLHPC_LEFTOVERS=$(ENDS) RLHPC_LEFTOVERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_leftovers.py -s
 
 chaos: setup  ## 30 random kills over one run on a real Slurm (KILLS=…, SEED=…)
 	RLHPC_CHAOS_KILLS=$(KILLS) RLHPC_CHAOS_SEED=$(SEED) pytest -m slurm tests/slurm/test_chaos.py -s
 
+chaos-scale: setup  ## 100 seeded cuts of the network, clock jumps, lost nodes and absent daemons over 64 ranks, resumable (SEED=…, PART=1/10, RANKS=…)
+	python -m tests.slurm.chaos --seed $(SEED) --part $(PART) --events $(EVENTS) --ranks $(RANKS)
+
 chaos-helpers: setup-llm  ## 100 random joins, leaves, preemptions and kills of a run's helpers on a real Slurm (EVENTS=…, SEED=…)
 	RLHPC_HELPERS_EVENTS=$(EVENTS) RLHPC_HELPERS_SEED=$(SEED) pytest -m slurm tests/slurm/test_elastic.py tests/slurm/test_elastic_env.py -k random -s
+
+rlinf-sample: setup  ## trains 20 of RLinf's example files for two steps each, on a CPU (RLINF=FOLDER of its checkout; minutes)
+	$(BIN)/python -m tests.rlinf_sample $(RLINF)
 
 attack: setup  ## hostile programs, files and users against what is built (long; a part of them is among the tests)
 	PYTHONPATH=. $(VENV)/bin/python tests/attack/programs.py
@@ -173,6 +204,12 @@ bench: setup  ## the benchmarks; results go to bench/results
 bench-gpu: setup-llm  ## figures of this machine's accelerators, in 10 to 15 minutes (BENCH_ARGS="--device cpu": that it runs)
 	python -m bench.gpu $(BENCH_ARGS)
 
+gallery: setup-llm  ## the small runs of the documentation's pages on algorithms, and their charts (ONLY="grpo sac" for some; an hour for all)
+	python -m bench.gallery $(ONLY)
+
+curve-%: setup-llm
+	python -m bench.gallery $*
+
 docs: docs-reference $(VENV)/.setup-docs  ## the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --clean
 	@echo "site/index.html"
@@ -188,6 +225,9 @@ docs-reference: setup  ## the reference pages that are made from the code
 	mv docs/reference/cli.new docs/reference/cli.md
 	python -m rlhpc.reference runtime > docs/reference/runtime.new
 	mv docs/reference/runtime.new docs/reference/runtime.md
+	python -m rlhpc.reference troubleshooting > docs/reference/troubleshooting.new
+	mv docs/reference/troubleshooting.new docs/reference/troubleshooting.md
+	python -m bench.gallery_pages
 
 constraints: setup  ## pin what is installed now in envs/constraints.txt, and what goes with it on GPUs
 	python envs/freeze.py > envs/constraints.new

@@ -12,7 +12,7 @@ setup(
     packages=[*find_packages(include=["rlhpc", "rlhpc.*"]), *(f"rlhpc.share.{name}" for name in SHARED)],
     package_dir={"": ".", **{f"rlhpc.share.{name}": name for name in SHARED}},
     package_data={
-        "": ["py.typed", "*.json", "*.html", "*.css"],
+        "": ["py.typed", "*.json", "*.html", "*.css", "*.js"],
         **{f"rlhpc.share.{name}": ["*", "**/*"] for name in SHARED},
     },
 )

@@ -17,8 +17,11 @@ NAMES = ("runtime", "weights", "hosts", "scale", "embodied_loop", "environments"
 def main() -> None:
     """Runs each benchmark in a separate process. Continues after a failure, and reports the failed ones at the end."""
     names = sys.argv[1:] or NAMES
-    if unknown := [name for name in names if importlib.util.find_spec(f"bench.{name}") is None]:
-        print(f"bench: there is no bench/{unknown[0]}.py; those that take minutes: {', '.join(NAMES)}", file=sys.stderr)
+    if unknown_names := [name for name in names if importlib.util.find_spec(f"bench.{name}") is None]:
+        print(
+            f"bench: there is no bench/{unknown_names[0]}.py; those that take minutes: {', '.join(NAMES)}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     failed_names = []
     for name in names:

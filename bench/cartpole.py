@@ -28,7 +28,7 @@ TRANSITIONS = 8 * 32  # a rollout of the quickstart configuration
 MAX_ENV_STEPS = 480 * TRANSITIONS
 
 
-def rlhpc(seed: int) -> dict[str, Any]:
+def run_rlhpc(seed: int) -> dict[str, Any]:
     """Runs the quickstart configuration once, until the target."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -39,24 +39,24 @@ def rlhpc(seed: int) -> dict[str, Any]:
         ]  # fmt: skip
         start_s = time.perf_counter()
         subprocess.run(command, check=True, capture_output=True)
-        total = time.perf_counter() - start_s
+        total_s = time.perf_counter() - start_s
         rows = [json.loads(line) for line in (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()]
     last_row = rows[-1]
     is_reached = last_row.get("train/episode_return", 0.0) >= TARGET
     return {"seed": seed, "reached": is_reached, "env_steps": last_row["rollout/env_steps"], "loop_s": last_row["time/wall_s"],
-            "total_s": total, "env_steps_per_s": last_row["rollout/env_steps"] / last_row["time/wall_s"]}  # fmt: skip
+            "total_s": total_s, "env_steps_per_s": last_row["rollout/env_steps"] / last_row["time/wall_s"]}  # fmt: skip
 
 
-def single_process(seed: int, *options: str) -> dict[str, Any]:
+def run_single_process(seed: int, *options: str) -> dict[str, Any]:
     """Runs `single_process_ppo.py` once, until the target."""
     command = [sys.executable, str(HERE / "single_process_ppo.py"), "--seed", str(seed), "--stop", "--target", str(TARGET),
                "--max-env-steps", str(MAX_ENV_STEPS), *options]  # fmt: skip
     start_s = time.perf_counter()
-    completed = subprocess.run(command, check=True, capture_output=True, text=True)
-    total = time.perf_counter() - start_s
-    row = json.loads(completed.stdout)
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    total_s = time.perf_counter() - start_s
+    row = json.loads(result.stdout)
     return {"seed": seed, "reached": row["env_steps"] is not None, "env_steps": row["total_env_steps"],
-            "loop_s": row["total_seconds"], "total_s": total, "env_steps_per_s": row["env_steps_per_s"]}  # fmt: skip
+            "loop_s": row["total_seconds"], "total_s": total_s, "env_steps_per_s": row["env_steps_per_s"]}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -66,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     contenders: dict[str, Callable[[int], dict[str, Any]]] = {
-        "rlhpc": rlhpc,
-        "single_process": single_process,
+        "rlhpc": run_rlhpc,
+        "single_process": run_single_process,
         # what rlhpc always does, and CleanRL's does not: an episode cut by the time limit is worth its final value
-        "single_process_bootstrapped": lambda seed: single_process(seed, "--bootstrap-truncations"),
+        "single_process_bootstrapped": lambda seed: run_single_process(seed, "--bootstrap-truncations"),
     }
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for seed in range(1, args.seeds + 1):
-        for name, run in contenders.items():
-            runs[name].append(run(seed))
+        for name, run_contender in contenders.items():
+            runs[name].append(run_contender(seed))
             print(name, json.dumps(runs[name][-1]), flush=True)
     summary = {
         name: {key: spread([row[key] for row in rows]) for key in ("env_steps", "loop_s", "total_s", "env_steps_per_s")}

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench.machine import spread, write
-from bench.weights import BYTES, tensors
+from bench.weights import BYTES, make_tensors
 from rlhpc.checkpoint.manifest import verify
 from rlhpc.checkpoint.state import load_tensors, save_tensors
 from rlhpc.checkpoint.store import CheckpointWriter
@@ -33,17 +33,17 @@ from rlhpc.jobs.paths import RunPaths
 HERE = Path(__file__).resolve().parent
 
 
-def seconds(act: Callable[[], Any]) -> float:
+def time_call(act: Callable[[], Any]) -> float:
     start_s = time.perf_counter()
     act()
     return time.perf_counter() - start_s
 
 
-def dd(*arguments: str) -> None:
+def run_dd(*arguments: str) -> None:
     subprocess.run(["dd", "bs=4M", "status=none", *arguments], check=True)
 
 
-def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str, float]:
+def measure_files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str, float]:
     """Measures one save, one load, and one write by `dd`."""
     paths = RunPaths(folder)
 
@@ -52,60 +52,60 @@ def files(folder: Path, weights: dict[str, torch.Tensor], step: int) -> dict[str
             save_tensors(writer.path("model.safetensors"), weights)
             writer.commit()
 
-    row = {"save (s)": seconds(save)}
+    row = {"save (s)": time_call(save)}
     weights_file = paths.checkpoint(step) / "model.safetensors"
     source, target = folder / "source", folder / "target"
     source.write_bytes(os.urandom(1 << 20) * (BYTES >> 20))
-    row["limit: dd with fsync (s)"] = seconds(lambda: dd(f"if={source}", f"of={target}", "conv=fsync"))
+    row["limit: dd with fsync (s)"] = time_call(lambda: run_dd(f"if={source}", f"of={target}", "conv=fsync"))
     target.unlink()
-    row["verify (s)"] = seconds(lambda: verify(paths.checkpoint(step)))
+    row["verify (s)"] = time_call(lambda: verify(paths.checkpoint(step)))
     model = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
     def load() -> None:
         for name, tensor in load_tensors(weights_file).items():
             model[name].copy_(tensor)
 
-    row["load (s)"] = seconds(load)
+    row["load (s)"] = time_call(load)
     assert all(torch.equal(model[name], weights[name]) for name in weights)
-    row["limit: dd to nowhere (s)"] = seconds(lambda: dd(f"if={weights_file}", "of=/dev/null"))
+    row["limit: dd to nowhere (s)"] = time_call(lambda: run_dd(f"if={weights_file}", "of=/dev/null"))
     source.unlink()
     return row
 
 
-def until_step(folder: Path, steps: int) -> float:
+def time_until_step(folder: Path, num_steps: int) -> float:
     """Returns the seconds from the command until a row is added to the run's metrics; the run continues to its end."""
     metrics = folder / "resume" / "metrics.jsonl"
     size_before = metrics.stat().st_size if metrics.exists() else 0
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(HERE.parent / "configs" / "quickstart.yaml"),
-        f"runner.run_dir={folder}", "runner.name=resume", "runner.segments=1", f"runner.max_steps={steps}",
+        f"runner.run_dir={folder}", "runner.name=resume", "runner.segments=1", f"runner.max_steps={num_steps}",
         "runner.save_interval=10", "runner.logger.logger_backends=[jsonl]", "runner.resume_dir=auto",
     ]  # fmt: skip
     start_s = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
-        while run.poll() is None and (not metrics.exists() or metrics.stat().st_size <= size_before):
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and (not metrics.exists() or metrics.stat().st_size <= size_before):
             time.sleep(0.005)
         elapsed_s = time.perf_counter() - start_s
-        _, output = run.communicate()
-    if run.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {run.returncode}:\n{output[-2000:]}")
+        _, output = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}:\n{output[-2000:]}")
     return elapsed_s
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/checkpoint.json`."""
+    """Runs the benchmark and writes its figures to `results/checkpoint.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    weights: dict[str, torch.Tensor] = {name: tensor.normal_() for name, tensor in tensors()}
+    weights: dict[str, torch.Tensor] = {name: tensor.normal_() for name, tensor in make_tensors()}
     rows: list[dict[str, float]] = []
     for step in range(args.repeat + 1):
         with tempfile.TemporaryDirectory(dir=".") as temporary_folder:
-            row = files(Path(temporary_folder), weights, step)
+            row = measure_files(Path(temporary_folder), weights, step)
         with tempfile.TemporaryDirectory() as temporary_folder:
-            row["start to the first step (s)"] = until_step(Path(temporary_folder), 10)
-            row["resume to the next step (s)"] = until_step(Path(temporary_folder), 20)
+            row["start to the first step (s)"] = time_until_step(Path(temporary_folder), 10)
+            row["resume to the next step (s)"] = time_until_step(Path(temporary_folder), 20)
         if step:  # the first one also warms the disk's cache and the interpreter's files
             rows.append(row)
             print(json.dumps(row), flush=True)

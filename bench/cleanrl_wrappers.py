@@ -11,7 +11,7 @@ import numpy as np
 _CLIP = partial(np.clip, a_min=-10, a_max=10)
 
 
-def normalized(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+def normalize_env(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     """Normalises observations and rewards by their running statistics and clips them; returns are counted below that."""
     env = gym.wrappers.RecordEpisodeStatistics(env)
     env = gym.wrappers.NormalizeObservation(env)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import write
-from bench.robot import BC, rlhpc, success, train
+from bench.robot import BC, measure_success, run_rlhpc, train
 
 CRITIC = ("algorithm.bc_value_coef=0.5", "algorithm.gamma=0.8")
 
@@ -31,10 +31,10 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
         f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1", "workflow.demos_expert=null",
         "actor.model.log_std_init=-0.5",
     )  # fmt: skip
-    rlhpc("record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
+    run_rlhpc("record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
           str(options.demonstrations), "--only-success", "--output", str(demos), f"runner.seed={seed}")  # fmt: skip
     first_run = train(folder, BC, "first", f"demos.path={demos}", *overrides)
-    rlhpc(
+    run_rlhpc(
         "record", "--run", str(first_run), "--episodes", str(options.episodes), "--sample", "--output", str(own_demos)
     )
     demos_override = f"demos.path=[{demos},{own_demos}]"
@@ -47,9 +47,10 @@ def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, A
     )  # fmt: skip
     attempts = json.loads(own_demos.with_suffix(".json").read_text())["episodes"]
     return {
-        "seed": seed, "clone of the demonstrations": success(first_run),
+        "seed": seed, "clone of the demonstrations": measure_success(first_run),
         "its own episodes that succeeded": sum(bool(attempt.get("success")) for attempt in attempts) / len(attempts),
-        "all alike": success(bc_run), "successes only": success(successes_only), "conditioned": success(conditioned_run),
+        "all alike": measure_success(bc_run), "successes only": measure_success(successes_only),
+        "conditioned": measure_success(conditioned_run),
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.learning_page import band
+from bench.learning_page import compute_band
 from bench.machine import RESULTS, write
 from rlhpc.metrics.charts import line_chart, standalone
 
@@ -38,81 +38,81 @@ CONTROLS = {
 NAMES = {"grpo": "GRPO", "shuffled": "shuffled rewards", "no_tool": "no tool"}
 
 
-def rlhpc(*words: str) -> None:
+def run_rlhpc(*words: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
-    completed = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True, env=env
     )
-    if completed.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
+    if result.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
-def exported(run: Path) -> Path:
+def export_last(run_folder: Path) -> Path:
     """Returns the last checkpoint of a run, exported as a model."""
     last_checkpoint = max(
-        (run / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2])
+        (run_folder / "checkpoints").glob("global_step_*"), key=lambda path: int(path.name.rpartition("_")[2])
     )
-    rlhpc("convert", "--checkpoint", str(last_checkpoint))
-    return run / "export" / last_checkpoint.name
+    run_rlhpc("convert", "--checkpoint", str(last_checkpoint))
+    return run_folder / "export" / last_checkpoint.name
 
 
-def accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
+def measure_accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
     """Returns the accuracy of a model on the held-out questions."""
     output = model.parents[1] / "eval" / f"{name}.json"
-    rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
+    run_rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
     eval_result: dict[str, Any] = json.loads(output.read_text())
     return {"accuracy": eval_result["accuracy"], "ci95": eval_result["accuracy_ci95"], "n": eval_result["n"]}
 
 
-def curve(run: Path) -> list[float]:
+def read_curve(run_folder: Path) -> list[float]:
     """Returns the share of questions that were answered in training, by step."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
     return [round(row["train/reward"], 4) for row in map(json.loads, lines) if "train/reward" in row]
 
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs SFT, GRPO and its controls at one seed."""
     started_at, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
-    start = f"demo-agent-{seed}-sft"
-    rlhpc("train", SFT, *folder, f"runner.name={start}")
-    model = exported(runs / start)
-    row: dict[str, Any] = {"seed": seed, "sft": accuracy(model, "held_out", *folder), "curves": {}}
+    sft_name = f"demo-agent-{seed}-sft"
+    run_rlhpc("train", SFT, *folder, f"runner.name={sft_name}")
+    model = export_last(runs / sft_name)
+    row: dict[str, Any] = {"seed": seed, "sft": measure_accuracy(model, "held_out", *folder), "curves": {}}
     for run_kind, overrides_of_kind in {"grpo": (), **CONTROLS}.items():
         name, run_overrides = (
             f"demo-agent-{seed}-{run_kind}",
             [*folder, f"actor.model.model_path={model}", *overrides_of_kind, *overrides],
         )
-        rlhpc("train", GRPO, *run_overrides, f"runner.name={name}")
-        row[run_kind] = accuracy(exported(runs / name), "held_out", *run_overrides)
-        row["curves"][run_kind] = curve(runs / name)
+        run_rlhpc("train", GRPO, *run_overrides, f"runner.name={name}")
+        row[run_kind] = measure_accuracy(export_last(runs / name), "held_out", *run_overrides)
+        row["curves"][run_kind] = read_curve(runs / name)
     return {**row, "seconds": time.perf_counter() - started_at}
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws training curves: the mean of every five steps and over the seeds, and a band from the
     lowest seed to the highest.
     """
     lines = []
     for color, (run_kind, name) in enumerate(NAMES.items()):
-        curves = [list(map(statistics.mean, batched(row["curves"][run_kind], 5))) for row in rows]
+        curves = [list(map(statistics.mean, batch_values(row["curves"][run_kind], 5))) for row in rows]
         columns = list(zip(*curves, strict=False))
         x = [5.0 * (i + 1) for i in range(len(columns))]
-        lines.append(band(name, x, columns, color))
+        lines.append(compute_band(name, x, columns, color))
     chart = line_chart(f"Answered in training, {len(rows)} seeds", "GRPO step", "share of questions", lines)
     path.write_text(standalone(chart))
 
 
-def batched(values: list[float], size: int) -> list[list[float]]:
+def batch_values(values: list[float], size: int) -> list[list[float]]:
     """Batches neighbouring values; the last batch may be smaller."""
     return [values[start_index : start_index + size] for start_index in range(0, len(values), size)]
 
 
-def fell_short(row: dict[str, Any]) -> str:
-    """Returns the criteria that a seed did not meet; "" if it met all."""
+def find_missed_criteria(row: dict[str, Any]) -> str:
+    """Returns the criteria that a seed missed; "" if it met all of them."""
     grpo, sft = row["grpo"]["accuracy"], row["sft"]["accuracy"]
     if grpo < sft + 0.2:
         return "less than 20 points above SFT"
@@ -140,9 +140,9 @@ def main() -> int:
         print(
             f"seed {seed}: {accuracy_text} of {row['sft']['n']} held-out questions; {row['seconds']:.0f} s", flush=True
         )
-    draw(rows, RESULTS / "demo_agent.svg")
+    draw_curves(rows, RESULTS / "demo_agent.svg")
     write("demo_agent", f"python -m bench.demo_agent --seeds {args.seeds}", {"rows": rows})
-    shortfalls = {row["seed"]: shortfall for row in rows if (shortfall := fell_short(row))}
+    shortfalls = {row["seed"]: shortfall for row in rows if (shortfall := find_missed_criteria(row))}
     for seed, shortfall in shortfalls.items():
         print(f"seed {seed}: {shortfall}", file=sys.stderr)
     return int(bool(shortfalls))

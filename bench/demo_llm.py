@@ -5,7 +5,7 @@
 A seed repeats to the bit on one machine only: other processors round differently. What travels is mean and spread over seeds.
 
 Prints a line a seed, writes bench/results/demo_llm.json, and fails where accuracy on held-out problems did not rise by 20
-points over SFT, or the exported model answers otherwise in vLLM than in transformers.
+points over SFT, or the exported model answers differently in vLLM and in transformers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, float]:
         [sys.executable, "-m", "rlhpc.cli", "run", CONFIG, *run_overrides],
         cwd=ROOT, check=True,
     )  # fmt: skip
-    seconds = time.perf_counter() - started_at
+    duration_s = time.perf_counter() - started_at
     result_files = sorted(
         (json.loads(path.read_text()) for path in (runs / name / "eval").glob("global_step_*/held_out.json")),
         key=lambda result: result["global_step"],
@@ -48,7 +48,7 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, float]:
     vllm = json.loads(vllm_file.read_text())
     return {
         "seed": seed, "sft": result_files[0]["accuracy"], "grpo": last_result["accuracy"], "n": last_result["n"],
-        "vllm": vllm["accuracy"], "seconds": seconds,
+        "vllm": vllm["accuracy"], "seconds": duration_s,
     }  # fmt: skip
 
 

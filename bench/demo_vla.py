@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.demo_agent import ROOT, rlhpc
-from bench.learning_page import band
+from bench.demo_agent import ROOT, run_rlhpc
+from bench.learning_page import compute_band
 from bench.machine import RESULTS, write
 from rlhpc.metrics.charts import line_chart, standalone
 
@@ -38,7 +38,7 @@ NOISE = 0.2
 _RNG = np.random.default_rng(1)
 
 
-def controller(obs: np.ndarray) -> np.ndarray:
+def compute_actions(obs: np.ndarray) -> np.ndarray:
     """Returns actions `[N, 1]` for states `[N, 10]`: swings the pole up by its energy, and catches it only near the upright
     position.
     """
@@ -51,37 +51,37 @@ def controller(obs: np.ndarray) -> np.ndarray:
     return np.clip(targets, -1, 1)[:, None].astype(np.float32)
 
 
-def evaluation(run: Path) -> dict[str, float]:
+def evaluate_newest(run_folder: Path) -> dict[str, float]:
     """Evaluates a run's newest checkpoint; returns the mean and lowest return and the number of episodes."""
-    output = run / "held_out.json"
-    rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output))
+    output = run_folder / "held_out.json"
+    run_rlhpc("eval", "--run", str(run_folder), "--step", "latest", "--output", str(output))
     eval_result = json.loads(output.read_text())
     return {"return": eval_result["return_mean"], "lowest": eval_result["return_min"], "n": eval_result["episodes"]}
 
 
-def curve(run: Path) -> list[tuple[int, float]]:
+def read_curve(run_folder: Path) -> list[tuple[int, float]]:
     """Returns env steps, and the mean return of the training episodes that ended in a step."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rows = map(json.loads, (run_folder / "metrics.jsonl").read_text().splitlines())
     return [(int(row["rollout/env_steps"]), round(row["rollout/episode_return"], 2)) for row in rows]
 
 
-def run_seed(seed: int, runs: Path, episodes: int, overrides: list[str]) -> dict[str, Any]:
-    """Runs demonstrations, the clone, PPO from it and PPO alone at one seed."""
-    started_at, shared = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
+def run_seed(seed: int, runs: Path, num_episodes: int, overrides: list[str]) -> dict[str, Any]:
+    """Runs demonstrations, behaviour cloning, PPO from the clone, and PPO from scratch at one seed."""
+    started_at, shared_overrides = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     demos, name = runs / f"demo-vla-{seed}.h5", f"demo-vla-{seed}"
-    rlhpc("record", "--expert", "bench.demo_vla:controller", "--config", BC, "--episodes", str(episodes),
-          "--output", str(demos), *shared)  # fmt: skip
-    rlhpc("train", BC, *shared, f"runner.name={name}-clone", f"demos.path={demos}")
+    run_rlhpc("record", "--expert", "bench.demo_vla:compute_actions", "--config", BC, "--episodes", str(num_episodes),
+          "--output", str(demos), *shared_overrides)  # fmt: skip
+    run_rlhpc("train", BC, *shared_overrides, f"runner.name={name}-clone", f"demos.path={demos}")
     start = f"runner.init_from={runs / f'{name}-clone'}"
     for run_kind, start_overrides in {"tuned": [start], "alone": []}.items():
-        rlhpc("train", PPO, *shared, f"runner.name={name}-{run_kind}", *start_overrides, *overrides)
-    row: dict[str, Any] = {"seed": seed, "demonstrations": demonstrated(demos)}
-    row |= {run_kind: evaluation(runs / f"{name}-{run_kind}") for run_kind in NAMES}
-    row["curves"] = {run_kind: curve(runs / f"{name}-{run_kind}") for run_kind in ("tuned", "alone")}
+        run_rlhpc("train", PPO, *shared_overrides, f"runner.name={name}-{run_kind}", *start_overrides, *overrides)
+    row: dict[str, Any] = {"seed": seed, "demonstrations": compute_demo_return(demos)}
+    row |= {run_kind: evaluate_newest(runs / f"{name}-{run_kind}") for run_kind in NAMES}
+    row["curves"] = {run_kind: read_curve(runs / f"{name}-{run_kind}") for run_kind in ("tuned", "alone")}
     return {**row, "seconds": time.perf_counter() - started_at}
 
 
-def demonstrated(path: Path) -> float:
+def compute_demo_return(path: Path) -> float:
     """Returns the mean return of the demonstrations."""
     import h5py
 
@@ -89,19 +89,19 @@ def demonstrated(path: Path) -> float:
         return statistics.fmean(float(np.sum(file[name]["rewards"])) for name in file)
 
 
-def film(runs: Path, seed: int) -> list[Path]:
+def record_films(runs: Path, seed: int) -> list[Path]:
     """Records films of four evaluation episodes before and after PPO; returns no film if rendering is not possible."""
     film_paths = []
     for run_kind, name in {"clone": "before", "tuned": "after"}.items():
         output = runs / f"demo_vla_{name}.json"
-        run = runs / f"demo-vla-{seed}-{run_kind}"
-        rlhpc("eval", "--run", str(run), "--step", "latest", "--output", str(output),
+        run_folder = runs / f"demo-vla-{seed}-{run_kind}"
+        run_rlhpc("eval", "--run", str(run_folder), "--step", "latest", "--output", str(output),
               "env.eval.num_envs=4", "env.eval.num_episodes=4", "env.eval.video_episodes=4")  # fmt: skip
         film_paths += [output.with_suffix(".mp4")] if output.with_suffix(".mp4").is_file() else []
     return film_paths
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws training curves: the mean over the seeds, and a band from the lowest to the highest."""
     lines = []
     for color, run_kind in enumerate(("tuned", "alone")):
@@ -109,12 +109,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         columns = list(
             zip(*([episode_return for _, episode_return in row["curves"][run_kind]] for row in rows), strict=True)
         )
-        lines.append(band(NAMES[run_kind], x, columns, color))
+        lines.append(compute_band(NAMES[run_kind], x, columns, color))
     title = f"MS-CartpoleSwingUp-v1, {len(rows)} seeds"
     path.write_text(standalone(line_chart(title, "environment steps", "return in training, with noise", lines)))
 
 
-def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def compare_returns(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Compares mean returns over the seeds; returns them with the largest spread and the outcome of the criterion."""
     values = {run_kind: [row[run_kind]["return"] for row in rows] for run_kind in NAMES}
     mean_returns = {run_kind: statistics.fmean(returns) for run_kind, returns in values.items()}
@@ -140,11 +140,11 @@ def main() -> int:
         print(
             f"seed {seed}: controller {row['demonstrations']:.1f}, {returns_text}; {row['seconds']:.0f} s", flush=True
         )
-    comparison = compared(rows)
-    draw(rows, RESULTS / "demo_vla.svg")
+    comparison = compare_returns(rows)
+    draw_curves(rows, RESULTS / "demo_vla.svg")
     write("demo_vla", f"python -m bench.demo_vla --seeds {args.seeds}", {"rows": rows, "compared": comparison})
     print(json.dumps(comparison))
-    film_paths = " ".join(map(str, film(runs, 1)))
+    film_paths = " ".join(map(str, record_films(runs, 1)))
     print(f"films: {film_paths or 'none, there is no renderer here'}")
     if not comparison["holds"]:
         print("PPO from the clone is not above both by more than the spread of the seeds", file=sys.stderr)

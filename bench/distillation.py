@@ -33,36 +33,40 @@ DISTIL = (
 )  # fmt: skip
 
 
-def rlhpc(*words: str) -> None:
+def run_rlhpc(*words: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
-    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
-    if completed.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
+    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
-def train(config: str, folder: Path, name: str, steps: int, *overrides: str) -> Path:
+def train(config: str, folder: Path, name: str, num_steps: int, *overrides: str) -> Path:
     """Trains to a step, and exports its checkpoint."""
     extra_overrides = ("workflow.sft=null", "workflow.sft_overrides=[]", "runner.segments=1") if config == GRPO else ()
-    rlhpc(
-        "train", config, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.max_steps={steps}",
-        f"runner.save_interval={steps}", *extra_overrides, *overrides,
+    run_rlhpc(
+        "train", config, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.max_steps={num_steps}",
+        f"runner.save_interval={num_steps}", *extra_overrides, *overrides,
     )  # fmt: skip
     export = folder / f"{name}-export"
-    rlhpc(
-        "convert", "--checkpoint", str(folder / name / "checkpoints" / f"global_step_{steps}"), "--output", str(export)
+    run_rlhpc(
+        "convert",
+        "--checkpoint",
+        str(folder / name / "checkpoints" / f"global_step_{num_steps}"),
+        "--output",
+        str(export),
     )
     return export
 
 
-def measured(folder: Path, name: str, export: Path) -> dict[str, float]:
+def read_figures(folder: Path, name: str, export: Path) -> dict[str, float]:
     """Returns the result of a run, and its costs."""
     output = folder / f"{name}-eval.json"
     arguments = ["--config", GRPO, "--suite", "held_out", "--output", str(output), f"runner.run_dir={folder}"]
-    rlhpc("eval", "--model", str(export), *arguments)
+    run_rlhpc("eval", "--model", str(export), *arguments)
     evaluation = json.loads(output.read_text())
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    tokens = sum(row["train/tokens"] for row in rows if "train/tokens" in row)
-    return {"accuracy": evaluation["accuracy"], "n": evaluation["n"], "tokens": tokens, "steps": len(rows)}
+    num_tokens = sum(row["train/tokens"] for row in rows if "train/tokens" in row)
+    return {"accuracy": evaluation["accuracy"], "n": evaluation["n"], "tokens": num_tokens, "steps": len(rows)}
 
 
 def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str]) -> dict[str, Any]:
@@ -70,15 +74,15 @@ def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str
     seed_overrides = [f"runner.seed={seed}", *overrides]
     row: dict[str, Any] = {"seed": seed}
     start = train(SFT, folder, f"sft-{seed}", steps["sft"], f"runner.seed={seed}")
-    row["sft"] = measured(folder, f"sft-{seed}", start)
+    row["sft"] = read_figures(folder, f"sft-{seed}", start)
     started_at = time.perf_counter()
-    model = f"actor.model.model_path={start}"
-    teacher = train(GRPO, folder, f"grpo-{seed}", steps["grpo"], model, *seed_overrides)
-    row["grpo"] = {**measured(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - started_at}
+    model_override = f"actor.model.model_path={start}"
+    teacher = train(GRPO, folder, f"grpo-{seed}", steps["grpo"], model_override, *seed_overrides)
+    row["grpo"] = {**read_figures(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - started_at}
     started_at = time.perf_counter()
-    student_overrides = (model, f"teacher.model.model_path={teacher}", *DISTIL, *seed_overrides)
+    student_overrides = (model_override, f"teacher.model.model_path={teacher}", *DISTIL, *seed_overrides)
     student = train(GRPO, folder, f"distil-{seed}", steps["distil"], *student_overrides)
-    row["distilled"] = {**measured(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - started_at}
+    row["distilled"] = {**read_figures(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - started_at}
     return row
 
 

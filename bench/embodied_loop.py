@@ -27,7 +27,7 @@ ENV_STEPS, STEPS = 100, 60
 RLINF_STEP_S, RLINF_FIRST_S = 8.8, 109.0
 
 
-def rlhpc() -> dict[str, float]:
+def run_rlhpc() -> dict[str, float]:
     """Runs the workload as an rlhpc run; returns the seconds to the first step and per step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -39,19 +39,19 @@ def rlhpc() -> dict[str, float]:
         ]  # fmt: skip
         metrics = Path(folder) / "loop" / "metrics.jsonl"
         start_s = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
-            while not (metrics.exists() and metrics.stat().st_size) and run.poll() is None:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None:
                 time.sleep(0.005)
             first_step_s = time.perf_counter() - start_s
-        if run.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {run.returncode}")
+        if process.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert len(rows) == STEPS
     assert rows[-1]["rollout/env_steps"] == STEPS * ENV_STEPS
     return {"first step (s)": first_step_s, "step (s)": statistics.median(row["time/step_s"] for row in rows[5:])}
 
 
-def single_process() -> dict[str, float]:
+def run_single_process() -> dict[str, float]:
     """Runs the same workload in one process."""
     import gymnasium
     import torch
@@ -78,23 +78,23 @@ def single_process() -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/embodied_loop.json`."""
+    """Runs the benchmark and writes its figures to `results/embodied_loop.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.single:
-        print(json.dumps(single_process()))
+        print(json.dumps(run_single_process()))
         return
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     rows: dict[str, list[dict[str, float]]] = {"rlhpc": [], "single process": []}
     for _ in range(args.repeat):
-        rows["rlhpc"].append(rlhpc())
-        completed = subprocess.run(
+        rows["rlhpc"].append(run_rlhpc())
+        result = subprocess.run(
             [sys.executable, "-m", "bench.embodied_loop", "--single"], check=True, stdout=subprocess.PIPE
         )
-        rows["single process"].append(json.loads(completed.stdout))
+        rows["single process"].append(json.loads(result.stdout))
         print(json.dumps({side: side_rows[-1] for side, side_rows in rows.items()}), flush=True)
     figures = {
         side: {name: spread([row[name] for row in side_rows]) for name in side_rows[0]}

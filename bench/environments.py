@@ -10,6 +10,9 @@ cores, with ranks that share the slots. ManiSkill runs its CPU environments in i
 Pipelining: environments and a policy sleep a given time for each decision of all slots; a stage sleeps its share of this time.
 `speed-up / ideal` is the time of the sequential rollout over that of the pipelined rollout, divided by (e + p) / max(e, p).
 
+Tensors: environment steps a second of rollouts of an MLP policy on many cart-poles, received by the actor: Gymnasium's, which
+one env rank steps one by one; environments of tensors on an env rank; and the same in the actor's process.
+
 Quickstart: environment steps a second of the quickstart, including training, with one and with two env ranks.
 """
 
@@ -27,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.interleaved import ROLLOUTS, compare, vector_rate
+from bench.interleaved import ROLLOUTS, compare, measure_vector_env
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Task → its sections `env.train`, and decisions of a rollout that is timed.
@@ -40,45 +43,55 @@ SLOTS = 8
 #: Seconds that a decision of all slots takes the environments and the policy.
 PAIRS = ((0.010, 0.010), (0.010, 0.005), (0.005, 0.010))
 PIPELINED_STEPS = 100
+#: Slots and decisions of the rollouts on many cart-poles, and their sections `env.train`.
+TENSOR_SLOTS, TENSOR_STEPS = 1024, 16
+MANY = {
+    "gymnasium": {"env_type": "gymnasium", "env_id": "CartPole-v1"},
+    "tensors": {"env_type": "tensors", "env_id": "cartpole"},
+}
 
 
 # -- rlhpc ------------------------------------------------------------------------------------------------------------
 
 
-def play(
+def time_rollout(
     env: dict[str, Any],
     model: dict[str, Any],
     *,
-    ranks: int,
-    slots: int,
-    steps: int,
-    stages: int = 1,
-    simulators: int = 0,
+    num_ranks: int,
+    num_slots: int,
+    num_steps: int,
+    num_stages: int = 1,
+    num_simulators: int = 0,
+    in_actor: bool = False,
 ) -> float:
-    """Returns the seconds of a rollout of `steps` decisions in `slots` slots, as between two updates of a run."""
+    """Returns the seconds of a rollout of `num_steps` decisions in `num_slots` slots, as between two updates of a run. With
+    `in_actor`, the actor simulates and acts itself.
+    """
     from rlhpc import Cluster, HybridComponentPlacement
     from rlhpc.config.typed import typed
     from rlhpc.embodied.config import PpoConfig
-    from rlhpc.embodied.rollout.slot_map import Acted, Source
+    from rlhpc.embodied.rollout.slot_map import PlayedTurn, Source
     from rlhpc.embodied.rollout.work_sharing import FullRollout
-    from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
-    from rlhpc.embodied.workers.env import EnvWorker
-    from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
-    from rlhpc.embodied.workers.rollout import MultiStepRolloutWorker
+    from rlhpc.embodied.runners.rollout_runner import TensorRunner, ppo_runner
+    from rlhpc.embodied.task_types import PPO
     from rlhpc.runs.configuration import load_config
+    from rlhpc.runtime.plugins import load_attribute
 
+    ranks_text = f"'0:0-{num_ranks - 1}'"
     with tempfile.TemporaryDirectory() as folder:
         cfg = typed(PpoConfig, load_config(ROOT / "configs" / "base" / "ppo.yaml", [
-            f"runner.run_dir={folder}", "runner.name=bench", f"algorithm.rollout_steps={steps}", f"env.train.num_envs={slots}",
-            f"rollout.pipeline_stage_num={stages}", f"actor.global_batch_size={slots * steps}",
-            f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{ranks - 1}'}}",
-            f"env.train.simulators={simulators}",
+            f"runner.run_dir={folder}", "runner.name=bench", f"algorithm.rollout_steps={num_steps}",
+            f"env.train.num_envs={num_slots}",
+            f"rollout.pipeline_stage_num={num_stages}", f"actor.global_batch_size={num_slots * num_steps}",
+            f"cluster.component_placement={{actor: 0{'' if in_actor else f', rollout: 0, env: {ranks_text}'}}}",
+            f"env.train.simulators={num_simulators}",
             *(f"env.train.{name}={json.dumps(value)}" for name, value in env.items()),
             *(f"actor.model.{name}={json.dumps(value)}" for name, value in model.items()),
         ]))  # fmt: skip
         cluster = Cluster(cfg.cluster)
         placement = HybridComponentPlacement(cfg, cluster)
-        classes = {"actor": EmbodiedActor, "rollout": MultiStepRolloutWorker, "env": EnvWorker}
+        classes: dict[str, Any] = {role: load_attribute(name, role) for role, name in PPO.groups.roles_of(cfg).items()}
         groups = {
             role: cls.create_group(cfg).launch(
                 cluster, placement_strategy=placement.get_strategy(role), name=role, wait=False
@@ -86,13 +99,18 @@ def play(
             for role, cls in classes.items()
         }
         try:
-            runner = EmbodiedRunner(cfg, groups["actor"], groups["rollout"], groups["env"])
+            runner = ppo_runner(cfg, **groups)
             runner.build()
             durations = []
             for step in range(ROLLOUTS + 1):
-                started_at, turn = time.perf_counter(), FullRollout(step, step, 0, steps)
-                source = Source(runner.slots, (Acted(turn, runner.slots),))
-                handles = [runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)]
+                started_at, turn = time.perf_counter(), FullRollout(step, step, 0, num_steps)
+                if isinstance(runner, TensorRunner):
+                    handles = [runner.actor.play(step)]
+                else:
+                    source = Source(runner.slots, (PlayedTurn(turn, runner.slots),))
+                    handles = [
+                        runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)
+                    ]  # fmt: skip
                 for handle in handles:
                     handle.wait()
                 durations.append(time.perf_counter() - started_at)
@@ -102,24 +120,30 @@ def play(
                 group.shutdown()
 
 
-def rlhpc(task: str, ranks: int, slots: int) -> float:
+def measure_rlhpc(task: str, num_ranks: int, num_slots: int) -> float:
     """Returns environment steps a second of rlhpc."""
     env, steps = TASKS[task]
     model = {"model_type": "bench.idle:RandomPolicy"}
-    return slots * steps / play(env, model, ranks=ranks, slots=slots, steps=steps)
+    return num_slots * steps / time_rollout(env, model, num_ranks=num_ranks, num_slots=num_slots, num_steps=steps)
 
 
-def pipelining(environment_s: float, policy_s: float, stages: int) -> float:
+def measure_many(kind: str, in_actor: bool) -> float:
+    """Returns environment steps a second of an MLP policy on `TENSOR_SLOTS` cart-poles."""
+    options = {"model": {"model_type": "mlp"}, "ranks": 1, "slots": TENSOR_SLOTS, "steps": TENSOR_STEPS}
+    return TENSOR_SLOTS * TENSOR_STEPS / time_rollout(MANY[kind], in_actor=in_actor, **options)  # type: ignore[arg-type]
+
+
+def time_pipelined_rollout(environment_s: float, policy_s: float, num_stages: int) -> float:
     """Returns the seconds of a rollout with the given number of pipeline stages."""
     env = {"env_type": "bench.idle:SleepingEnv", "env_id": "sleep", "kwargs": {"seconds": environment_s / SLOTS}}
     model = {"model_type": "bench.idle:SleepingPolicy", "kwargs": {"seconds": policy_s / SLOTS}}
-    return play(env, model, ranks=1, slots=SLOTS, steps=PIPELINED_STEPS, stages=stages)
+    return time_rollout(env, model, num_ranks=1, num_slots=SLOTS, num_steps=PIPELINED_STEPS, num_stages=num_stages)
 
 
 # -- gymnasium --------------------------------------------------------------------------------------------------------
 
 
-def make(task: str) -> Any:
+def make_env(task: str) -> Any:
     """Builds one environment through `gymnasium.make`."""
     import gymnasium
 
@@ -133,34 +157,34 @@ def make(task: str) -> Any:
     return CPUGymWrapper(base_env, ignore_terminations=False)
 
 
-def gymnasium_rate(kind: str, task: str, slots: int) -> float:
+def measure_gymnasium_here(kind: str, task: str, num_slots: int) -> float:
     """Returns environment steps a second of SyncVectorEnv or AsyncVectorEnv on random actions."""
     import gymnasium
 
     vector = {"sync": gymnasium.vector.SyncVectorEnv, "async": gymnasium.vector.AsyncVectorEnv}[kind]
-    envs = vector([lambda: make(task)] * slots, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
-    return vector_rate(envs, slots, TASKS[task][1])
+    envs = vector([lambda: make_env(task)] * num_slots, autoreset_mode=gymnasium.vector.AutoresetMode.SAME_STEP)
+    return measure_vector_env(envs, num_slots, TASKS[task][1])
 
 
-def gymnasium(kind: str, task: str, slots: int) -> float:
+def measure_gymnasium(kind: str, task: str, num_slots: int) -> float:
     """Returns the same rate from a separate process, without the threads of a driver."""
-    completed = subprocess.run(
-        [sys.executable, "-m", "bench.environments", "--gymnasium", kind, task, str(slots)], cwd=ROOT, check=True,
+    result = subprocess.run(
+        [sys.executable, "-m", "bench.environments", "--gymnasium", kind, task, str(num_slots)], cwd=ROOT, check=True,
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    return float(completed.stdout.splitlines()[-1])
+    return float(result.stdout.splitlines()[-1])
 
 
 # -- quickstart -------------------------------------------------------------------------------------------------------
 
 
-def quickstart(ranks: int) -> float:
+def measure_quickstart(num_ranks: int) -> float:
     """Returns environment steps a second over 120 training steps of the quickstart."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "-m", "rlhpc.cli", "train", "configs/quickstart.yaml", f"runner.run_dir={folder}",
              "runner.segments=1", "runner.save_interval=-1", "runner.max_steps=120", "runner.logger.logger_backends=[jsonl]",
-             f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{ranks - 1}'}}"],
+             f"cluster.component_placement={{actor: 0, rollout: 0, env: '0:0-{num_ranks - 1}'}}"],
             cwd=ROOT, check=True, capture_output=True,
         )  # fmt: skip
         lines = (Path(folder) / "quickstart" / "metrics.jsonl").read_text().splitlines()
@@ -173,27 +197,38 @@ def quickstart(ranks: int) -> float:
 # -- all --------------------------------------------------------------------------------------------------------------
 
 
-def contenders() -> dict[str, Callable[[], float]]:
+#: Environments of the rollouts on many cart-poles, and whether the actor simulates and acts.
+MANY_KINDS = (("gymnasium", False), ("tensors", False), ("tensors", True))
+
+
+def format_many_name(kind: str, in_actor: bool) -> str:
+    """Returns the name of a measurement of `measure_many`."""
+    return f"{TENSOR_SLOTS} cart-poles: {kind}, {'in the actor' if in_actor else 'on an env rank'}"
+
+
+def list_contenders() -> dict[str, Callable[[], float]]:
     """Returns the measurements by name; a round runs all in this order."""
     measurements: dict[str, Callable[[], float]] = {}
     for task in TASKS:
-        measurements[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(gymnasium, "sync", task, SLOTS)
-        measurements[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = partial(rlhpc, task, 1, SLOTS)
-        measurements[f"{task}: gymnasium async, 2 slots"] = partial(gymnasium, "async", task, 2)
-        measurements[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(rlhpc, task, 2, 2)
-        measurements[f"{task}: gymnasium async, {SLOTS} slots"] = partial(gymnasium, "async", task, SLOTS)
-        measurements[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(rlhpc, task, 2, SLOTS)
+        measurements[f"{task}: gymnasium sync, {SLOTS} slots"] = partial(measure_gymnasium, "sync", task, SLOTS)
+        measurements[f"{task}: rlhpc, 1 rank, {SLOTS} slots"] = partial(measure_rlhpc, task, 1, SLOTS)
+        measurements[f"{task}: gymnasium async, 2 slots"] = partial(measure_gymnasium, "async", task, 2)
+        measurements[f"{task}: rlhpc, 2 ranks, 2 slots"] = partial(measure_rlhpc, task, 2, 2)
+        measurements[f"{task}: gymnasium async, {SLOTS} slots"] = partial(measure_gymnasium, "async", task, SLOTS)
+        measurements[f"{task}: rlhpc, 2 ranks, {SLOTS} slots"] = partial(measure_rlhpc, task, 2, SLOTS)
     for env_s, policy_s in PAIRS:
         for stages in (1, 2):
             measurements[f"rollout s: e {env_s} s, p {policy_s} s, {stages} stages"] = partial(
-                pipelining, env_s, policy_s, stages
+                time_pipelined_rollout, env_s, policy_s, stages
             )
+    for kind, in_actor in MANY_KINDS:
+        measurements[format_many_name(kind, in_actor)] = partial(measure_many, kind, in_actor)
     for ranks in (1, 2):
-        measurements[f"quickstart: {ranks} env ranks"] = partial(quickstart, ranks)
+        measurements[f"quickstart: {ranks} env ranks"] = partial(measure_quickstart, ranks)
     return measurements
 
 
-def ratios(median: dict[str, float]) -> dict[str, float]:
+def compute_ratios(median: dict[str, float]) -> dict[str, float]:
     """Returns the ratios for which goals are defined."""
     figures = {}
     for task in TASKS:
@@ -219,6 +254,10 @@ def ratios(median: dict[str, float]) -> dict[str, float]:
             figures[f"e {env_s} s, p {policy_s} s: longer of the two / pipelined"] = (
                 PIPELINED_STEPS * max(env_s, policy_s) / two_stages_s
             )
+    slots_one_by_one, *of_tensors = [format_many_name(*kind) for kind in MANY_KINDS]
+    for name in of_tensors:
+        if {slots_one_by_one, name} <= median.keys():
+            figures[f"{name} / {slots_one_by_one}"] = median[name] / median[slots_one_by_one]
     if "quickstart: 2 env ranks" in median:
         figures["quickstart: 2 env ranks / 1"] = median["quickstart: 2 env ranks"] / median["quickstart: 1 env ranks"]
     return figures
@@ -234,9 +273,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.gymnasium:
         env_kind, task, slots = options.gymnasium
-        print(gymnasium_rate(env_kind, task, int(slots)))
+        print(measure_gymnasium_here(env_kind, task, int(slots)))
         return
-    compare("environments", contenders(), ratios, options.repeat, options.only)
+    compare("environments", list_contenders(), compute_ratios, options.repeat, options.only)
 
 
 if __name__ == "__main__":

@@ -51,85 +51,91 @@ class Counted:
         return counted
 
 
-async def _episode(client: Any, key: str, turns: int) -> None:
+async def _run_episode(client: Any, key: str, num_turns: int) -> None:
     messages = [{"role": "user", "content": _TEXT}]
-    for _ in range(turns):
+    for _ in range(num_turns):
         head = {"Authorization": f"Bearer {key}"}
         async with client.post("/v1/chat/completions", json={"messages": messages}, headers=head) as response:
             reply = await response.json()
         messages += [reply["choices"][0]["message"], {"role": "user", "content": _TEXT}]
 
 
-def clients(url: str, keys: list[str], turns: int, at_once: int) -> None:
+def run_clients(url: str, keys: list[str], num_turns: int, at_once: int) -> None:
     """Runs the episodes, `at_once` at a time."""
     import aiohttp
 
     async def run() -> None:
         pending_keys = iter(keys)
 
-        async def some(client: Any) -> None:
+        async def run_queue(client: Any) -> None:
             for key in pending_keys:
-                await _episode(client, key, turns)
+                await _run_episode(client, key, num_turns)
 
         async with aiohttp.ClientSession(url) as client:
-            await asyncio.gather(*[some(client) for _ in range(at_once)])
+            await asyncio.gather(*[run_queue(client) for _ in range(at_once)])
 
     asyncio.run(run())
 
 
-def measure(episodes: int, turns: int, at_once: int) -> dict[str, float]:
+def measure(num_episodes: int, num_turns: int, at_once: int) -> dict[str, float]:
     """Returns seconds and milliseconds a turn, and the growth of memory over the second half of the episodes.
 
     Args:
-        episodes, turns: How many, and how long.
+        num_episodes, num_turns: How many, and how long.
         at_once: Episodes under way.
     """
     tokenizer = Counted(character_tokenizer(context=1 << 20))
     gateway = Gateway(tokenizer, Parsers(tokenizer, "hermes", "think"), 1 << 20)
-    sampling, limits = SamplingParams(max_new_tokens=64), EpisodeLimits(turns, 1 << 20)
+    sampling, limits = SamplingParams(max_new_tokens=64), EpisodeLimits(num_turns, 1 << 20)
     sessions = collections.deque(
-        GatewaySession(session_number, sampling, session_number, limits) for session_number in range(episodes)
+        GatewaySession(session_number, sampling, session_number, limits) for session_number in range(num_episodes)
     )
     for session in sessions:
         gateway.open(session)
     del session
     reply = [*tokenizer.encode(_TEXT, add_special_tokens=False), tokenizer.eos_token_id]
     context = multiprocessing.get_context("spawn")
-    client_process = context.Process(target=clients, args=(gateway.url, [s.key for s in sessions], turns, at_once))
+    client_process = context.Process(
+        target=run_clients, args=(gateway.url, [s.key for s in sessions], num_turns, at_once)
+    )
 
-    async def used() -> float:
+    async def measure_memory() -> float:
         return time.thread_time()
 
     def clock() -> float:
-        return asyncio.run_coroutine_threadsafe(used(), gateway.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(measure_memory(), gateway.loop).result(60)
 
     client_process.start()
     num_drawn, started_at, half_memory = 0, 0.0, 0.0
-    cpu = tokenizing = 0.0
-    while num_drawn < episodes * turns:
+    cpu_s = tokenizing_s = 0.0
+    while num_drawn < num_episodes * num_turns:
         drawing: EngineRequest = gateway.engine_queue.get(timeout=60)
         if not num_drawn:
-            started_at, cpu, tokenizing = time.perf_counter(), clock(), tokenizer.seconds
+            started_at, cpu_s, tokenizing_s = time.perf_counter(), clock(), tokenizer.seconds
         num_drawn += 1
         drawing.answer(Completion(num_drawn, list(reply), [-1.0] * len(reply), [0] * len(reply), "stop"))
-        while sessions and len(sessions[0].tree.turns) == turns:  # as a rank does with those that are over
+        while sessions and len(sessions[0].tree.turns) == num_turns:  # as a rank does with those that are over
             finished_session = sessions.popleft()
             assert len(finished_session.tree.samples(finished_session.number)) == 1
             gateway.loop.call_soon_threadsafe(gateway.end, finished_session)
-        if num_drawn == episodes * turns // 2:
-            half_memory = _memory()
+        if num_drawn == num_episodes * num_turns // 2:
+            half_memory = _read_peak_mib()
     client_process.join(60)
-    seconds, cpu, tokenizing = time.perf_counter() - started_at, clock() - cpu, tokenizer.seconds - tokenizing
-    memory_growth = _memory() - half_memory
+    duration_s, cpu_s, tokenizing_s = (
+        time.perf_counter() - started_at,
+        clock() - cpu_s,
+        tokenizer.seconds - tokenizing_s,
+    )
+    memory_growth = _read_peak_mib() - half_memory
     gateway.close()
     return {
-        "turns": float(num_drawn), "turns_per_s": num_drawn / seconds, "cpu_ms_a_turn": 1e3 * cpu / num_drawn,
-        "template_and_tokenizer_ms_a_turn": 1e3 * tokenizing / num_drawn,
-        "the_rest_ms_a_turn": 1e3 * (cpu - tokenizing) / num_drawn, "grown_in_second_half_mib": memory_growth,
+        "turns": float(num_drawn), "turns_per_s": num_drawn / duration_s, "cpu_ms_a_turn": 1e3 * cpu_s / num_drawn,
+        "template_and_tokenizer_ms_a_turn": 1e3 * tokenizing_s / num_drawn,
+        "the_rest_ms_a_turn": 1e3 * (cpu_s - tokenizing_s) / num_drawn, "grown_in_second_half_mib": memory_growth,
     }  # fmt: skip
 
 
-def _memory() -> float:
+def _read_peak_mib() -> float:
     """Returns the peak memory so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 

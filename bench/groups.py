@@ -43,38 +43,42 @@ WAYS = {
 }  # fmt: skip
 
 
-def rlhpc(work: Path, *words: str) -> None:
+def run_rlhpc(work_folder: Path, *words: str) -> None:
     """Runs an `rlhpc` command in the folder; raises if it fails."""
-    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, capture_output=True, text=True)
-    if completed.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
+    result = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli", *words], cwd=work_folder, capture_output=True, text=True
+    )
+    if result.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
-def accuracy(work: Path, model: str, name: str) -> dict[str, Any]:
+def measure_accuracy(work_folder: Path, model: str, name: str) -> dict[str, Any]:
     """Returns the accuracy of a model on the held-out problems, by the task's reward, whatever reward
     it was trained with.
     """
-    output = work / f"{name}.json"
-    rlhpc(work, "eval", "--config", str(CONFIG), "--model", model, "--suite", "held_out", "--output", str(output))
+    output = work_folder / f"{name}.json"
+    run_rlhpc(
+        work_folder, "eval", "--config", str(CONFIG), "--model", model, "--suite", "held_out", "--output", str(output)
+    )
     eval_result = json.loads(output.read_text())
     return {key: eval_result[key] for key in ("accuracy", "accuracy_ci95", "n")}
 
 
-def train(work: Path, name: str, steps: int, seed: int, *overrides: str) -> dict[str, Any]:
-    """Trains a run of so many steps from the demonstrations' model, and returns its accuracy."""
+def train(work_folder: Path, name: str, num_steps: int, seed: int, *overrides: str) -> dict[str, Any]:
+    """Trains for `num_steps` steps from the demonstrations' model, and returns the accuracy."""
     overrides_of_run = [
-        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", f"runner.save_interval={steps}",
+        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={num_steps}", f"runner.save_interval={num_steps}",
         "runner.segments=1", "workflow.sft=null", "workflow.sft_overrides=[]", f"actor.model.model_path={SFT}", *overrides,
     ]  # fmt: skip
-    if not (work / "runs" / name / "checkpoints" / f"global_step_{steps}" / "COMPLETE").exists():
-        rlhpc(work, "train", str(CONFIG), *overrides_of_run)
-    rlhpc(work, "convert", "--run", f"runs/{name}", "--step", "latest")
-    rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    final_accuracy = accuracy(work, f"runs/{name}/export/global_step_{steps}", name)
+    if not (work_folder / "runs" / name / "checkpoints" / f"global_step_{num_steps}" / "COMPLETE").exists():
+        run_rlhpc(work_folder, "train", str(CONFIG), *overrides_of_run)
+    run_rlhpc(work_folder, "convert", "--run", f"runs/{name}", "--step", "latest")
+    rows = [json.loads(line) for line in (work_folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    final_accuracy = measure_accuracy(work_folder, f"runs/{name}/export/global_step_{num_steps}", name)
     last_row = rows[-1]
     logged_names = ("critic/explained_variance", "reward/reward", "train/accuracy")
     return {
-        "name": name, "seed": seed, "steps": steps, **final_accuracy, "seconds": last_row["time/wall_s"],
+        "name": name, "seed": seed, "steps": num_steps, **final_accuracy, "seconds": last_row["time/wall_s"],
         **{key: last_row[key] for key in logged_names if key in last_row},
     }  # fmt: skip
 
@@ -89,13 +93,20 @@ def format_run(row: dict[str, Any]) -> str:
     return f"{line}, {metrics_text}" if metrics_text else line
 
 
-def with_critic(work: Path, seeds: int, steps: int) -> tuple[dict[str, Any], bool]:
-    """Runs PPO with a critic, and REINFORCE without a baseline, on as many answers."""
+def compare_critic(work_folder: Path, num_seeds: int, num_steps: int) -> tuple[dict[str, Any], bool]:
+    """Runs PPO with a critic, and REINFORCE without a baseline, on the same number of answers."""
     rows: dict[str, list[dict[str, Any]]] = {variant: [] for variant in WAYS}
-    for seed in range(1, seeds + 1):
+    for seed in range(1, num_seeds + 1):
         for variant, variant_overrides in WAYS.items():
             rows[variant].append(
-                train(work, f"{variant.replace(' ', '_')}-{steps}-{seed}", steps, seed, *SPARSE, *variant_overrides)
+                train(
+                    work_folder,
+                    f"{variant.replace(' ', '_')}-{num_steps}-{seed}",
+                    num_steps,
+                    seed,
+                    *SPARSE,
+                    *variant_overrides,
+                )
             )
             print(format_run(rows[variant][-1]), flush=True)
     mean_accuracies = {
@@ -107,28 +118,33 @@ def with_critic(work: Path, seeds: int, steps: int) -> tuple[dict[str, Any], boo
     }, (mean_accuracies["critic"] <= mean_accuracies["no baseline"])
 
 
-def with_reward(work: Path, seeds: int, steps: int, model_steps: int) -> tuple[dict[str, Any], bool]:
+def compare_reward_model(
+    work_folder: Path, num_seeds: int, num_steps: int, num_model_steps: int
+) -> tuple[dict[str, Any], bool]:
     """Runs GRPO with a reward model as its only reward, and with a reward model of random pairs."""
     from bench import reward_model
 
-    reward_model.make_data(work)
+    reward_model.make_data(work_folder)
     for name, data_name in (("rm1", "train"), ("by_lot", "by_lot")):
-        if not (work / "runs" / name / "checkpoints" / f"global_step_{model_steps}" / "COMPLETE").exists():
-            print(reward_model.format_run(reward_model.train(work, name, data_name, model_steps, 1)), flush=True)
-        rlhpc(work, "convert", "--run", f"runs/{name}", "--step", "latest")
+        if not (work_folder / "runs" / name / "checkpoints" / f"global_step_{num_model_steps}" / "COMPLETE").exists():
+            print(
+                reward_model.format_run(reward_model.train(work_folder, name, data_name, num_model_steps, 1)),
+                flush=True,
+            )
+        run_rlhpc(work_folder, "convert", "--run", f"runs/{name}", "--step", "latest")
     rows: dict[str, list[dict[str, Any]]] = {"rm1": [], "by_lot": []}
-    for seed in range(1, seeds + 1):
+    for seed in range(1, num_seeds + 1):
         for name, name_rows in rows.items():
             grpo_overrides = (
                 # What answers the model would never have given are worth, no reward model has learnt.
                 "reward.terms=[{name: reward}]", "algorithm.kl_coef=0.1",
-                f"reward.model.model_path=runs/{name}/export/global_step_{model_steps}",
+                f"reward.model.model_path=runs/{name}/export/global_step_{num_model_steps}",
                 "cluster.component_placement={actor: 0, rollout: 0, reward: 0}",
             )  # fmt: skip
-            name_rows.append(train(work, f"grpo-{name}-{steps}-{seed}", steps, seed, *grpo_overrides))
+            name_rows.append(train(work_folder, f"grpo-{name}-{num_steps}-{seed}", num_steps, seed, *grpo_overrides))
             print(format_run(name_rows[-1]), flush=True)
     mean_accuracies = {name: statistics.fmean(row["accuracy"] for row in name_rows) for name, name_rows in rows.items()}
-    start = accuracy(work, SFT, "start")
+    start = measure_accuracy(work_folder, SFT, "start")
     error = (start["accuracy"] * (1 - start["accuracy"]) / start["n"]) ** 0.5
     is_short = (
         mean_accuracies["rm1"] < start["accuracy"] + 3 * error
@@ -153,12 +169,12 @@ def main() -> int:
     work_folder = args.work.absolute()
     work_folder.mkdir(parents=True, exist_ok=True)
     if not (work_folder / SFT / "config.json").exists():
-        rlhpc(work_folder, "train", str(CONFIG.with_name("demo_sft.yaml")))
-        rlhpc(work_folder, "convert", "--run", "runs/demo_sft")
+        run_rlhpc(work_folder, "train", str(CONFIG.with_name("demo_sft.yaml")))
+        run_rlhpc(work_folder, "convert", "--run", "runs/demo_sft")
     if args.part == "critic":
-        figures, is_short = with_critic(work_folder, args.seeds, args.steps)
+        figures, is_short = compare_critic(work_folder, args.seeds, args.steps)
     else:
-        figures, is_short = with_reward(work_folder, args.seeds, args.steps, args.model_steps)
+        figures, is_short = compare_reward_model(work_folder, args.seeds, args.steps, args.model_steps)
     command = f"python -m bench.groups --part {args.part} --seeds {args.seeds} --steps {args.steps}"
     path = write(f"groups_{args.part}", command, figures)
     print(f"{json.dumps(figures['accuracy'])}\n{command} → {path.name}")

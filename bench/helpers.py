@@ -1,4 +1,4 @@
-"""Benefit of ranks that join a run: steps with helpers, compared with steps of a run that had as many ranks from the start.
+"""Benefit of ranks that join a run: steps with helpers, compared with a run that has the same number of ranks from the start.
 
     python -m bench.helpers --repeat 3
 
@@ -50,39 +50,39 @@ class Timed(EngineBase):
 
         config = AutoConfig.from_pretrained(model_path)
         self.context, self.vocabulary = config.max_position_embeddings, config.vocab_size
-        self._waiting, self._running = deque[Request](), dict[int, tuple[Request, list[int], int]]()
-        self._next = time.perf_counter()
+        self._waiting_requests, self._running_requests = deque[Request](), dict[int, tuple[Request, list[int], int]]()
+        self._next_token_at = time.perf_counter()
         self._drawn = False
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        self._waiting.extend(requests)
+        self._waiting_requests.extend(requests)
 
     def _advance(self) -> list[Completion]:
         now = time.perf_counter()
-        self._next = max(self._next, now - TOKEN_S) + TOKEN_S
-        time.sleep(max(0.0, self._next - now))
-        while self._waiting and len(self._running) < ROWS:
-            request = self._waiting.popleft()
+        self._next_token_at = max(self._next_token_at, now - TOKEN_S) + TOKEN_S
+        time.sleep(max(0.0, self._next_token_at - now))
+        while self._waiting_requests and len(self._running_requests) < ROWS:
+            request = self._waiting_requests.popleft()
             tokens = [4 + int(uniform_draw * (self.vocabulary - 4)) for uniform_draw in uniforms(request, TOKENS)]
-            self._running[request.id] = request, tokens[: TOKENS // 2 + tokens[0] % (TOKENS // 2)], 0
+            self._running_requests[request.id] = request, tokens[: TOKENS // 2 + tokens[0] % (TOKENS // 2)], 0
         if not self._drawn:
             self._drawn = True
             with (Path(os.environ["RLHPC_BENCH_FIRST"]) / f"{os.getpid()}").open("w") as file:
                 file.write(str(time.time()))
         completions = []
-        for request_id, (request, tokens, count) in list(self._running.items()):
-            self._running[request_id] = request, tokens, count + 1
+        for request_id, (request, tokens, count) in list(self._running_requests.items()):
+            self._running_requests[request_id] = request, tokens, count + 1
             if count + 1 == len(tokens):
-                del self._running[request_id]
+                del self._running_requests[request_id]
                 logprobs_and_versions = [-4.0] * len(tokens), [self.version] * len(tokens)
                 completions.append(Completion(request.id, tokens, *logprobs_and_versions, finish_reason="stop"))
         return completions
 
     def _abort(self) -> list[Completion]:
-        aborted_requests = [Completion(request_id, finish_reason="abort") for request_id in [*self._running]]
-        aborted_requests += [Completion(request.id, finish_reason="abort") for request in self._waiting]
-        self._running.clear()
-        self._waiting.clear()
+        aborted_requests = [Completion(request_id, finish_reason="abort") for request_id in [*self._running_requests]]
+        aborted_requests += [Completion(request.id, finish_reason="abort") for request in self._waiting_requests]
+        self._running_requests.clear()
+        self._waiting_requests.clear()
         return aborted_requests
 
     def update_weights(self, version: int, named_tensors: Iterable[Any], *, complete: bool = True) -> None:
@@ -107,26 +107,26 @@ class HelperRun:
 
     Args:
         folder: Of its own.
-        ranks: Rollout ranks from its start.
+        num_ranks: Rollout ranks from its start.
     """
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, num_ranks: int) -> None:
         self.folder, self.root = folder, folder / "run"
-        self.first = folder / "first"
-        self.first.mkdir(parents=True)
+        self.first_folder = folder / "first"
+        self.first_folder.mkdir(parents=True)
         self.environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RLHPC_BENCH_FIRST": str(self.first),
+            **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RLHPC_BENCH_FIRST": str(self.first_folder),
             "RLHPC_MODELS": str(folder.parent / "models"), "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         overrides = (
             "runner.name=run", f"runner.run_dir={folder}", "runner.segments=1", "runner.max_steps=1000",
             "runner.save_interval=-1", "runner.val_check_interval=-1", "workflow.sft=null",
-            f"cluster.component_placement={{actor: '0', rollout: '0:0-{ranks - 1}'}}",
+            f"cluster.component_placement={{actor: '0', rollout: '0:0-{num_ranks - 1}'}}",
             "actor.model.model_path=builtin:tiny", "rollout.rollout_backend=bench.helpers:Timed",
             f"rollout.max_new_tokens={TOKENS}", "data.prompts_per_step=32", "algorithm.group_size=4",
             "actor.global_batch_size=128", "rollout.probe_interval=0", "algorithm.kl_coef=0",
         )  # fmt: skip
-        self.started = time.time()
+        self.started_at = time.time()
         self._log = (folder / "said.txt").open("w")
         self.process = self._start("train", str(ROOT / "configs" / "reasoning" / "demo.yaml"), *overrides)
 
@@ -134,7 +134,7 @@ class HelperRun:
         command = [sys.executable, "-m", "rlhpc.cli", *words]
         return subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=self._log, stderr=self._log)
 
-    def until(self, goal: str, condition: Callable[[], bool]) -> None:
+    def wait_until(self, goal: str, condition: Callable[[], bool]) -> None:
         """Waits until a condition holds; fails if the run ends before."""
         deadline = time.monotonic() + _PATIENCE_S
         while not condition():
@@ -142,19 +142,19 @@ class HelperRun:
                 raise SystemExit(f"bench.helpers: {goal}: {(self.folder / 'said.txt').read_text()[-2000:]}")
             time.sleep(0.05)
 
-    def firsts(self) -> list[float]:
+    def read_first_token_times(self) -> list[float]:
         """Returns the time at which each rank drew its first token, for ranks that have drawn one."""
-        return sorted(float(path.read_text() or "inf") for path in self.first.iterdir())
+        return sorted(float(path.read_text() or "inf") for path in self.first_folder.iterdir())
 
-    def rows(self) -> list[dict[str, float]]:
+    def read_rows(self) -> list[dict[str, float]]:
         """Returns the metrics so far."""
         path = self.root / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def steps(self, behind: int, count: int = STEPS) -> list[float]:
+    def read_step_times(self, behind: int, count: int = STEPS) -> list[float]:
         """Returns the seconds of the steps that follow a given step."""
-        self.until("steps", lambda: len(self.rows()) >= behind + count)
-        return [row["time/step_s"] for row in self.rows()[behind : behind + count]]
+        self.wait_until("steps", lambda: len(self.read_rows()) >= behind + count)
+        return [row["time/step_s"] for row in self.read_rows()[behind : behind + count]]
 
     def join(self) -> tuple[float, subprocess.Popen[bytes]]:
         """Starts a helper, and returns the time of its start."""
@@ -169,22 +169,22 @@ class HelperRun:
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Measures one run with helpers and one with as many ranks from the start."""
-    static = HelperRun(folder / "static", 4)
-    static.until("first tokens", lambda: len(static.firsts()) == 4)
-    cold_s = static.firsts()[0] - static.started
-    static_s = static.steps(2)
-    static.end()
+    """Measures a run with helpers, and a run with the same number of ranks from the start."""
+    static_run = HelperRun(folder / "static", 4)
+    static_run.wait_until("first tokens", lambda: len(static_run.read_first_token_times()) == 4)
+    cold_s = static_run.read_first_token_times()[0] - static_run.started_at
+    static_s = static_run.read_step_times(2)
+    static_run.end()
     joined_run = HelperRun(folder / "joined", 2)
-    joined_run.until("two steps", lambda: len(joined_run.rows()) >= 2)
-    alone_s = [row["time/step_s"] for row in joined_run.rows()[1:]]
+    joined_run.wait_until("two steps", lambda: len(joined_run.read_rows()) >= 2)
+    alone_s = [row["time/step_s"] for row in joined_run.read_rows()[1:]]
     started_at, first_helper = joined_run.join()
-    joined_run.until("the first helper", lambda: len(joined_run.firsts()) == 3)
-    warm_s = joined_run.firsts()[2] - started_at
+    joined_run.wait_until("the first helper", lambda: len(joined_run.read_first_token_times()) == 3)
+    warm_s = joined_run.read_first_token_times()[2] - started_at
     _, second_helper = joined_run.join()
-    joined_run.until("the second helper", lambda: len(joined_run.firsts()) == 4)
-    first_s, *joined_s = joined_run.steps(
-        len(joined_run.rows()), STEPS + 1
+    joined_run.wait_until("the second helper", lambda: len(joined_run.read_first_token_times()) == 4)
+    first_s, *joined_s = joined_run.read_step_times(
+        len(joined_run.read_rows()), STEPS + 1
     )  # the step under way is the first with both
     joined_run.end(first_helper, second_helper)
     return {

@@ -92,7 +92,7 @@ def connect(hosts: Sequence[Host]) -> None:
             subprocess.run([*host.enter, "ip", *ip_command.split()], check=True)
 
 
-def allowed() -> bool:
+def can_create_namespaces() -> bool:
     """Returns whether this user may create network namespaces: root of a container often may not."""
     if os.geteuid() != 0:
         return False
@@ -100,7 +100,7 @@ def allowed() -> bool:
     return subprocess.run(probe, capture_output=True, check=False).returncode == 0
 
 
-def rank_of_the_far_host() -> None:
+def run_far_rank() -> None:
     """Runs a rank like `rlhpc.runtime.worker_process`, with this host's address in place of the driver's."""
     from rlhpc.runtime import worker_process
 
@@ -114,7 +114,7 @@ def rank_of_the_far_host() -> None:
 # -- what the ranks do ------------------------------------------------------------------------------------------------
 
 
-def tensors(size: int, count: int = 16) -> dict[str, torch.Tensor]:
+def make_tensors(size: int, count: int = 16) -> dict[str, torch.Tensor]:
     """Returns `size` bytes in float32 tensors."""
     return {f"layer{i}": torch.full((size // count // 4,), float(i)) for i in range(count)}
 
@@ -139,91 +139,89 @@ class HostPeer(Worker):
         while offset < size:
             offset += self.tcp.recv_into(buffer[offset:])
 
-    def _times(self, count: int, turn: Callable[[], Any]) -> list[float]:
+    def _time_turns(self, count: int, run_turn: Callable[[], Any]) -> list[float]:
         """Returns the one-way seconds of each of `count` round trips, after one warm-up."""
         one_way_times = []
         for _ in range(count + 1):
             start_s = time.perf_counter()
-            turn()
+            run_turn()
             one_way_times.append((time.perf_counter() - start_s) / 2)
         return one_way_times[1:]
 
-    def raw(self, count: int, size: int, first: bool) -> list[float]:
+    def raw(self, count: int, size: int, goes_first: bool) -> list[float]:
         payload = self.out.data[:size]
 
         def turn() -> None:
-            if first:
+            if goes_first:
                 self.tcp.sendall(payload)
             self._fill(size)
-            if not first:
+            if not goes_first:
                 self.tcp.sendall(payload)
 
-        return self._times(count, turn)
+        return self._time_turns(count, turn)
 
-    def by_channel(self, count: int, item: Any, out: Channel, back: Channel, first: bool) -> list[float]:
+    def by_channel(self, count: int, item: Any, out: Channel, back: Channel, goes_first: bool) -> list[float]:
         def turn() -> None:
-            if first:
+            if goes_first:
                 out.put(item, key="0")
                 back.get(key="0")
             else:
                 back.put(out.get(key="0"), key="0")
 
-        return self._times(count, turn)
+        return self._time_turns(count, turn)
 
-    def by_send(self, count: int, item: Any, first: bool) -> list[float]:
-        peer_name = "far" if first else "near"
+    def by_send(self, count: int, item: Any, goes_first: bool) -> list[float]:
+        peer_name = "far" if goes_first else "near"
 
         def turn() -> None:
-            if first:
+            if goes_first:
                 self.send(item, peer_name, 0)
                 self.recv(peer_name, 0)
             else:
                 self.send(self.recv(peer_name, 0), peer_name, 0)
 
-        return self._times(count, turn)
+        return self._time_turns(count, turn)
 
     def join_gloo(self, rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
         torch.distributed.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:5598", rank=rank, world_size=2)
         self.tensor = torch.ones(64 * MIB, dtype=torch.uint8)
 
-    def by_gloo(self, count: int, first: bool) -> list[float]:
+    def by_gloo(self, count: int, goes_first: bool) -> list[float]:
         def turn() -> None:
-            if first:
+            if goes_first:
                 torch.distributed.send(self.tensor, 1)
                 torch.distributed.recv(self.tensor, 1)
             else:
                 torch.distributed.recv(self.tensor, 0)
                 torch.distributed.send(self.tensor, 0)
 
-        return self._times(count, turn)
+        return self._time_turns(count, turn)
 
     def make(self, kind: str, size: int) -> None:
-        self.item = tensors(size) if kind == "dict" else np.ones(size, np.uint8)
+        self.item = make_tensors(size) if kind == "dict" else np.ones(size, np.uint8)
 
 
 class Exchange(HostPeer):
     """Worker that stores its payloads, so that calls stay small."""
 
-    def channel(self, count: int, out: Channel, back: Channel, first: bool) -> list[float]:
-        return self.by_channel(count, self.item, out, back, first)
+    def channel(self, count: int, out: Channel, back: Channel, goes_first: bool) -> list[float]:
+        return self.by_channel(count, self.item, out, back, goes_first)
 
-    def messages(self, count: int, first: bool) -> list[float]:
-        return self.by_send(count, self.item, first)
+    def messages(self, count: int, goes_first: bool) -> list[float]:
+        return self.by_send(count, self.item, goes_first)
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------
 
 
-def wire_bytes() -> int:
+def read_wire_bytes() -> int:
     """Returns the bytes that this host has sent."""
-    completed = subprocess.run(
-        ["ip", "-s", "-j", "link", "show", INTERFACE], capture_output=True, text=True, check=True
-    )
-    return int(json.loads(completed.stdout)[0]["stats64"]["tx"]["bytes"])
+    result = subprocess.run(["ip", "-s", "-j", "link", "show", INTERFACE], capture_output=True, text=True, check=True)
+    return int(json.loads(result.stdout)[0]["stats64"]["tx"]["bytes"])
 
 
-def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
+def run_both_ends(near: Any, far: Any, method: str, *args: Any) -> list[float]:
     """Runs both ends of a measurement; returns the one-way seconds of each repetition."""
     handles = [getattr(near, method)(*args, True), getattr(far, method)(*args, False)]
     one_way_times: list[float] = handles[0].wait()[0]
@@ -231,7 +229,7 @@ def both(near: Any, far: Any, method: str, *args: Any) -> list[float]:
     return one_way_times
 
 
-def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tuple[float, float]:
+def measure_weights(sender: Any, group: Any, name: str, count: int, adopts: bool) -> tuple[float, float]:
     """Returns the seconds until all ranks have applied a version that is new in every tensor, and how often its bytes crossed
     the wire.
     """
@@ -240,15 +238,15 @@ def weights(sender: Any, group: Any, name: str, count: int, adopt: bool) -> tupl
         handle.wait()
     for version in range(3):  # the first two map the memory that versions come into in turn; what counts is later ones
         sender.change("all", version).wait()
-        bytes_before, start_s = wire_bytes(), time.perf_counter()
-        for handle in [sender.send(version), group.take(adopt)]:
+        bytes_before, start_s = read_wire_bytes(), time.perf_counter()
+        for handle in [sender.send(version), group.take(adopts)]:
             handle.wait()
-        seconds = time.perf_counter() - start_s
-        num_copies = (wire_bytes() - bytes_before) / BYTES
+        duration_s = time.perf_counter() - start_s
+        num_copies = (read_wire_bytes() - bytes_before) / BYTES
     (sent_digest,) = sender.value().wait()
     assert all(received_digest == sent_digest for received_digest in group.value().wait())
     sender.close().wait()
-    return seconds, num_copies
+    return duration_s, num_copies
 
 
 def measure(repeat: int, wrapper: str) -> None:
@@ -257,8 +255,8 @@ def measure(repeat: int, wrapper: str) -> None:
     cluster = Cluster.local(2, 0, [{"label": "far", "node_ranks": "1", "python_interpreter": wrapper}])
     Session.start(tcp_address=ADDRESSES[0])
 
-    def launch(cls: Any, count: int, name: str, far: bool) -> Any:
-        strategy = NodePlacementStrategy([0] * count, "far") if far else NodePlacementStrategy([0] * count)
+    def launch(cls: Any, count: int, name: str, is_far: bool) -> Any:
+        strategy = NodePlacementStrategy([0] * count, "far") if is_far else NodePlacementStrategy([0] * count)
         return cls.create_group().launch(cluster, strategy, name)
 
     near_peer, far_peer = launch(Exchange, 1, "near", False), launch(Exchange, 1, "far", True)
@@ -277,19 +275,21 @@ def measure(repeat: int, wrapper: str) -> None:
             for handle in (near_peer.make(transfer_kind, size), far_peer.make(transfer_kind, size)):
                 handle.wait()
             runs: dict[str, Callable[[], list[float]]] = {
-                "TCP": functools.partial(both, near_peer, far_peer, "raw", turns, size),
-                "channel": functools.partial(both, near_peer, far_peer, "channel", turns, out_channel, back_channel),
-                "send/recv": functools.partial(both, near_peer, far_peer, "messages", turns),
+                "TCP": functools.partial(run_both_ends, near_peer, far_peer, "raw", turns, size),
+                "channel": functools.partial(
+                    run_both_ends, near_peer, far_peer, "channel", turns, out_channel, back_channel
+                ),
+                "send/recv": functools.partial(run_both_ends, near_peer, far_peer, "messages", turns),
             }
             if payload_text == "64 MiB":
-                runs["gloo"] = functools.partial(both, near_peer, far_peer, "by_gloo", turns)
-            for name, run in runs.items():
-                row[f"{name}, {payload_text} (ms)"] = float(np.median(run())) * 1e3
+                runs["gloo"] = functools.partial(run_both_ends, near_peer, far_peer, "by_gloo", turns)
+            for name, run_contender in runs.items():
+                row[f"{name}, {payload_text} (ms)"] = float(np.median(run_contender())) * 1e3
             row[f"TCP again, {payload_text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3
         for count, group in receivers.items():
             for is_adopted in (False, True):
                 receive_mode = "adopted" if is_adopted else "copied"
-                seconds, num_copies = weights(sender, group, f"r{count}", count, is_adopted)
+                seconds, num_copies = measure_weights(sender, group, f"r{count}", count, is_adopted)
                 row[f"weights 1 to {count}, {receive_mode} (ms)"] = seconds * 1e3
                 row[f"weights 1 to {count}, {receive_mode}: times over the wire"] = num_copies
         if repetition:
@@ -339,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.measure:
         measure(args.repeat, args.measure)
         return 0
-    if not allowed():
+    if not can_create_namespaces():
         print(
             "bench.hosts: two network namespaces with a veth pair are needed, and only root may make them",
             file=sys.stderr,
@@ -351,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hosts += [Host("bench-near"), Host("bench-far")]
             connect(hosts)
             wrapper = Path(folder) / "python"
-            command = [*hosts[1].enter, sys.executable, "-c", "from bench.hosts import rank_of_the_far_host as r; r()"]
+            command = [*hosts[1].enter, sys.executable, "-c", "from bench.hosts import run_far_rank as r; r()"]
             wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$3"\n')
             wrapper.chmod(0o755)
             measure_command = [

@@ -14,11 +14,11 @@ from typing import Any
 ROLLOUTS = 3
 
 
-def vector_rate(envs: Any, slots: int, steps: int) -> float:
+def measure_vector_env(envs: Any, num_slots: int, num_steps: int) -> float:
     """Returns environment steps a second of one of Gymnasium's vector environments, on random actions; closes it."""
     envs.reset(seed=1)
     envs.action_space.seed(1)
-    actions = [envs.action_space.sample() for _ in range(steps)]
+    actions = [envs.action_space.sample() for _ in range(num_steps)]
     durations = []
     for _ in range(ROLLOUTS + 1):
         started_at = time.perf_counter()
@@ -26,13 +26,13 @@ def vector_rate(envs: Any, slots: int, steps: int) -> float:
             envs.step(action)
         durations.append(time.perf_counter() - started_at)
     envs.close()
-    return slots * steps / min(durations[1:])
+    return num_slots * num_steps / min(durations[1:])
 
 
 def compare(
     name: str,
     contenders: Mapping[str, Callable[[], float]],
-    ratios: Callable[[dict[str, float]], dict[str, float]],
+    compute_ratios: Callable[[dict[str, float]], dict[str, float]],
     repeat: int,
     only: str,
 ) -> None:
@@ -41,19 +41,19 @@ def compare(
     Args:
         name: Of the benchmark.
         contenders: What is measured, by name.
-        ratios: What is compared, from the medians.
+        compute_ratios: What is compared, from the medians.
         repeat: How often.
         only: Measures only what has this in its name, and writes no result.
     """
     from bench.machine import spread, write
 
-    runs = {label: run for label, run in contenders.items() if only in label}
+    runs = {label: run_contender for label, run_contender in contenders.items() if only in label}
     values_by_label: dict[str, list[float]] = {label: [] for label in runs}
     for _ in range(repeat):
-        for label, run in runs.items():
-            values_by_label[label].append(run())
+        for label, run_contender in runs.items():
+            values_by_label[label].append(run_contender())
             print(f"{label:50} {values_by_label[label][-1]:12.2f}", flush=True)
-    ratio = ratios({label: statistics.median(values) for label, values in values_by_label.items()})
+    ratio = compute_ratios({label: statistics.median(values) for label, values in values_by_label.items()})
     print(json.dumps(ratio, indent=2))
     if not only:
         figures = {label: spread(values) for label, values in values_by_label.items()}

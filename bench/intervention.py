@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import write
-from bench.robot import rlhpc
+from bench.robot import run_rlhpc
 
 CONFIG = "configs/embodied/panda_pick_hil.yaml"
 EXPERT = "rlhpc.embodied.envs.gym_hil:pick"
@@ -29,26 +29,26 @@ PERSON = json.dumps({"scripted": {"expert": EXPERT}})
 STEPS = 60
 
 
-def record(file: Path, seed: int, episodes: int) -> None:
+def record_demos(file: Path, seed: int, num_episodes: int) -> None:
     """Records demonstrations by the scripted expert."""
-    rlhpc("record", "--expert", EXPERT, "--config", CONFIG, "--episodes", str(episodes), "--output", str(file),
+    run_rlhpc("record", "--expert", EXPERT, "--config", CONFIG, "--episodes", str(num_episodes), "--output", str(file),
           f"runner.seed={seed}")  # fmt: skip
 
 
-def steps_of(file: Path) -> int:
+def count_steps(file: Path) -> int:
     """Returns the number of steps in a file of episodes."""
     return sum(
         int(episode["elapsed_steps"]) for episode in json.loads(file.with_suffix(".json").read_text())["episodes"]
     )
 
 
-def success(run: Path) -> float:
+def measure_success(run_folder: Path) -> float:
     """Returns the share of 100 episodes of the newest checkpoint that succeeded."""
-    output = run / "result.json"
-    rlhpc(
+    output = run_folder / "result.json"
+    run_rlhpc(
         "eval",
         "--run",
-        str(run),
+        str(run_folder),
         "--step",
         "latest",
         "--episodes",
@@ -60,36 +60,39 @@ def success(run: Path) -> float:
     return float(json.loads(output.read_text())["success_once"])
 
 
-def clone(folder: Path, name: str, demos: Path, seed: int, steps: int) -> Path:
+def train_clone(folder: Path, name: str, demos: Path, seed: int, num_steps: int) -> Path:
     """Trains a policy by behaviour cloning; returns the run folder."""
-    rlhpc("train", CONFIG, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", f"demos.path={demos}",
-          f"runner.max_steps={steps}", "runner.segments=1")  # fmt: skip
+    run_rlhpc("train", CONFIG, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", f"demos.path={demos}",
+          f"runner.max_steps={num_steps}", "runner.segments=1")  # fmt: skip
     return folder / name
 
 
 def measure(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures one seed."""
     demos, corrections = folder / "demos.h5", folder / "more.h5"
-    record(demos, seed, options.demonstrations)
-    rlhpc("dagger", CONFIG, "--intervene", PERSON, "--rounds", str(options.rounds), "--episodes", str(options.episodes),
+    record_demos(demos, seed, options.demonstrations)
+    run_rlhpc("dagger", CONFIG, "--intervene", PERSON, "--rounds", str(options.rounds), "--episodes", str(options.episodes),
           f"demos.path={demos}", f"runner.run_dir={folder}", f"runner.seed={seed}", "runner.name=hil",
           f"runner.max_steps={STEPS}", "runner.segments=1")  # fmt: skip
-    taken_over_steps = [steps_of(file) for file in sorted((folder / "hil-dagger").glob("round_*.h5"))]
+    taken_over_steps = [count_steps(file) for file in sorted((folder / "hil-dagger").glob("round_*.h5"))]
     rounds = [
-        success(folder / f"hil-round{k}") for k in range(options.rounds + 1) if (folder / f"hil-round{k}").is_dir()
+        measure_success(folder / f"hil-round{k}")
+        for k in range(options.rounds + 1)
+        if (folder / f"hil-round{k}").is_dir()
     ]
-    needed_steps, count = steps_of(demos) + sum(taken_over_steps), options.demonstrations
-    record(corrections, seed, count)
-    while steps_of(corrections) < needed_steps:
+    needed_steps, count = count_steps(demos) + sum(taken_over_steps), options.demonstrations
+    record_demos(corrections, seed, count)
+    while count_steps(corrections) < needed_steps:
         count += 1
         corrections.unlink()
-        record(corrections, seed, count)
-    longer_success = success(clone(folder, "longer", demos, seed, STEPS * len(rounds)))
+        record_demos(corrections, seed, count)
+    longer_success = measure_success(train_clone(folder, "longer", demos, seed, STEPS * len(rounds)))
     return {
-        "seed": seed, "demonstrated steps": steps_of(demos), "steps taken over, by round": taken_over_steps, "BC": rounds[0],
+        "seed": seed, "demonstrated steps": count_steps(demos), "steps taken over, by round": taken_over_steps,
+        "BC": rounds[0],
         "BC, as many updates": longer_success, "HG-DAgger, by round": rounds[1:], "HG-DAgger": rounds[-1],
-        "BC from more demonstrations": success(clone(folder, "more", corrections, seed, STEPS * len(rounds))),
-        "steps of more demonstrations": steps_of(corrections),
+        "BC from more demonstrations": measure_success(train_clone(folder, "more", corrections, seed, STEPS * len(rounds))),
+        "steps of more demonstrations": count_steps(corrections),
     }  # fmt: skip
 
 

@@ -69,19 +69,19 @@ class SacRun(HelperRun):
 
     Args:
         folder: Of its own.
-        ranks: Env ranks from its start.
+        num_ranks: Env ranks from its start.
         updates_s: Seconds of a step's updates.
         ahead: `algorithm.max_staleness`.
     """
 
-    def __init__(self, folder: Path, ranks: int, updates_s: float, ahead: int) -> None:
+    def __init__(self, folder: Path, num_ranks: int, updates_s: float, ahead: int) -> None:
         self.folder, self.root = folder, folder / "run"
         folder.mkdir(parents=True)
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         overrides = (
             "runner.name=run", f"runner.run_dir={folder}", "runner.max_steps=1000", "runner.save_interval=-1",
             "runner.val_check_interval=-1",
-            f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{ranks - 1}'}}",
+            f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{num_ranks - 1}'}}",
             f"algorithm.rollout_steps={DECISIONS}", f"algorithm.max_staleness={ahead}",
             f"algorithm.update_to_data={UPDATES / SLOTS / DECISIONS}", "algorithm.critic_actor_ratio=1",
             "algorithm.replay_buffer={size: 100000, min_buffer_size: 4}",
@@ -96,20 +96,20 @@ class SacRun(HelperRun):
 
 def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], list[float]]:
     """Returns the seconds of steps of both runs."""
-    static = SacRun(folder / "static", 2, updates_s, ahead)
-    static_s = static.steps(4)
-    static.end()
-    run = SacRun(folder / "joined", 1, updates_s, ahead)
-    run.until("two steps", lambda: len(run.rows()) >= 2)
-    helper = run._start("join", str(run.root), "--group", "env")
-    run.until("the helper", lambda: any("env/joined_transitions" in row for row in run.rows()))
-    joined_steps = run.steps(len(run.rows()) + 1, 2 * STEPS)
-    run.end(helper)
+    static_run = SacRun(folder / "static", 2, updates_s, ahead)
+    static_s = static_run.read_step_times(4)
+    static_run.end()
+    joined_run = SacRun(folder / "joined", 1, updates_s, ahead)
+    joined_run.wait_until("two steps", lambda: len(joined_run.read_rows()) >= 2)
+    helper = joined_run._start("join", str(joined_run.root), "--group", "env")
+    joined_run.wait_until("the helper", lambda: any("env/joined_transitions" in row for row in joined_run.read_rows()))
+    joined_steps = joined_run.read_step_times(len(joined_run.read_rows()) + 1, 2 * STEPS)
+    joined_run.end(helper)
     return static_s, joined_steps
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/joined_envs.json`."""
+    """Runs the benchmark and writes its figures to `results/joined_envs.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=1)
     args = parser.parse_args(argv)

@@ -88,26 +88,28 @@ class Case:
         """Environment steps of a training step of rlhpc."""
         return SAC_ROLLOUT if self.off_policy else self.settings["num_envs"] * self.settings["rollout_steps"]
 
-    def overrides(self) -> list[str]:
+    def build_overrides(self) -> list[str]:
         """Returns the overrides of rlhpc's configuration."""
         keys = SAC_KEYS if self.off_policy else PPO_KEYS
-        override_words = [f"{key}={_written(value)}" for name, value in self.settings.items() for key in keys[name]]
+        override_words = [
+            f"{key}={_format_value(value)}" for name, value in self.settings.items() for key in keys[name]
+        ]
         override_words += [f"env.train.env_id={self.env}", "env.train.simulators=0"]
-        override_words += [f"env.train.kwargs.{name}={_written(value)}" for name, value in self.env_kwargs.items()]
+        override_words += [f"env.train.kwargs.{name}={_format_value(value)}" for name, value in self.env_kwargs.items()]
         if self.off_policy:
             override_words.append(f"algorithm.rollout_steps={SAC_ROLLOUT}")
         override_words += self.more
         if self.maniskill:
             override_words += ["env.train.env_type=maniskill", "env.train.ignore_terminations=true"]
         if self.normalize:
-            override_words.append("env.train.wrappers=[bench.cleanrl_wrappers:normalized]")
+            override_words.append("env.train.wrappers=[bench.cleanrl_wrappers:normalize_env]")
         return override_words
 
-    def reference(self, seed: int, steps: int) -> list[str]:
+    def build_reference_command(self, seed: int, num_steps: int) -> list[str]:
         """Returns module and arguments of the single-process loop."""
         arguments = [f"bench.single_process_{self.algorithm}", "--env", self.env, "--seed", str(seed)]
         arguments += ["--env-kwargs", json.dumps(self.env_kwargs)]
-        arguments += ["--steps" if self.off_policy else "--max-env-steps", str(steps)]
+        arguments += ["--steps" if self.off_policy else "--max-env-steps", str(num_steps)]
         for name, value in self.settings.items():
             argument = name.replace("_", "-")
             if isinstance(value, bool):
@@ -123,7 +125,7 @@ class Case:
         return arguments
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return json.dumps(value)
 
 

@@ -15,15 +15,15 @@ COLOURS = {"rlhpc": 0, "single_process": 1}
 NAMES = {"rlhpc": "rlhpc", "single_process": "one process"}
 
 
-def _curves(result: dict[str, Any], side: str, measure: str) -> list[list[float | None]]:
+def _read_curves(result: dict[str, Any], side: str, measure: str) -> list[list[float | None]]:
     return [run["curves"][measure] for run in result["runs"] if run["side"] == side]
 
 
-def _panels(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+def _list_panels(results: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     return [(learning_result, measure) for learning_result in results for measure in learning_result["compared"]]
 
 
-def band(name: str, x: Sequence[float], columns: Sequence[Sequence[float]], color: int) -> Line:
+def compute_band(name: str, x: Sequence[float], columns: Sequence[Sequence[float]], color: int) -> Line:
     """Returns mean and band from lowest to highest seed; `columns` has the seeds' values at each x."""
     means, minima, maxima = (
         [float(statistic(column)) for column in columns] for statistic in (statistics.mean, min, max)
@@ -31,34 +31,34 @@ def band(name: str, x: Sequence[float], columns: Sequence[Sequence[float]], colo
     return Line(name, x, means, minima, maxima, color=color, band=True)
 
 
-def panel(result: dict[str, Any], measure: str) -> str:
+def draw_panel(result: dict[str, Any], measure: str) -> str:
     """Draws mean and band from lowest to highest seed of both sides."""
     width = result["env_steps"] / result["spans"]
     lines = []
     for side, color in COLOURS.items():
-        curves = _curves(result, side, measure)
+        curves = _read_curves(result, side, measure)
         span_indices = [i for i in range(result["spans"]) if all(curve[i] is not None for curve in curves)]
         columns = [[float(curve[i] or 0.0) for curve in curves] for i in span_indices]
-        lines.append(band(NAMES[side], [(i + 1) * width for i in span_indices], columns, color))
+        lines.append(compute_band(NAMES[side], [(i + 1) * width for i in span_indices], columns, color))
     label = {"return": "return of training episodes", "success": "success, once in an episode"}[measure]
-    seeds = len(_curves(result, "rlhpc", measure))
-    return line_chart(f"{result['title']}, {seeds} seeds", "environment steps", label, lines, CHART)
+    num_seeds = len(_read_curves(result, "rlhpc", measure))
+    return line_chart(f"{result['title']}, {num_seeds} seeds", "environment steps", label, lines, CHART)
 
 
-def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_page(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws one picture with a panel for each case and measure."""
-    charts = [panel(learning_result, measure) for learning_result, measure in _panels(results)]
-    path.write_text(standalone(arrange_in_rows(charts, CHART, columns=3)))
+    charts = [draw_panel(learning_result, measure) for learning_result, measure in _list_panels(results)]
+    path.write_text(standalone(arrange_in_rows(charts, CHART, num_columns=3)))
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
+def render_table(results: Sequence[dict[str, Any]]) -> str:
     """Returns the page's rows: means over the seeds, and the criterion's outcome."""
     lines = [
         "| task | measure | steps | seeds | whole curve: rlhpc / one process | last quarter: rlhpc / one process "
         "| difference in seed deviations (whole, end) | bands overlap | equal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for learning_result, measure in _panels(results):
+    for learning_result, measure in _list_panels(results):
         comparison = learning_result["compared"][measure]
         full_curve, end_part = comparison["whole"], comparison["end"]
         part_texts = [
@@ -66,9 +66,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         ]
         deviations_text = f"{full_curve['in_seed_deviations']:+.1f}, {end_part['in_seed_deviations']:+.1f}"
         equal_text = "yes" if full_curve["equal"] and end_part["equal"] else "**no**"
-        seeds = len(_curves(learning_result, "rlhpc", measure))
+        num_seeds = len(_read_curves(learning_result, "rlhpc", measure))
         lines.append(
-            f"| {learning_result['title']} | {measure} | {learning_result['env_steps']:,} | {seeds} | {part_texts[0]} "
+            f"| {learning_result['title']} | {measure} | {learning_result['env_steps']:,} | {num_seeds} | {part_texts[0]} "
             f"| {part_texts[1]} | {deviations_text} | {comparison['bands_overlap']:.0%} | {equal_text} |"
         )
     return "\n".join(lines)
@@ -78,7 +78,7 @@ def write_page(folder: Path) -> Path:
     """Draws all results in `folder`."""
     paths = {name: folder / f"learning_{name}.json" for name in CASES}
     results_by_name = {name: json.loads(path.read_text()) for name, path in paths.items() if path.is_file()}
-    draw([*results_by_name.values()], folder / "learning.svg")
+    draw_page([*results_by_name.values()], folder / "learning.svg")
     notes = "\n".join(
         f"- {case_result['title']} (`{case_result['command']}`): {case_result.get('note', CASES[name].note)}"
         for name, case_result in results_by_name.items()
@@ -88,6 +88,6 @@ def write_page(folder: Path) -> Path:
         "# Learning curves beside single-process loops\n\n"
         "Written by `python -m bench.learning --page` from `learning_<case>.json`; the criterion is in `bench/learning.py`.\n"
         "Lines are means over seeds, bands go from the lowest to the highest.\n\n"
-        f"![learning curves](learning.svg)\n\n{table([*results_by_name.values()])}\n\n{notes}\n"
+        f"![learning curves](learning.svg)\n\n{render_table([*results_by_name.values()])}\n\n{notes}\n"
     )
     return path

@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Returns the checked out commit, with `-dirty` if the code differs from it; empty without a repository."""
+    """Returns the checked out commit, with `-dirty` if the code differs from it; "" if there is no repository."""
 
     repository, status_arguments = (
         RESULTS.parents[1],

@@ -13,7 +13,7 @@ PAGE = RESULTS.parents[1] / "docs" / "reference" / "benchmarks.md"
 LINE = re.compile(r"^- `(\w+)\.json`.*$", re.M)
 
 
-def line_of(result: str) -> str:
+def format_line(result: str) -> str:
     """Formats the line of a result. Results without a commit have the commit that added the file."""
     path = RESULTS / f"{result}.json"
     content = json.loads(path.read_text())
@@ -29,7 +29,7 @@ def line_of(result: str) -> str:
 
 def main() -> None:
     """Writes every line of the page anew."""
-    PAGE.write_text(LINE.sub(lambda match: line_of(match[1]), PAGE.read_text()))
+    PAGE.write_text(LINE.sub(lambda match: format_line(match[1]), PAGE.read_text()))
 
 
 if __name__ == "__main__":

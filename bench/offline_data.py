@@ -18,7 +18,7 @@ from rlhpc.embodied.data.trajectories import TrajectoryWriter
 EPISODES = 60
 
 
-def controller(obs: np.ndarray) -> float:
+def compute_torque(obs: np.ndarray) -> float:
     """Returns the torque that raises the pendulum's energy to that of the upright position and holds it there."""
     cosine, sine, speed = obs.tolist()
     if cosine > 0.9:
@@ -27,7 +27,7 @@ def controller(obs: np.ndarray) -> float:
     return 2.0 if (energy < 0) == (speed > 0) else -2.0
 
 
-def write(path: Path) -> list[float]:
+def write_dataset(path: Path) -> list[float]:
     """Writes the file; returns the episodes' returns."""
     env, random, returns = gym.make("Pendulum-v1"), np.random.default_rng(0), []
     with TrajectoryWriter(path, env_id="Pendulum-v1", source_type="scripted") as writer:
@@ -35,7 +35,7 @@ def write(path: Path) -> list[float]:
             random_probability = 0.2 + 0.7 * episode / (EPISODES - 1)
             obs, actions, rewards, is_over = [env.reset(seed=episode)[0]], [], [], False
             while not is_over:
-                choice = random.uniform(-2, 2) if random.random() < random_probability else controller(obs[-1])
+                choice = random.uniform(-2, 2) if random.random() < random_probability else compute_torque(obs[-1])
                 actions.append(np.array([choice], np.float32))
                 observation, reward, terminated, truncated, _ = env.step(actions[-1])
                 obs.append(observation)
@@ -49,6 +49,6 @@ def write(path: Path) -> list[float]:
 
 
 if __name__ == "__main__":
-    episode_returns = write(Path(sys.argv[1]))
+    episode_returns = write_dataset(Path(sys.argv[1]))
     low, high = min(episode_returns), max(episode_returns)
     print(f"{len(episode_returns)} episodes, returns from {low:.0f} to {high:.0f}, mean {np.mean(episode_returns):.0f}")

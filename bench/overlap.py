@@ -36,20 +36,20 @@ MODES = {
 WARM = 5
 
 
-def measure(folder: Path, mode: str, steps: int, turn: int) -> dict[str, float]:
+def measure(folder: Path, mode: str, num_steps: int, turn: int) -> dict[str, float]:
     """Returns medians over the steps of one run: seconds of the step and of its phases."""
     name = f"{mode.split()[0]}-{turn}"
     overrides = [
-        f"runner.run_dir={folder}", f"runner.name={name}", "runner.segments=1", f"runner.max_steps={steps}",
+        f"runner.run_dir={folder}", f"runner.name={name}", "runner.segments=1", f"runner.max_steps={num_steps}",
         "runner.save_interval=-1", "actor.model.model_path=builtin:tiny", "workflow.sft=null", "workflow.sft_overrides=[]",
         "rollout.max_new_tokens=24", *MODES[mode],
     ]  # fmt: skip
-    completed = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "train", "configs/reasoning/demo.yaml", *overrides], cwd=ROOT, text=True,
         capture_output=True,
     )  # fmt: skip
-    if completed.returncode:
-        raise SystemExit(completed.stdout + completed.stderr)
+    if result.returncode:
+        raise SystemExit(result.stdout + result.stderr)
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()][WARM:-2]
     # In async mode steps are as far apart as their ends are; the mean does not care how they are cut.
     seconds = (rows[-1]["time/wall_s"] - rows[0]["time/wall_s"]) / (len(rows) - 1)

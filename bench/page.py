@@ -11,8 +11,8 @@ from html import escape
 from typing import Any
 
 from bench.machine import RESULTS
-from rlhpc.metrics.charts import Line, line_chart, log_bars, number
-from rlhpc.metrics.page import facts, figures, page, section, table
+from rlhpc.metrics.charts import Line, line_chart, log_bar_chart, number
+from rlhpc.metrics.page import facts, page, render_figures, section, table
 
 TITLES = {
     "runtime": "The runtime beside Ray and the machine's limits",
@@ -21,6 +21,7 @@ TITLES = {
     "tree": "Weights to many hosts",
     "reshard": "Weights from shards to shards",
     "scale": "Rendezvous and dispatch as workers grow, and on a slow filesystem",
+    "scale_model": "The control plane at 1024 to 16 384 ranks, predicted",
     "embodied_loop": "The embodied loop, around an environment that costs nothing",
     "environments": "Environment steps a second",
     "simulators": "Simulators beside their own vector environments",
@@ -31,8 +32,11 @@ TITLES = {
     "training": "Training",
     "rows": "Rows without padding",
     "rows_loss": "The loss of a large vocabulary",
+    "prefixes": "Shared prefixes computed once",
     "proof": "What proving the weights costs",
     "saves": "Training beside saves",
+    "trace": "What recording a trace costs",
+    "serve_pages": "How soon a page of rlhpc serve opens",
     "tune": "Whether rlhpc tune chooses well",
     "taken": "Work that is taken beside work that is dealt",
     "tail": "What long answers leave idle",
@@ -45,8 +49,12 @@ TITLES = {
     "demo_llm": "The language model demonstration",
     "demo_agent": "The agent demonstration",
     "gateway": "The gateway of agents",
+    "token_cost": "The host's work for a generated token",
+    "token_cost_stale": "The host's work for a token, with an update during each response",
     "self_play": "Games whose best play is known",
     "distillation": "Distillation beside GRPO",
+    "staleness": "Corrections at several bounds of staleness",
+    "families": "Families of models that vLLM computes as the trainer does",
     "robot": "From demonstrations to RL",
     "robot_link": "A robot outside the cluster",
     "intervention": "Somebody who takes over",
@@ -55,19 +63,19 @@ TITLES = {
 _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette
 
 
-def leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
+def iter_leaves(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], dict[str, float]]]:
     """Yields every min/median/max in a result with its path of names."""
     if isinstance(content, Mapping):
         if {"min", "median", "max"} <= set(content):
             yield path, dict(content)
             return
-        for name, inner in content.items():
-            yield from leaves(inner, (*path, str(name)))
+        for name, nested_content in content.items():
+            yield from iter_leaves(nested_content, (*path, str(name)))
 
 
-def runtime_plots(result: Mapping[str, Any]) -> list[str]:
+def draw_runtime_plots(result: Mapping[str, Any]) -> list[str]:
     """Draws rlhpc and Ray and, where available, the limit of each figure."""
-    figures = result["figures"]
+    render_figures = result["figures"]
     limits = {
         "cold start to 8 ready workers (s)": "interpreter and import torch (s)",
         "dispatch to 1 worker (us)": "ZeroMQ TCP round trip, 1 KB (us)",
@@ -82,22 +90,22 @@ def runtime_plots(result: Mapping[str, Any]) -> list[str]:
         ("(PSS, MB)", "Idle memory"),
     ):  # fmt: skip
         rows: dict[str, dict[str, tuple[float, float, float]]] = {}
-        for name in figures["rlhpc"]:
+        for name in render_figures["rlhpc"]:
             if not name.endswith(unit):
                 continue
-            figures_by_side = {"limit": figures["limit"].get(limits.get(name, ""))} | {
-                side: figures[side].get(name) for side in ("rlhpc", "Ray") if side in figures
+            figures_by_side = {"limit": render_figures["limit"].get(limits.get(name, ""))} | {
+                side: render_figures[side].get(name) for side in ("rlhpc", "Ray") if side in render_figures
             }
             rows[name.removesuffix(unit).strip(" ,")] = {
                 side: (max(f["min"], 1e-3), max(f["median"], 1e-3), max(f["max"], 1e-3))
                 for side, f in figures_by_side.items()
                 if f
             }
-        charts.append(log_bars(title, unit.strip("()").replace("us", "µs"), rows, _COLORS))
+        charts.append(log_bar_chart(title, unit.strip("()").replace("us", "µs"), rows, _COLORS))
     return charts
 
 
-def scale_plots(result: Mapping[str, Any]) -> list[str]:
+def draw_scale_plots(result: Mapping[str, Any]) -> list[str]:
     """Draws figures against the number of workers."""
     charts = []
     for part_name, names, label in (
@@ -121,7 +129,7 @@ def scale_plots(result: Mapping[str, Any]) -> list[str]:
     return charts
 
 
-PLOTS = {"runtime": runtime_plots, "scale": scale_plots}
+PLOTS = {"runtime": draw_runtime_plots, "scale": draw_scale_plots}
 
 
 def _bound_text(text: str) -> str:
@@ -130,7 +138,7 @@ def _bound_text(text: str) -> str:
     return f"{ {'<=': '≤', '>=': '≥'}.get(sign, sign) } {number(float(bound))}"
 
 
-def chapter(name: str, result: Mapping[str, Any]) -> str:
+def render_chapter(name: str, result: Mapping[str, Any]) -> str:
     """Formats a result's part of the page."""
     machine = result["machine"]
     sections = [facts({
@@ -144,8 +152,10 @@ def chapter(name: str, result: Mapping[str, Any]) -> str:
         ]
         sections.append(table(["", "goal", "measured", "wanted"], rows, text_columns=(0, 1)))
     if name in PLOTS:
-        sections.append(figures(PLOTS[name](result)))
-    rows = [[" · ".join(path), *(number(f[key]) for key in ("min", "median", "max"))] for path, f in leaves(result)]
+        sections.append(render_figures(PLOTS[name](result)))
+    rows = [
+        [" · ".join(path), *(number(f[key]) for key in ("min", "median", "max"))] for path, f in iter_leaves(result)
+    ]
     if rows:
         figure_table = table(["figure", "min", "median", "max"], rows, text_columns=(0,))
         sections.append(f"<details><summary>All figures</summary>{figure_table}</details>")
@@ -164,7 +174,7 @@ def main() -> None:
         *(name for name in TITLES if name in results_by_name),
         *(name for name in results_by_name if name not in TITLES),
     ]
-    chapters = [chapter(name, results_by_name[name]) for name in order]
+    chapters = [render_chapter(name, results_by_name[name]) for name in order]
     path = RESULTS / "index.html"
     path.write_text(page("Benchmarks", "Medians of interleaved repetitions, by the scripts in bench/", chapters))
     print(path)

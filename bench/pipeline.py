@@ -64,8 +64,8 @@ class UnevenEnv(SleepingEnv):
         return super().step(actions)
 
 
-def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]]:
-    """Returns the metrics of a run's steps, in which the training of a transition takes so many seconds."""
+def run_steps(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]]:
+    """Runs a training in which each transition takes `seconds`, and returns the metrics of its steps."""
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RLHPC_BENCH_SECONDS": str(seconds)}
     run_overrides = (
         f"runner.run_dir={folder}", "runner.name=run", f"runner.max_steps={STEPS}", "runner.save_interval=-1",
@@ -73,51 +73,51 @@ def rows(folder: Path, seconds: float, *overrides: str) -> list[dict[str, float]
         "env.train.env_id=sleep", "actor.model.model_type=bench.pipeline:SleepingMLP", "actor.model.hidden_sizes=[8]",
         *overrides,
     )  # fmt: skip
-    completed = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *run_overrides], text=True,
         cwd=ROOT, capture_output=True, env=os.environ | environment,
     )  # fmt: skip
-    if completed.returncode:
-        raise SystemExit(completed.stdout + completed.stderr)
+    if result.returncode:
+        raise SystemExit(result.stdout + result.stderr)
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()][WARM:]
 
 
-def middle(step_rows: Sequence[dict[str, float]], name: str) -> float:
+def median_of(step_rows: Sequence[dict[str, float]], name: str) -> float:
     """Returns the median of a metric over the steps."""
     return statistics.median(row[name] for row in step_rows)
 
 
-def train(folder: Path, parts: int, epoch_s: float, pipeline: bool) -> float:
+def time_training_step(folder: Path, num_parts: int, epoch_s: float, uses_pipeline: bool) -> float:
     """Returns the median seconds of a training step."""
     transitions = SLOTS * DECISIONS
-    step_rows = rows(
+    step_rows = run_steps(
         folder, epoch_s / transitions, "env.train.env_type=bench.idle:SleepingEnv", f"env.train.num_envs={SLOTS}",
-        f"env.train.kwargs={{seconds: {ROLLOUT_S / transitions}}}", f"algorithm.rollout_parts={parts}",
-        f"runner.use_training_pipeline={pipeline}",
+        f"env.train.kwargs={{seconds: {ROLLOUT_S / transitions}}}", f"algorithm.rollout_parts={num_parts}",
+        f"runner.use_training_pipeline={uses_pipeline}",
         f"actor.global_batch_size={transitions // max(PARTS)}",
     )  # fmt: skip
-    return middle(step_rows, "time/step_s")
+    return median_of(step_rows, "time/step_s")
 
 
-def lower_bound_s(parts: int, epoch_s: float) -> float:
+def compute_lower_bound_s(num_parts: int, epoch_s: float) -> float:
     """Returns the seconds of a step if switching between groups costs nothing."""
-    play_s, learn = ROLLOUT_S / parts, epoch_s / parts
-    return play_s + (parts - 1) * max(play_s, learn) + learn
+    play_s, learn = ROLLOUT_S / num_parts, epoch_s / num_parts
+    return play_s + (num_parts - 1) * max(play_s, learn) + learn
 
 
-def play(folder: Path, ranks: int, decoupled: bool) -> tuple[float, float]:
+def time_rollout(folder: Path, num_ranks: int, is_decoupled: bool) -> tuple[float, float]:
     """Returns the seconds of a rollout, and of its slowest env rank's own work."""
-    step_rows = rows(
-        folder, 0.0, "env.train.env_type=bench.pipeline:UnevenEnv", f"env.train.num_envs={ranks}",
-        "env.train.kwargs={seconds: 0}", f"actor.global_batch_size={DECISIONS * ranks}",
-        f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{ranks - 1}'}}",
-        f"runner.enable_decoupled_mode={decoupled}",
+    step_rows = run_steps(
+        folder, 0.0, "env.train.env_type=bench.pipeline:UnevenEnv", f"env.train.num_envs={num_ranks}",
+        "env.train.kwargs={seconds: 0}", f"actor.global_batch_size={DECISIONS * num_ranks}",
+        f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{num_ranks - 1}'}}",
+        f"runner.enable_decoupled_mode={is_decoupled}",
     )  # fmt: skip
-    return middle(step_rows, "time/rollout_s"), middle(step_rows, "time/simulate_s")
+    return median_of(step_rows, "time/rollout_s"), median_of(step_rows, "time/simulate_s")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/pipeline.json`."""
+    """Runs the benchmark and writes its figures to `results/pipeline.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args(argv)
@@ -133,16 +133,16 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for num_parts in PARTS:
                     folder = Path(work_dir) / f"train-{turn}-{epoch_s}-{num_parts}"
                     sequential_s, streamed_s = (
-                        train(folder / str(is_streamed), num_parts, epoch_s, is_streamed)
+                        time_training_step(folder / str(is_streamed), num_parts, epoch_s, is_streamed)
                         for is_streamed in (False, True)
                     )
                     case_text = f"training, an epoch of {epoch_s:g} s, {num_parts} parts"
                     note(f"{case_text}: one after the other / meanwhile", sequential_s / streamed_s)
-                    note(f"{case_text}: meanwhile / least", streamed_s / lower_bound_s(num_parts, epoch_s))
+                    note(f"{case_text}: meanwhile / least", streamed_s / compute_lower_bound_s(num_parts, epoch_s))
             for ranks in RANKS:
                 folder = Path(work_dir) / f"play-{turn}-{ranks}"
                 (lockstep_s, _), (independent_s, slowest_own_s) = (
-                    play(folder / str(is_streamed), ranks, is_streamed) for is_streamed in (False, True)
+                    time_rollout(folder / str(is_streamed), ranks, is_streamed) for is_streamed in (False, True)
                 )
                 note(f"speed, {ranks} env ranks: together / as they ask", lockstep_s / independent_s)
                 note(f"speed, {ranks} env ranks: as they ask / least", independent_s / slowest_own_s)

@@ -28,25 +28,25 @@ ENGINES = {
 }
 
 
-def run(folder: Path, words: tuple[str, ...], steps: int) -> dict[str, Any]:
+def measure_run(folder: Path, words: tuple[str, ...], num_steps: int) -> dict[str, Any]:
     """Returns the processor seconds of a run's steps, and the share of the verification."""
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "reasoning" / "smollm2.yaml"), *words,
-        f"runner.run_dir={folder}", f"runner.max_steps={steps}", "runner.save_interval=-1",
+        f"runner.run_dir={folder}", f"runner.max_steps={num_steps}", "runner.save_interval=-1",
         "runner.logger.logger_backends=[jsonl]",
     ]  # fmt: skip
-    completed = subprocess.run(command, capture_output=True, text=True)
-    if completed.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {completed.returncode}:\n{completed.stderr[-2000:]}")
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-2000:]}")
     rows = [json.loads(line) for line in (folder / "smollm2" / "metrics.jsonl").read_text().splitlines()]
-    proof_times, step = [row["time/proof_s"] for row in rows], [row["time/cpu_s"] for row in rows]
+    proof_times, cpu_times = [row["time/proof_s"] for row in rows], [row["time/cpu_s"] for row in rows]
     return {
-        "a step (CPU s)": spread(step),
+        "a step (CPU s)": spread(cpu_times),
         "of that, proof (CPU s)": spread(proof_times),
-        "share of the whole run": sum(proof_times) / sum(step),
-        "share of a step, most": max(proof_s / step_s for proof_s, step_s in zip(proof_times, step, strict=True)),
+        "share of the whole run": sum(proof_times) / sum(cpu_times),
+        "share of a step, most": max(proof_s / step_s for proof_s, step_s in zip(proof_times, cpu_times, strict=True)),
         "share of a step, median": statistics.median(
-            proof_s / step_s for proof_s, step_s in zip(proof_times, step, strict=True)
+            proof_s / step_s for proof_s, step_s in zip(proof_times, cpu_times, strict=True)
         ),
     }
 
@@ -59,7 +59,7 @@ def main() -> None:
     figures, goals = {}, []
     for name, engine_overrides in ENGINES.items():
         with tempfile.TemporaryDirectory() as temporary_folder:
-            figures[name] = run(Path(temporary_folder), engine_overrides, args.steps)
+            figures[name] = measure_run(Path(temporary_folder), engine_overrides, args.steps)
         proof_fraction = figures[name]["share of the whole run"]
         goals.append(
             goal(f"{name}: proof takes at most a hundredth of the processor's time", proof_fraction, at_most=0.01)

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from bench.machine import spread, write
 from rlhpc import Cluster, NodePlacementStrategy, Session, Worker, WorkerGroup
-from rlhpc.checkpoint.tensor_slice import Box, cut
-from rlhpc.training.shard_layout import boxes
+from rlhpc.checkpoint.tensor_slice import TensorSlice, cut
+from rlhpc.training.shard_layout import tensor_slices
 from rlhpc.weights import Update, make_sync
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
@@ -38,22 +38,22 @@ SIZES = {"0.5 GB": 2, "1 GB": 7, "2 GB": 17}
 WAYS, WHERE = ("gathered", "shards"), ("near", "far")
 
 
-def shapes(layers: int) -> dict[str, tuple[int, int]]:
+def list_shapes(num_layers: int) -> dict[str, tuple[int, int]]:
     """Returns the shapes of a decoder's matrices."""
     shape_by_name = {"embed": (WORDS, HIDDEN)}
-    for layer in range(layers):
+    for layer in range(num_layers):
         shape_by_name |= {f"layers.{layer}.{name}": (HIDDEN, HIDDEN) for name in "qkvo"}
         shape_by_name |= {f"layers.{layer}.{name}": (INNER, HIDDEN) for name in ("gate", "up")}
         shape_by_name[f"layers.{layer}.down"] = (HIDDEN, INNER)
     return {**shape_by_name, "head": (WORDS, HIDDEN)}
 
 
-def slice_of(name: str, shape: tuple[int, int], rank: int) -> Box:
+def slice_of(name: str, shape: tuple[int, int], rank: int) -> TensorSlice:
     """Returns the slice that an engine rank needs: rows or, after a divided activation, columns."""
     rows, columns = shape
     if name.endswith((".o", ".down")):
-        return Box((0, rank * columns // 2), (rows, columns // 2))
-    return Box((rank * rows // 2, 0), (rows // 2, columns))
+        return TensorSlice((0, rank * columns // 2), (rows, columns // 2))
+    return TensorSlice((rank * rows // 2, 0), (rows // 2, columns))
 
 
 class Resident:
@@ -76,12 +76,12 @@ class Resident:
 class HalfTrainer(Worker):
     """Trainer rank with half of the rows of each matrix."""
 
-    def open(self, layers: int, engine: str) -> None:
+    def open(self, num_layers: int, engine: str) -> None:
         self.init_process_group()
-        mesh, self.memory = init_device_mesh("cpu", (self.world_size,)), Resident()
+        mesh, self.resident_memory = init_device_mesh("cpu", (self.world_size,)), Resident()
         self.held: dict[str, DTensor] = {
             name: DTensor.from_local(torch.zeros(rows // 2, columns, dtype=torch.bfloat16), mesh, [Shard(0)])
-            for name, (rows, columns) in shapes(layers).items()
+            for name, (rows, columns) in list_shapes(num_layers).items()
         }
         receivers = [(engine, [0, 1])]
         self.shards = make_sync("shards", self, (self.group_name, 0), receivers, "off")
@@ -93,47 +93,50 @@ class HalfTrainer(Worker):
 
     def give(self, way: str, version: int) -> tuple[int, float]:
         """Returns the bytes that this rank sent, and its memory in MB."""
-        self.memory.begin()
+        self.resident_memory.begin()
         if way == "shards":
             assert isinstance(self.shards, ShardSync)
             self.shards.send_shards(version, list(self._parts()))
-            return self.shards.sent_bytes, self.memory.mb()
+            return self.shards.sent_bytes, self.resident_memory.mb()
         full_tensors = ((name, tensor.full_tensor()) for name, tensor in self.held.items())
         if self.rank:
             for _ in full_tensors:
                 pass
-            return 0, self.memory.mb()
+            return 0, self.resident_memory.mb()
         self.gathered_sync.send(version, full_tensors)
-        return sum(tensor.numel() * 2 for tensor in self.held.values()), self.memory.mb()
+        return sum(tensor.numel() * 2 for tensor in self.held.values()), self.resident_memory.mb()
 
     def _parts(self) -> Iterator[Part]:
         for name, tensor in self.held.items():
-            for global_box, local_box in boxes(tensor):
-                values = cut(tensor.to_local(), local_box)
-                yield Part(name, tuple(tensor.shape), torch.bfloat16, global_box, lambda v=values: v)  # type: ignore[misc]
+            for global_slice, local_slice in tensor_slices(tensor):
+                values = cut(tensor.to_local(), local_slice)
+                yield Part(name, tuple(tensor.shape), torch.bfloat16, global_slice, lambda v=values: v)  # type: ignore[misc]
 
 
 class HalfEngine(Worker):
     """Engine rank with its half of each matrix."""
 
-    def open(self, layers: int) -> None:
-        self.memory = Resident()
-        self.boxes = {name: slice_of(name, shape, self.rank) for name, shape in shapes(layers).items()}
-        self.local_shards = {name: torch.zeros(box.sizes, dtype=torch.bfloat16) for name, box in self.boxes.items()}
+    def open(self, num_layers: int) -> None:
+        self.resident_memory = Resident()
+        self.tensor_slices = {name: slice_of(name, shape, self.rank) for name, shape in list_shapes(num_layers).items()}
+        self.local_shards = {
+            name: torch.zeros(tensor_slice.sizes, dtype=torch.bfloat16)
+            for name, tensor_slice in self.tensor_slices.items()
+        }
         receivers = [(self.group_name, [0, 1])]
         self.shards = make_sync("shards", self, ("trainer", 0), receivers, complete_updates=True)
         self.gathered_sync = make_sync("broadcast", self, ("trainer", 0), receivers, complete_updates=True)
         assert isinstance(self.shards, ShardSync)
-        self.shards.want({name: (box,) for name, box in self.boxes.items()})
+        self.shards.want({name: (tensor_slice,) for name, tensor_slice in self.tensor_slices.items()})
 
     def take(self, way: str) -> float:
         """Receives a version, and returns the memory in MB."""
-        self.memory.begin()
+        self.resident_memory.begin()
         update: Update = (self.shards if way == "shards" else self.gathered_sync).receive()
         for name, tensor in update.tensors:
             assert isinstance(tensor, torch.Tensor)
-            self.local_shards[name].copy_(cut(tensor, self.boxes[name]))
-        return self.memory.mb()
+            self.local_shards[name].copy_(cut(tensor, self.tensor_slices[name]))
+        return self.resident_memory.mb()
 
     def check(self, version: int) -> bool:
         return all(bool((tensor == version).all()) for tensor in self.local_shards.values())
@@ -145,13 +148,18 @@ def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -
     start_s = time.perf_counter()
     handles = trainer.give(way, version), engine.take(way)
     sent_reports, received_mb = (handle.wait() for handle in handles)
-    seconds = time.perf_counter() - start_s
+    duration_s = time.perf_counter() - start_s
     assert all(engine.check(version).wait()), (way, version)
-    return seconds, [sent_bytes for sent_bytes, _ in sent_reports], max(mb for _, mb in sent_reports), max(received_mb)
+    return (
+        duration_s,
+        [sent_bytes for sent_bytes, _ in sent_reports],
+        max(mb for _, mb in sent_reports),
+        max(received_mb),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/reshard.json`."""
+    """Runs the benchmark and writes its figures to `results/reshard.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)

@@ -27,42 +27,43 @@ CONFIGS = ROOT / "configs" / "reasoning"
 SUITE = 'data.eval=[{name: held_out, source: arithmetic, size: 500, eval_fraction: 0.2, kwargs: {digits: 2, operators: "+"}}]'
 
 
-def rlhpc(work: Path, *words: str) -> None:
+def run_rlhpc(work_folder: Path, *words: str) -> None:
     """Runs an `rlhpc` command in the folder; raises if it fails."""
-    subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work, check=True)
+    subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work_folder, check=True)
 
 
-def make_data(work: Path) -> dict[str, int]:
+def make_data(work_folder: Path) -> dict[str, int]:
     """Trains the answering model and writes pairs of its answers; returns the number of pairs in each file."""
-    work.mkdir(parents=True, exist_ok=True)
-    if not (work / "runs/demo_sft/export/global_step_180/config.json").exists():
-        rlhpc(work, "train", str(CONFIGS / "demo_sft.yaml"))
-        rlhpc(work, "convert", "--run", "runs/demo_sft")
+    work_folder.mkdir(parents=True, exist_ok=True)
+    if not (work_folder / "runs/demo_sft/export/global_step_180/config.json").exists():
+        run_rlhpc(work_folder, "train", str(CONFIGS / "demo_sft.yaml"))
+        run_rlhpc(work_folder, "convert", "--run", "runs/demo_sft")
     pairs_command = ["pairs", "--run", "runs/demo_sft"]
     for name, more_arguments in {
         "train": [], "held_out": ["--suite", "held_out", SUITE], "by_lot": ["--shuffle"],
     }.items():  # fmt: skip
-        if not (work / f"{name}.jsonl").exists():
-            rlhpc(work, *pairs_command, "--output", f"{name}.jsonl", *more_arguments)
-    return {name: len((work / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "held_out")}
+        if not (work_folder / f"{name}.jsonl").exists():
+            run_rlhpc(work_folder, *pairs_command, "--output", f"{name}.jsonl", *more_arguments)
+    return {name: len((work_folder / f"{name}.jsonl").read_text().splitlines()) for name in ("train", "held_out")}
 
 
-def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, Any]:
+def train(work_folder: Path, name: str, data: str, num_steps: int, seed: int) -> dict[str, Any]:
     """Trains a run; returns its evaluations during training, the complete last one, and accuracy by the error of the rejected
     answer.
     """
     overrides = [
-        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={steps}", "runner.val_check_interval=100",
+        f"runner.name={name}", f"runner.seed={seed}", f"runner.max_steps={num_steps}", "runner.val_check_interval=100",
         "runner.resume_dir=auto",
         f"data.train.path={data}.jsonl", "data.eval=[{name: held_out, source: jsonl, path: held_out.jsonl}]",
     ]  # fmt: skip
-    rlhpc(work, "train", str(CONFIGS / "reward_model.yaml"), *overrides)
-    rlhpc(work, "eval", "--run", f"runs/{name}", "--suite", "held_out")
-    run = work / "runs" / name
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    eval_result = json.loads((run / f"eval/global_step_{steps}/held_out.json").read_text())
+    run_rlhpc(work_folder, "train", str(CONFIGS / "reward_model.yaml"), *overrides)
+    run_rlhpc(work_folder, "eval", "--run", f"runs/{name}", "--suite", "held_out")
+    run_folder = work_folder / "runs" / name
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    eval_result = json.loads((run_folder / f"eval/global_step_{num_steps}/held_out.json").read_text())
     evaluations = [
-        json.loads(line) for line in (run / f"eval/global_step_{steps}/held_out.rewards.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (run_folder / f"eval/global_step_{num_steps}/held_out.rewards.jsonl").read_text().splitlines()
     ]
     hits_by_kind: dict[str, list[bool]] = {}
     for row in evaluations:
@@ -72,7 +73,7 @@ def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, 
             error_kind = "last digit right" if right_response[-1] == wrong_response[-1] else "last digit wrong"
         hits_by_kind.setdefault(error_kind, []).append(row["rewards"][0] > row["rewards"][1])
     return {
-        "name": name, "seed": seed, "steps": steps, "seconds": rows[-1]["time/wall_s"],
+        "name": name, "seed": seed, "steps": num_steps, "seconds": rows[-1]["time/wall_s"],
         **{key: eval_result[key] for key in ("n", "accuracy", "accuracy_ci95", "margin", "calibration_error")},
         "curve": {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row},
         "train_accuracy": statistics.fmean(row["train/accuracy"] for row in rows[-50:]),
@@ -86,7 +87,7 @@ def train(work: Path, name: str, data: str, steps: int, seed: int) -> dict[str, 
 def format_run(row: dict[str, Any]) -> str:
     """Formats a run in a line."""
     ci_low, ci_high = row["accuracy_ci95"]
-    curve = ", ".join(f"{step}: {value:.1%}" for step, value in row["curve"].items() if step % 100 == 0)
+    curve_text = ", ".join(f"{step}: {value:.1%}" for step, value in row["curve"].items() if step % 100 == 0)
     kinds_text = "; ".join(
         f"{error_kind} {kind_result['accuracy']:.1%} of {kind_result['n']}"
         for error_kind, kind_result in row["kinds"].items()
@@ -95,7 +96,7 @@ def format_run(row: dict[str, Any]) -> str:
         f"{row['name']}: {row['accuracy']:.1%} ({ci_low:.1%} to {ci_high:.1%}) of {row['n']} held-out pairs, "
         f"{row['train_accuracy']:.1%} of those of the last 50 steps; margin {row['margin']:.2f}, "
         f"calibration error {row['calibration_error']:.1%}; "
-        f"{row['seconds']:.0f} s\n  by step: {curve}\n  {kinds_text}"
+        f"{row['seconds']:.0f} s\n  by step: {curve_text}\n  {kinds_text}"
     )
 
 

@@ -24,22 +24,22 @@ ROOT = Path(__file__).resolve().parents[1]
 BC, PPO = "configs/embodied/push_cube_bc.yaml", "configs/embodied/push_cube_ppo.yaml"
 
 
-def rlhpc(*words: str) -> None:
+def run_rlhpc(*words: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
-    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
-    if completed.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-2000:]}\n{completed.stderr[-3000:]}")
+    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
 
 
-def success(run: Path) -> float:
+def measure_success(run_folder: Path) -> float:
     """Returns the share of 100 episodes of the newest checkpoint that succeeded."""
-    output = run / "result.json"
-    rlhpc("eval", "--run", str(run), "--output", str(output))
+    output = run_folder / "result.json"
+    run_rlhpc("eval", "--run", str(run_folder), "--output", str(output))
     return float(json.loads(output.read_text())["success_once"])
 
 
 def train(folder: Path, config: str, name: str, *words: str) -> Path:
-    rlhpc(
+    run_rlhpc(
         "train",
         config,
         f"runner.run_dir={folder}",
@@ -50,9 +50,9 @@ def train(folder: Path, config: str, name: str, *words: str) -> Path:
     return folder / name
 
 
-def curve(run: Path) -> list[tuple[int, float]]:
+def read_curve(run_folder: Path) -> list[tuple[int, float]]:
     """Returns (env steps, success rate of training episodes)."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [(int(row["rollout/env_steps"]), row["train/success_once"]) for row in rows if "train/success_once" in row]
 
 
@@ -66,23 +66,23 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as work_dir:
         folder = Path(work_dir)
         demos = folder / "demos.h5"
-        rlhpc(
+        run_rlhpc(
             "record", "--expert", "rlhpc.embodied.envs.experts:push_cube", "--config", BC, "--episodes",
             str(options.demonstrations), "--only-success", "--output", str(demos),
         )  # fmt: skip
         for seed in range(1, options.seeds + 1):
-            shared = (f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1")
+            shared_overrides = (f"runner.seed={seed}", f"runner.max_steps={options.steps}", "runner.save_interval=-1")
             clone = train(
                 folder, BC, f"clone-{seed}", f"runner.seed={seed}", f"demos.path={demos}", "runner.max_steps=60",
                 "actor.model.log_std_init=-0.5", "workflow.demos_expert=null", "algorithm.bc_value_coef=0.5",
                 "algorithm.gamma=0.8",
             )  # fmt: skip
-            scratch = train(folder, PPO, f"scratch-{seed}", *shared)
-            cloned_run = train(folder, PPO, f"cloned-{seed}", *shared, f"runner.init_from={clone}")
+            scratch = train(folder, PPO, f"scratch-{seed}", *shared_overrides)
+            cloned_run = train(folder, PPO, f"cloned-{seed}", *shared_overrides, f"runner.init_from={clone}")
             row = {
-                "seed": seed, "clone": success(clone), "PPO from scratch": success(scratch),
-                "PPO from the clone": success(cloned_run),
-                "curves": {"from scratch": curve(scratch), "from the clone": curve(cloned_run)},
+                "seed": seed, "clone": measure_success(clone), "PPO from scratch": measure_success(scratch),
+                "PPO from the clone": measure_success(cloned_run),
+                "curves": {"from scratch": read_curve(scratch), "from the clone": read_curve(cloned_run)},
             }  # fmt: skip
             rows.append(row)
             print({name: value for name, value in row.items() if name != "curves"}, flush=True)

@@ -40,10 +40,10 @@ class Still(Robot):
 
     action_space = spaces.Box(-1, 1, (7,), np.float32)
 
-    def __init__(self, pictures: bool = False) -> None:
+    def __init__(self, has_pictures: bool = False) -> None:
         state = spaces.Box(-np.inf, np.inf, (7,), np.float32)
         rgb = spaces.Box(0, 255, (128, 128, 6), np.uint8)
-        self.observation_space = spaces.Dict({"state": state, "rgb": rgb}) if pictures else state
+        self.observation_space = spaces.Dict({"state": state, "rgb": rgb}) if has_pictures else state
         self._obs = self.observation_space.sample()
 
     def reset(self, seed: int) -> None:
@@ -64,27 +64,27 @@ class Still(Robot):
         """Does nothing: the robot does not move."""
 
 
-def measured(env: Any, steps: int) -> dict[str, float]:
+def measure_latency(env: Any, num_steps: int) -> dict[str, float]:
     """Returns a row of metrics."""
     env.reset()
-    for _ in range(steps):
+    for _ in range(num_steps):
         env.step(np.zeros((1, 7), np.float32))
     return timing_row(env.timing.pop_measurements())
 
 
-def served(folder: Path, way: str, ssh: str, pictures: bool) -> None:
-    """Starts the robot server, which joins when the run waits for a robot."""
+def serve_robot(folder: Path, way: str, ssh: str, has_pictures: bool) -> None:
+    """Starts the robot server, which joins once the run waits for a robot."""
     key = folder / f"{way}-{time.monotonic_ns()}.key"
     invite(folder / "meeting", key, slot=None, minutes=5, wait_s=60, run="bench")
     ssh_options = ["--ssh", ssh] if way == "ssh" else []
     subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "robot", "serve", str(key), "--robot", "bench.robot_link:Still",
-         "--kwargs", f"pictures: {str(pictures).lower()}", *ssh_options],
+         "--kwargs", f"pictures: {str(has_pictures).lower()}", *ssh_options],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
     )  # fmt: skip
 
 
-def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def measure_link(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measures one repetition of one link."""
     pictures, limits = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
     if way == "the same process":
@@ -95,10 +95,10 @@ def one(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict
         bounds = {"low": [-1.0] * 7, "high": [1.0] * 7}
         kwargs = {**limits, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}
         section = EnvSideConfig(env_type="distant_robot", env_id="still", kwargs=kwargs)
-        threading.Thread(target=served, args=(folder, way, options.ssh, pictures), daemon=True).start()
+        threading.Thread(target=serve_robot, args=(folder, way, options.ssh, pictures), daemon=True).start()
     env = make_env(OmegaConf.structured(section), 1)
     try:
-        return measured(env, options.steps)
+        return measure_latency(env, options.steps)
     finally:
         env.close()
         time.sleep(1.0)
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         for _ in range(options.repeat):
             for picture_mode, description in SHOWS.items():
                 for link_name in link_names:
-                    rows[picture_mode][link_name].append(one(link_name, description, options, Path(work_dir)))
+                    rows[picture_mode][link_name].append(measure_link(link_name, description, options, Path(work_dir)))
                     print(picture_mode, link_name, rows[picture_mode][link_name][-1], flush=True)
     figures: dict[str, Any] = {}
     for picture_mode, rows_by_link in rows.items():

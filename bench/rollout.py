@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 BACKENDS = ("hf", "vllm")
 
 
-def tiny_model(folder: Path) -> None:
-    """Returns the 4-layer Llama that the demonstration trains; it has no end token, so every sequence
+def write_tiny_model(folder: Path) -> None:
+    """Writes the 4-layer Llama that the demonstration trains; it has no end token, so every sequence
     has its full length.
     """
     import torch
@@ -40,7 +40,7 @@ def tiny_model(folder: Path) -> None:
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def configuration(backend: str, batch: int) -> LanguageConfig:
+def build_config(backend: str, batch: int) -> LanguageConfig:
     """Returns the configuration that `make_rollout` reads."""
     from omegaconf import OmegaConf
 
@@ -52,8 +52,10 @@ def configuration(backend: str, batch: int) -> LanguageConfig:
     return cfg
 
 
-def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> Callable[[], None]:
-    """Calls `generate` once on the batch, padded on the left; it ends with the longest sequence."""
+def make_transformers_call(
+    folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]
+) -> Callable[[], None]:
+    """Returns a function that calls `generate` once on the batch, padded on the left."""
     import torch
     import transformers
 
@@ -75,10 +77,10 @@ def plain_transformers(folder: str, prompts: Sequence[tuple[int, ...]], lengths:
     return run
 
 
-def plain_vllm(
+def make_vllm_call(
     folder: str, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], batch: int
 ) -> Callable[[], None]:
-    """Calls `LLM.generate`, with the log-probs that training needs."""
+    """Returns a function that calls `LLM.generate`, with the log-probs that training needs."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -103,25 +105,25 @@ def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repea
 
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(3, 60) for _ in range(rng.randint(5, 20))) for _ in lengths]
-    engine = make_rollout(configuration(backend, batch), model_path=folder, device="cpu", seed=0)
+    engine = make_rollout(build_config(backend, batch), model_path=folder, device="cpu", seed=0)
     queue = [
         Request(i, prompt, SamplingParams(max_new_tokens=length), seed=i)
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     contenders: dict[str, Callable[[], Any]] = {
         "rlhpc": lambda: engine.generate(queue),
-        "plain": plain_vllm(folder, prompts, lengths, batch)
+        "plain": make_vllm_call(folder, prompts, lengths, batch)
         if backend == "vllm"
-        else plain_transformers(folder, prompts, lengths),
+        else make_transformers_call(folder, prompts, lengths),
     }
     rates: dict[str, list[float]] = {f"{name} (tokens/{unit})": [] for name in contenders for unit in ("s", "CPU s")}
     for turn in range(repeat + 1):
         for name in sorted(contenders, reverse=bool(turn % 2)):
-            started_s, cpu = time.perf_counter(), time.process_time()
+            started_s, start_cpu_s = time.perf_counter(), time.process_time()
             contenders[name]()
             if turn:  # the first one warms up
                 rates[f"{name} (tokens/s)"].append(sum(lengths) / (time.perf_counter() - started_s))
-                rates[f"{name} (tokens/CPU s)"].append(sum(lengths) / (time.process_time() - cpu))
+                rates[f"{name} (tokens/CPU s)"].append(sum(lengths) / (time.process_time() - start_cpu_s))
     engine.close()
     figures = {name: spread(values) for name, values in rates.items()}
     ratios = {
@@ -132,7 +134,7 @@ def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repea
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/rollout.json`."""
+    """Runs the benchmark and writes its figures to `results/rollout.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a Hugging Face folder; by default a tiny one is made")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
@@ -143,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as work_dir:
         if not args.model:
-            tiny_model(Path(work_dir))
+            write_tiny_model(Path(work_dir))
         rng = random.Random(1)
         cases = {
             "equal lengths": [args.tokens] * args.requests,
@@ -155,8 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 measurements = measure(backend, args.model or work_dir, lengths, args.batch, args.repeat)
                 engine_results[backend][case] = measurements
                 print(backend, case, json.dumps(measurements), flush=True)
-    arguments = " ".join(f"--{name} {getattr(args, name)}" for name in ("requests", "tokens", "batch", "repeat"))
-    print(write("rollout", f"python -m bench.rollout {arguments}", {"engines": engine_results}))
+    arguments_text = " ".join(f"--{name} {getattr(args, name)}" for name in ("requests", "tokens", "batch", "repeat"))
+    print(write("rollout", f"python -m bench.rollout {arguments_text}", {"engines": engine_results}))
 
 
 if __name__ == "__main__":

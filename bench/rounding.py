@@ -68,7 +68,7 @@ class PlainTrainer:
         return token_scores(self.model, batch, temperature)
 
     @torch.no_grad()
-    def exact(self, text: Sequence[int]) -> list[float]:
+    def compute_exact_logprobs(self, text: Sequence[int]) -> list[float]:
         """Returns the log-probs of the same weights in float32."""
         ids = torch.tensor([list(text)])
         logprobs = copy.deepcopy(self.model).float()(ids).logits[0, :-1].log_softmax(-1)
@@ -76,22 +76,24 @@ class PlainTrainer:
         return exact_logprobs
 
 
-def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
+def measure(folder: str, num_updates: int, uses_vllm: bool) -> list[tuple[float, float]]:
     """Returns, for each update, the mean difference of log-probs per token, and the trainer's estimate of rounding."""
     trainer: Any = PlainTrainer(folder)
     probe_sequence = probe_text(trainer.model.config.get_text_config().vocab_size, 60)
     prober, differences = Prober(trainer, probe_sequence, 0, torch.bfloat16), []
     engine: Any = None
-    if vllm:
+    if uses_vllm:
         cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
         cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.max_model_len = "vllm", 4, 128
         cfg.actor.model.dtype = "bfloat16"
         engine = make_rollout(cfg, model_path=folder, device="cpu", seed=0)
-    for update in range(1, updates + 1):
+    for update in range(1, num_updates + 1):
         if engine is not None:
             engine.update_weights(update, ((n, t.detach().clone()) for n, t in trainer.model.named_parameters()))
         probe = prober.ask()
-        engine_logprobs = trainer.exact(probe_sequence) if engine is None else engine.score(probe.token_ids)
+        engine_logprobs = (
+            trainer.compute_exact_logprobs(probe_sequence) if engine is None else engine.score(probe.token_ids)
+        )
         differences.append((float(np.abs(np.subtract(engine_logprobs, probe.logprobs)).mean()), probe.rounding))
         trainer.step(10.0 ** -(1 + update % 5))
     if engine is not None:
@@ -100,7 +102,7 @@ def measure(folder: str, updates: int, vllm: bool) -> list[tuple[float, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/rounding.json`."""
+    """Runs the benchmark and writes its figures to `results/rounding.json`."""
     import transformers
 
     from rlhpc.language.models.builtin import smollm2

@@ -43,28 +43,30 @@ SHORTEST, LONGEST = 64, 1024
 SIZES = (2048, 4096, 8192, 16384)
 
 
-def samples(lengths: list[int], vocabulary: int) -> TokenBatch:
+def make_samples(lengths: list[int], vocabulary: int) -> TokenBatch:
     """Returns a batch of random tokens with a random weight per token."""
     torch.manual_seed(0)
     ids = [torch.randint(0, vocabulary, (n,)) for n in lengths]
     return TokenBatch.of(ids, [torch.ones(n) for n in lengths], {"weights": [torch.randn(n) for n in lengths]})
 
 
-def mixed() -> list[int]:
+def draw_mixed_lengths() -> list[int]:
     rng = random.Random(0)
     return [round(math.exp(rng.uniform(math.log(SHORTEST), math.log(LONGEST)))) for _ in range(SAMPLES)]
 
 
-def trainer(folder: str, packed: bool) -> TokenTrainer:
+def make_trainer(folder: str, is_packed: bool) -> TokenTrainer:
     cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
-    cfg.actor.model.model_path, cfg.actor.use_remove_padding = folder, packed
+    cfg.actor.model.model_path, cfg.actor.use_remove_padding = folder, is_packed
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
     token_trainer = TokenTrainer(cfg, Worker())
-    assert token_trainer.packed == packed
+    assert token_trainer.packed == is_packed
     return token_trainer
 
 
-def step(token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, entropy: bool = False) -> None:
+def run_passes(
+    token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, computes_entropy: bool = False
+) -> None:
     """Runs the forward and backward pass of a batch."""
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -73,18 +75,20 @@ def step(token_trainer: TokenTrainer, parts: list[TokenBatch], total: int, entro
             loss_value = loss_value - 0.01 * scores.entropy.sum() / total
         return loss_value, {"loss": loss_value}
 
-    token_trainer.forward_backward(parts, loss, entropy=entropy)
+    token_trainer.forward_backward(parts, loss, compute_entropy=computes_entropy)
 
 
-def throughput(folder: str, repeat: int) -> dict[str, Any]:
+def measure_throughput(folder: str, repeat: int) -> dict[str, Any]:
     """Returns tokens per CPU second with and without padding, and their ratio within a round."""
-    batch = samples(mixed(), VOCABULARY)
+    batch = make_samples(draw_mixed_lengths(), VOCABULARY)
     step_arguments, rates, cells = {}, dict[str, list[float]](), dict[str, int]()
-    for name, packed in (("rows", True), ("rectangles", False)):
-        token_trainer = trainer(folder, packed)
+    for name, is_packed in (("rows", True), ("rectangles", False)):
+        token_trainer = make_trainer(folder, is_packed)
         micro_batches = [
             micro_batch
-            for _, micro_batch in split_micro_batches(batch, MAX_TOKENS, packed=packed, hidden=token_trainer.hidden)
+            for _, micro_batch in split_micro_batches(
+                batch, MAX_TOKENS, is_packed=is_packed, hidden_size=token_trainer.hidden
+            )
         ]
         cells[name] = sum(micro_batch.inputs()["input_ids"].numel() for micro_batch in micro_batches)
         step_arguments[name], rates[name] = (token_trainer, micro_batches), []
@@ -92,7 +96,7 @@ def throughput(folder: str, repeat: int) -> dict[str, Any]:
         for name in sorted(step_arguments, reverse=bool(turn % 2)):
             token_trainer, micro_batches = step_arguments[name]
             start_s = time.process_time()
-            step(token_trainer, micro_batches, batch.tokens)
+            run_passes(token_trainer, micro_batches, batch.tokens)
             token_trainer.optimizer_step(LR)
             if turn:  # the first round warms up
                 rates[name].append(batch.tokens / (time.process_time() - start_s))
@@ -105,31 +109,33 @@ def throughput(folder: str, repeat: int) -> dict[str, Any]:
     }
 
 
-def resident(field: str) -> int:
+def read_resident_kib(field: str) -> int:
     """Returns this process's resident memory (VmRSS) or its peak (VmHWM), in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
 
 
-def peak(folder: str, tokens: int, entropy: bool) -> None:
-    """Prints the growth of this process's peak resident memory, in MiB, during a training step on `tokens` tokens."""
-    token_trainer = trainer(folder, True)
+def print_peak(folder: str, num_tokens: int, computes_entropy: bool) -> None:
+    """Prints the growth of this process's peak resident memory, in MiB, during a training step on `num_tokens` tokens."""
+    token_trainer = make_trainer(folder, True)
     vocabulary = token_trainer.backend.module.config.vocab_size  # type: ignore[union-attr]
-    small_batch = samples([8, 8], int(vocabulary))  # type: ignore[arg-type]
-    step(token_trainer, [small_batch.read_by(True)], small_batch.tokens, entropy)
+    small_batch = make_samples([8, 8], int(vocabulary))  # type: ignore[arg-type]
+    run_passes(token_trainer, [small_batch.read_by(True)], small_batch.tokens, computes_entropy)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    kib_before = resident("VmRSS")
-    batch, start_s = samples([512] * (tokens // 512), int(vocabulary)), time.perf_counter()  # type: ignore[arg-type]
-    step(token_trainer, [batch.read_by(True)], batch.tokens, entropy)
-    print(json.dumps({"MiB": (resident("VmHWM") - kib_before) / 1024, "seconds": time.perf_counter() - start_s}))
+    kib_before = read_resident_kib("VmRSS")
+    batch, start_s = make_samples([512] * (num_tokens // 512), int(vocabulary)), time.perf_counter()  # type: ignore[arg-type]
+    run_passes(token_trainer, [batch.read_by(True)], batch.tokens, computes_entropy)
+    print(
+        json.dumps({"MiB": (read_resident_kib("VmHWM") - kib_before) / 1024, "seconds": time.perf_counter() - start_s})
+    )
 
 
-def in_process(folder: str, tokens: int, *words: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.rows", "--peak", str(tokens), "--model", folder, *words]
-    completed = subprocess.run(command, capture_output=True, text=True)
-    if completed.returncode:
-        raise SystemExit(completed.stderr[-2000:])
-    figures: dict[str, float] = json.loads(completed.stdout)
+def measure_in_process(folder: str, num_tokens: int, *words: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "bench.rows", "--peak", str(num_tokens), "--model", folder, *words]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(result.stderr[-2000:])
+    figures: dict[str, float] = json.loads(result.stdout)
     return figures
 
 
@@ -145,39 +151,41 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.peak:
-        peak(args.model, args.peak, args.entropy)
+        print_peak(args.model, args.peak, args.entropy)
         return
     with tempfile.TemporaryDirectory() as folder:
         if args.loss:
-            loss(folder, args.threads)
+            measure_loss(folder, args.threads)
             return
         make_model(Path(folder) / "mixed", LAYERS, WIDTH, VOCABULARY)
-        figures = throughput(str(Path(folder) / "mixed"), args.repeat)
+        figures = measure_throughput(str(Path(folder) / "mixed"), args.repeat)
         for tokens in SIZES:
-            figures[f"a row of {tokens} tokens (MiB)"] = in_process(str(Path(folder) / "mixed"), tokens)["MiB"]
+            figures[f"a row of {tokens} tokens (MiB)"] = measure_in_process(str(Path(folder) / "mixed"), tokens)["MiB"]
         half_size_mib, full_size_mib = (figures[f"a row of {tokens} tokens (MiB)"] for tokens in (SIZES[-2], SIZES[-1]))
         goals = [
             goal("rows without padding as fast as rectangles, or faster", figures["rows / rectangles"], at_least=1.0),
             goal("twice the tokens, at most twice the memory", full_size_mib / half_size_mib, at_most=2.1),
         ]
-    report("rows", f"python -m bench.rows --repeat {args.repeat}", args.threads, figures, goals)
+    write_report("rows", f"python -m bench.rows --repeat {args.repeat}", args.threads, figures, goals)
 
 
-def loss(folder: str, threads: int) -> None:
+def measure_loss(folder: str, num_threads: int) -> None:
     """Returns the memory of the log-probs and entropies of many tokens over a large vocabulary, and of their gradients."""
     make_model(Path(folder) / "wide", 1, 64, 152_000)
-    peak_figures = in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(threads))
+    peak_figures = measure_in_process(str(Path(folder) / "wide"), 16384, "--entropy", "--threads", str(num_threads))
     figures = {
         "the loss of 16384 tokens over 152000 words (MiB)": peak_figures["MiB"],
         "the same (s)": peak_figures["seconds"],
     }
     goals = [goal("16k tokens over 152k words in half a gigabyte", peak_figures["MiB"] / 953.7, at_most=0.5)]
-    report("rows_loss", "python -m bench.rows --loss", threads, figures, goals)
+    write_report("rows_loss", "python -m bench.rows --loss", num_threads, figures, goals)
 
 
-def report(name: str, command: str, threads: int, figures: dict[str, Any], goals: list[dict[str, Any]]) -> None:
+def write_report(
+    name: str, command: str, num_threads: int, figures: dict[str, Any], goals: list[dict[str, Any]]
+) -> None:
     """Prints the figures and goals, and writes the result."""
-    command += f" --threads {threads}" if threads > 1 else ""
+    command += f" --threads {num_threads}" if num_threads > 1 else ""
     path = write(name, command, {"figures": figures, "goals": goals})
     for name, value in figures.items():
         print(f"{name:50} {value['median'] if isinstance(value, dict) else value:12.3f}")

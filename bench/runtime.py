@@ -22,30 +22,30 @@ from bench.machine import goal, spread, write
 ROUND_TRIP = "ZeroMQ TCP round trip, 1 KB (us)"
 
 
-def child(python: str, *command: str) -> Any:
+def run_child(python: str, *command: str) -> Any:
     """Returns the last line of a program's stdout."""
-    completed = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
-    if completed.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{completed.stderr[-3000:]}")
-    return json.loads(completed.stdout.splitlines()[-1])
+    result = subprocess.run([python, *command], capture_output=True, text=True, timeout=900)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{result.stderr[-3000:]}")
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def has_ray(python: str) -> bool:
     return subprocess.run([python, "-c", "import ray"], capture_output=True).returncode == 0
 
 
-def once(ray_python: str | None) -> dict[str, dict[str, float]]:
+def measure_once(ray_python: str | None) -> dict[str, dict[str, float]]:
     """Runs one repetition of all measurements."""
     rows = {
-        "limit": child(sys.executable, "-m", "bench.peers.limits"),
-        "rlhpc": child(sys.executable, "-m", "bench.peers.rlhpc_runtime"),
+        "limit": run_child(sys.executable, "-m", "bench.peers.limits"),
+        "rlhpc": run_child(sys.executable, "-m", "bench.peers.rlhpc_runtime"),
     }
     if ray_python:
-        rows["Ray"] = child(ray_python, "-m", "bench.peers.ray_actors")
+        rows["Ray"] = run_child(ray_python, "-m", "bench.peers.ray_actors")
     return rows
 
 
-def goals(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+def list_goals(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     """Returns the goals of the runtime, with the measurements."""
     limit, rlhpc, ray = medians["limit"], medians["rlhpc"], medians.get("Ray")
     start, trip = limit["interpreter and import torch (s)"], limit[ROUND_TRIP]
@@ -74,7 +74,7 @@ def goals(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/runtime.json`."""
+    """Runs the benchmark and writes its figures to `results/runtime.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--ray-python", default=sys.executable, help="a Python that has Ray, NumPy, psutil and torch")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{args.ray_python} has no Ray: its rows are left out (pip install 'rlhpc[bench]', or --ray-python)")
     rows = []
     for _ in range(args.repeat):
-        rows.append(once(ray_python))
+        rows.append(measure_once(ray_python))
         print(json.dumps(rows[-1]), flush=True)
     figures = {side: {name: spread([row[side][name] for row in rows]) for name in rows[0][side]} for side in rows[0]}
     medians = {
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, value in medians["rlhpc"].items()
         if name in medians.get("Ray", {}) and value
     }
-    goal_rows = goals(medians)
+    goal_rows = list_goals(medians)
     content = {"figures": figures, "ray_over_rlhpc": beside_ray, "goals": goal_rows}
     path = write("runtime", f"python -m bench.runtime --repeat {args.repeat}", content)
     for side, side_figures in figures.items():

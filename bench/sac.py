@@ -22,8 +22,8 @@ from bench.machine import spread, write
 OBS, ACT, ROWS, TURN_S = 17, 6, 20_000, 0.5
 
 
-def ours() -> Callable[[], None]:
-    """Runs one update of rlhpc, with its batch."""
+def make_rlhpc_update() -> Callable[[], None]:
+    """Returns a function that runs one update of rlhpc, with its batch."""
     import numpy as np
     import torch
     from gymnasium import spaces
@@ -31,7 +31,7 @@ def ours() -> Callable[[], None]:
     from rlhpc.embodied.algorithms.off_policy import TransitionBatch
     from rlhpc.embodied.algorithms.sac import SacUpdate
     from rlhpc.embodied.config import SacAlgorithmConfig, SacModelConfig, SacOptimConfig
-    from rlhpc.embodied.data.mixture import Mixture
+    from rlhpc.embodied.data.mixture import DrawOptions, Mixture
     from rlhpc.embodied.data.replay_buffer import ReplayBuffer
     from rlhpc.embodied.models import build_model
     from rlhpc.embodied.models.off_policy import SACPolicy
@@ -50,18 +50,18 @@ def ours() -> Callable[[], None]:
         "obs": sample(OBS), "next_obs": sample(OBS), "actions": np.tanh(sample(1, ACT)), "rewards": sample(),
         "terminations": sample() > 3,
     })  # fmt: skip
-    mixture = Mixture(replay, None, batch_size=256, demo_ratio=0.0, action_dim=ACT, seed=1)
+    mixture = Mixture(replay, None, DrawOptions(256, 0.0, ACT), seed=1)
 
     def step() -> None:
-        batch = mixture.draw(update.updates)
+        batch = mixture.draw(update.num_updates)
         columns = {name: torch.from_numpy(column) for name, column in batch.columns.items()}
         update.step(TransitionBatch(**columns, noise=torch.from_numpy(batch.noise), total=batch.total))
 
     return step
 
 
-def plain() -> Callable[[], None]:
-    """Runs one update of the single-process loop, with its batch."""
+def make_plain_update() -> Callable[[], None]:
+    """Returns a function that runs one update of the single-process loop, with its batch."""
     import numpy as np
     from gymnasium import spaces
 
@@ -82,17 +82,17 @@ def plain() -> Callable[[], None]:
     return step
 
 
-def updates(turns: int) -> dict[str, Any]:
+def measure_updates(num_turns: int) -> dict[str, Any]:
     """Returns updates per second of CPU time, in turns: CPU time that other processes use does not count."""
     import torch
 
     torch.set_num_threads(1)
-    contenders = {"rlhpc": ours(), "single_process": plain()}
+    contenders = {"rlhpc": make_rlhpc_update(), "single_process": make_plain_update()}
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for step in contenders.values():
         for _ in range(10):
             step()
-    for _ in range(turns):
+    for _ in range(num_turns):
         for name, step in contenders.items():
             started_s, num_updates = time.process_time(), 0
             while time.process_time() - started_s < TURN_S:
@@ -108,12 +108,12 @@ def updates(turns: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/sac.json`."""
+    """Runs the benchmark and writes its figures to `results/sac.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=20)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    update_rates = updates(args.turns)
+    update_rates = measure_updates(args.turns)
     print(json.dumps(update_rates), flush=True)
     print(write("sac", f"python -m bench.sac --turns {args.turns}", update_rates))
 

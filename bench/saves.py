@@ -29,15 +29,15 @@ WORDS = (
 )  # fmt: skip
 
 
-def run(folder: Path, async_save: bool, epochs: int) -> dict[str, float]:
+def measure_run(folder: Path, saves_async: bool, num_epochs: int) -> dict[str, float]:
     """Returns, in seconds, the pause of a run for a save, a step without a save, and the total from its first step on."""
     command = [
         sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "quickstart.yaml"), *WORDS,
-        f"runner.run_dir={folder}", f"runner.async_save={str(async_save).lower()}", f"algorithm.update_epochs={epochs}",
+        f"runner.run_dir={folder}", f"runner.async_save={str(saves_async).lower()}", f"algorithm.update_epochs={num_epochs}",
     ]  # fmt: skip
-    completed = subprocess.run(command, capture_output=True, text=True)
-    if completed.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {completed.returncode}:\n{completed.stderr[-2000:]}")
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {result.returncode}:\n{result.stderr[-2000:]}")
     root = folder / "quickstart"
     rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     last_status = json.loads((root / "status.json").read_text())
@@ -61,7 +61,7 @@ def main() -> None:
     for _ in range(args.repeat):
         for name, mode_rows in rows.items():
             with tempfile.TemporaryDirectory(dir=args.folder) as temporary_folder:
-                mode_rows.append(run(Path(temporary_folder), name == "beside", args.epochs))
+                mode_rows.append(measure_run(Path(temporary_folder), name == "beside", args.epochs))
             print(name, json.dumps(mode_rows[-1]), flush=True)
     figures = {
         name: {key: spread([row[key] for row in mode_rows]) for key in mode_rows[0]} for name, mode_rows in rows.items()

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from bench.demo_agent import ROOT, curve, rlhpc
+from bench.demo_agent import ROOT, read_curve, run_rlhpc
 from bench.machine import write
 from rlhpc.language.envs import games as kuhn
 from rlhpc.language.envs.games import Guess
@@ -33,7 +33,7 @@ MAX_EXPLOITABILITY = 0.25
 
 
 @torch.no_grad()
-def policy_of(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
+def read_policy(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
     """Returns a checkpoint's policy: the probabilities of a pass and a bet, by card and previous moves."""
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint / "model"))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(checkpoint / "model"))).eval()
@@ -53,7 +53,7 @@ def policy_of(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
     return chances_by_state
 
 
-def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
+def run_kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs self-play at one seed."""
     started_at, name = time.perf_counter(), f"kuhn-{seed}"
     run_overrides = [
@@ -62,10 +62,10 @@ def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
         f"runner.seed={seed}",
         "runner.keep_checkpoints=0",
     ]
-    rlhpc("train", KUHN, *run_overrides, *overrides)
+    run_rlhpc("train", KUHN, *run_overrides, *overrides)
     folders = (runs / name / "checkpoints").glob("global_step_*")
     steps = sorted(folders, key=lambda path: int(path.name.rpartition("_")[2]))
-    policies = [policy_of(folder) for folder in steps]
+    policies = [read_policy(folder) for folder in steps]
     average_policy = kuhn.average(policies[len(policies) // 2 :])
     last_return = {
         "exploitability": kuhn.exploitability(policies[-1]),
@@ -86,11 +86,11 @@ def kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
+def run_guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs guessing at one seed: the share of found numbers over the last 20 steps."""
     started_at, name = time.perf_counter(), f"guess-{seed}"
-    rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
-    found_shares = curve(runs / name)
+    run_rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
+    found_shares = read_curve(runs / name)
     last_shares = found_shares[-20:]
     return {
         "seed": seed,
@@ -109,18 +109,18 @@ def main() -> int:
     args = parser.parse_args()
     runs, poker, guess_rows = args.runs.absolute(), list[dict[str, Any]](), list[dict[str, Any]]()
     game_options = {"high": 15, "turns": 4}
-    best = Guess.optimum(**game_options)
+    optimal_play = Guess.optimum(**game_options)
     for seed in range(1, args.seeds + 1):
-        row = kuhn_poker(seed, runs, args.overrides)
+        row = run_kuhn_poker(seed, runs, args.overrides)
         poker.append(row)
         print(
             f"Kuhn poker, seed {seed}: exploitability {row['exploitability']:.3f}, {row['against_uniform']:+.3f} a game of "
             f"uniform play; {row['seconds']:.0f} s",
             flush=True,
         )
-        row = guess(seed, runs, args.overrides)
+        row = run_guess(seed, runs, args.overrides)
         guess_rows.append(row)
-        print(f"guess, seed {seed}: {row['found']:.1%}, best {best:.0%}; {row['seconds']:.0f} s", flush=True)
+        print(f"guess, seed {seed}: {row['found']:.1%}, best {optimal_play:.0%}; {row['seconds']:.0f} s", flush=True)
     low_return, high_return = (kuhn.against(kuhn.equilibrium(bluff), kuhn.uniform()) for bluff in (0.0, 1 / 3))
     uniform = {
         "exploitability": kuhn.exploitability(kuhn.uniform()),
@@ -130,7 +130,7 @@ def main() -> int:
     content = {
         "kuhn_poker": poker,
         "guess": guess_rows,
-        "known": {"uniform": uniform, "guess": {**game_options, "best": best}},
+        "known": {"uniform": uniform, "guess": {**game_options, "best": optimal_play}},
     }
     write("self_play", f"python -m bench.self_play --seeds {args.seeds}", content)
     failed_seeds = [

@@ -17,10 +17,10 @@ class ShuffledRewards(PolicyGradient):
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
         """Returns the advantages from other episodes' rewards."""
-        return super().advantages(shuffled(batch), all_reduce)
+        return super().advantages(shuffle_rewards(batch), all_reduce)
 
 
-def shuffled(batch: TokenBatch) -> TokenBatch:
+def shuffle_rewards(batch: TokenBatch) -> TokenBatch:
     """Returns the same samples, each episode with the reward of another episode of its group;
     deterministic in the tokens.
     """

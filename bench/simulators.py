@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.interleaved import compare, vector_rate
+from bench.interleaved import compare, measure_vector_env
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Configuration → decisions of a rollout that is timed.
@@ -29,7 +29,7 @@ PYTHON = os.environ.get("RLHPC_SIMULATORS_PYTHON", str(ROOT / ".venv-simulators/
 SLOTS = 8
 
 
-def section(task: str) -> dict[str, Any]:
+def build_section(task: str) -> dict[str, Any]:
     """Returns `env.train` of a configuration, without keys of the run itself."""
     from rlhpc.config.typed import plain
     from rlhpc.runs.configuration import load_config
@@ -38,27 +38,29 @@ def section(task: str) -> dict[str, Any]:
     return {key: train[key] for key in ("env_id", "kwargs", "wrappers", "max_episode_steps")}
 
 
-def ours(task: str, processes: int) -> float:
+def measure_rlhpc(task: str, num_processes: int) -> float:
     """Returns environment steps a second of a run."""
-    from bench.environments import play
+    from bench.environments import time_rollout
 
-    env = {**section(task), "simulator_python": PYTHON}
+    env = {**build_section(task), "simulator_python": PYTHON}
     model = {"model_type": "bench.idle:RandomPolicy"}
-    elapsed_s = play(env, model, ranks=1, slots=SLOTS, steps=TASKS[task], simulators=processes)
+    elapsed_s = time_rollout(
+        env, model, num_ranks=1, num_slots=SLOTS, num_steps=TASKS[task], num_simulators=num_processes
+    )
     return SLOTS * TASKS[task] / elapsed_s
 
 
-def gymnasium_rate(kind: str, task: str) -> float:
+def measure_gymnasium(kind: str, task: str) -> float:
     """Returns environment steps a second of a vector environment, in a process of the simulators' Python."""
-    command = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(section(task))]
-    completed = subprocess.run(
+    command = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(build_section(task))]
+    result = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE
     )
-    return float(completed.stdout.splitlines()[-1])
+    return float(result.stdout.splitlines()[-1])
 
 
-def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
-    """Returns the rate that `gymnasium_rate` prints."""
+def measure_reference(kind: str, task: str, env: dict[str, Any]) -> float:
+    """Returns the rate that `measure_gymnasium` prints."""
     import gymnasium
     from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
@@ -70,11 +72,11 @@ def their_rate(kind: str, task: str, env: dict[str, Any]) -> float:
                                   episodic_life=True, use_fire_reset=True, autoreset_mode=AutoresetMode.SAME_STEP)  # fmt: skip
     else:
         vector = {"sync": SyncVectorEnv, "async": AsyncVectorEnv}[kind]
-        envs = vector([partial(_one, env)] * SLOTS, autoreset_mode=AutoresetMode.SAME_STEP)
-    return vector_rate(envs, SLOTS, TASKS[task])
+        envs = vector([partial(_make_env, env)] * SLOTS, autoreset_mode=AutoresetMode.SAME_STEP)
+    return measure_vector_env(envs, SLOTS, TASKS[task])
 
 
-def _one(env: dict[str, Any]) -> Any:
+def _make_env(env: dict[str, Any]) -> Any:
     from gymnasium.wrappers import TimeLimit
     from omegaconf import OmegaConf
 
@@ -85,19 +87,19 @@ def _one(env: dict[str, Any]) -> Any:
     return TimeLimit(base_env, limit) if limit else base_env
 
 
-def contenders() -> dict[str, Any]:
+def list_contenders() -> dict[str, Any]:
     """Returns the measurements by name; a round runs all in this order."""
     measurements: dict[str, Any] = {}
     for task in TASKS:
-        measurements[f"{task}: SyncVectorEnv"] = partial(gymnasium_rate, "sync", task)
-        measurements[f"{task}: rlhpc, 1 process"] = partial(ours, task, 1)
-        measurements[f"{task}: AsyncVectorEnv"] = partial(gymnasium_rate, "async", task)
-        measurements[f"{task}: rlhpc, 2 processes"] = partial(ours, task, 2)
-    measurements["breakout: AtariVectorEnv"] = partial(gymnasium_rate, "own", "breakout")
+        measurements[f"{task}: SyncVectorEnv"] = partial(measure_gymnasium, "sync", task)
+        measurements[f"{task}: rlhpc, 1 process"] = partial(measure_rlhpc, task, 1)
+        measurements[f"{task}: AsyncVectorEnv"] = partial(measure_gymnasium, "async", task)
+        measurements[f"{task}: rlhpc, 2 processes"] = partial(measure_rlhpc, task, 2)
+    measurements["breakout: AtariVectorEnv"] = partial(measure_gymnasium, "own", "breakout")
     return measurements
 
 
-def ratios(median: dict[str, float]) -> dict[str, float]:
+def compute_ratios(median: dict[str, float]) -> dict[str, float]:
     """Returns the ratios of rlhpc's rates to the others."""
     one_process, two_processes = "rlhpc, 1 process", "rlhpc, 2 processes"
     compared_names = [
@@ -121,9 +123,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.theirs:
         env_kind, task, env = options.theirs
-        print(their_rate(env_kind, task, json.loads(env)))
+        print(measure_reference(env_kind, task, json.loads(env)))
         return
-    compare("simulators", contenders(), ratios, options.repeat, options.only)
+    compare("simulators", list_contenders(), compute_ratios, options.repeat, options.only)
 
 
 if __name__ == "__main__":

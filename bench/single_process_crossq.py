@@ -16,20 +16,20 @@ from torch.nn import functional as F
 from bench.single_process_sac import main
 
 
-def network(inputs: int, outputs: int) -> nn.Sequential:
+def build_network(input_size: int, output_size: int) -> nn.Sequential:
     """Builds a perceptron with normalisation before each layer."""
     layers: list[nn.Module] = []
-    for num_inputs, num_outputs in ((inputs, 256), (256, 256)):
+    for num_inputs, num_outputs in ((input_size, 256), (256, 256)):
         layers += [nn.BatchNorm1d(num_inputs, eps=1e-3, momentum=0.01), nn.Linear(num_inputs, num_outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.BatchNorm1d(256, eps=1e-3, momentum=0.01), nn.Linear(256, outputs)).eval()
+    return nn.Sequential(*layers, nn.BatchNorm1d(256, eps=1e-3, momentum=0.01), nn.Linear(256, output_size)).eval()
 
 
 class CrossQActor(nn.Module):
     """Actor with a tanh-squashed Gaussian."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         super().__init__()
-        self.body = network(obs, 2 * int(np.prod(space.shape)))
+        self.body = build_network(obs_size, 2 * int(np.prod(space.shape)))
         self.scale, self.bias = (
             torch.as_tensor((space.high - space.low) / 2),
             torch.as_tensor((space.high + space.low) / 2),
@@ -40,18 +40,18 @@ class CrossQActor(nn.Module):
         mean, log_std = self.body(obs).chunk(2, -1)
         distribution = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (torch.tanh(log_std) + 1)).exp())
         pre_tanh = distribution.rsample()
-        squashed = torch.tanh(pre_tanh)
-        logprob = distribution.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
-        return squashed * self.scale + self.bias, logprob.sum(1)
+        tanh_actions = torch.tanh(pre_tanh)
+        logprob = distribution.log_prob(pre_tanh) - torch.log(self.scale * (1 - tanh_actions.pow(2)) + 1e-6)
+        return tanh_actions * self.scale + self.bias, logprob.sum(1)
 
 
 class CrossQLearner:
     """Networks, optimizers and the update."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor = CrossQActor(obs, space)
-        self.critics = nn.ModuleList(network(obs + dim, 1) for _ in range(2))
+        self.actor = CrossQActor(obs_size, space)
+        self.critics = nn.ModuleList(build_network(obs_size + dim, 1) for _ in range(2))
         self.q_opt = torch.optim.Adam(self.critics.parameters(), lr=1e-3, betas=(0.5, 0.999))
         self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=1e-3, betas=(0.5, 0.999))
         self.log_alpha = torch.zeros(1, requires_grad=True)

@@ -22,20 +22,20 @@ from torch.nn import functional as F
 from bench.single_process_sac import Critic, main
 
 
-def network(inputs: int, outputs: int) -> nn.Sequential:
+def build_network(input_size: int, output_size: int) -> nn.Sequential:
     """Builds a network with two hidden layers."""
     return nn.Sequential(
-        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
+        nn.Linear(input_size, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, output_size)
     )  # fmt: skip
 
 
 class IqlActor(nn.Module):
     """Gaussian actor with a standard deviation independent of the observation, in units of half the action range."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         super().__init__()
         dim = int(np.prod(space.shape))
-        self.mean, self.log_std = network(obs, dim), nn.Parameter(torch.zeros(dim))
+        self.mean, self.log_std = build_network(obs_size, dim), nn.Parameter(torch.zeros(dim))
         self.scale, self.bias = (
             torch.as_tensor((space.high - space.low) / 2),
             torch.as_tensor((space.high + space.low) / 2),
@@ -53,10 +53,10 @@ class IqlActor(nn.Module):
 class IqlLearner:
     """Networks, optimizers and the update."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor, self.value = IqlActor(obs, space), network(obs, 1)
-        self.q1, self.q2 = Critic(obs, dim), Critic(obs, dim)
+        self.actor, self.value = IqlActor(obs_size, space), build_network(obs_size, 1)
+        self.q1, self.q2 = Critic(obs_size, dim), Critic(obs_size, dim)
         self.t1, self.t2 = copy.deepcopy(self.q1), copy.deepcopy(self.q2)
         self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=3e-4)
         self.v_opt = torch.optim.Adam(self.value.parameters(), lr=3e-4)
@@ -75,9 +75,9 @@ class IqlLearner:
             torch.as_tensor(np.concatenate(column), dtype=torch.float32) for column in zip(*transitions, strict=True)
         ]
         for _ in range(args.offline_steps * args.offline_updates):
-            self.learn(self.drawn(256))
+            self.learn(self.draw_batch(256))
 
-    def drawn(self, count: int) -> list[torch.Tensor]:
+    def draw_batch(self, count: int) -> list[torch.Tensor]:
         """Draws random transitions from the dataset."""
         rows = np.random.randint(0, len(self.data[0]), count)
         return [column[rows] for column in self.data]
@@ -88,7 +88,7 @@ class IqlLearner:
         self.learn(
             [
                 torch.cat([offline_column, online_column[:128]])
-                for offline_column, online_column in zip(self.drawn(128), data, strict=True)
+                for offline_column, online_column in zip(self.draw_batch(128), data, strict=True)
             ]
         )
 

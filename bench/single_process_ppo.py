@@ -25,10 +25,10 @@ from torch import nn
 from torch.distributions import Categorical, Normal
 
 
-def network(sizes: list[int], outputs: int, gain: float) -> nn.Sequential:
+def build_network(sizes: list[int], output_size: int, gain: float) -> nn.Sequential:
     """Builds a tanh MLP with orthogonal weights; `gain` is the last layer's."""
     layers: list[nn.Module] = []
-    for inputs, width in zip(sizes, [*sizes[1:], outputs], strict=True):
+    for inputs, width in zip(sizes, [*sizes[1:], output_size], strict=True):
         linear = nn.Linear(inputs, width)
         nn.init.orthogonal_(linear.weight, 2**0.5)
         nn.init.zeros_(linear.bias)
@@ -45,11 +45,13 @@ class Agent(nn.Module):
     def __init__(self, envs: Environments, args: argparse.Namespace) -> None:
         super().__init__()
         sizes = [envs.observation, *map(int, args.hidden.split(","))]
-        self.critic = network(sizes, 1, args.critic_gain)
+        self.critic = build_network(sizes, 1, args.critic_gain)
         self.discrete = isinstance(envs.space, gym.spaces.Discrete)
-        outputs = int(envs.space.n) if isinstance(envs.space, gym.spaces.Discrete) else int(np.prod(envs.space.shape))
-        self.actor = network(sizes, outputs, args.actor_gain)
-        self.log_std = nn.Parameter(torch.full((1, 0 if self.discrete else outputs), args.log_std))
+        output_size = (
+            int(envs.space.n) if isinstance(envs.space, gym.spaces.Discrete) else int(np.prod(envs.space.shape))
+        )
+        self.actor = build_network(sizes, output_size, args.actor_gain)
+        self.log_std = nn.Parameter(torch.full((1, 0 if self.discrete else output_size), args.log_std))
 
     def act(self, obs: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Returns action, log-probability, entropy and value."""
@@ -76,16 +78,16 @@ class Environments:
             env = gym.make(args.env, **json.loads(args.env_kwargs))
             if not args.normalize:
                 return gym.wrappers.RecordEpisodeStatistics(env)
-            from bench.cleanrl_wrappers import normalized
+            from bench.cleanrl_wrappers import normalize_env
 
-            return normalized(env)
+            return normalize_env(env)
 
         self.envs = gym.vector.SyncVectorEnv([make] * args.num_envs, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
         self.seed, self.space = args.seed, self.envs.single_action_space
         self.observation = int(np.prod(self.envs.single_observation_space.shape))
 
     def reset(self) -> np.ndarray:
-        """Returns the first observations."""
+        """Resets the environments, and returns the first observations."""
         first_obs: np.ndarray = self.envs.reset(seed=self.seed)[0]
         return first_obs
 
@@ -136,26 +138,28 @@ class ManiSkill(Environments):
         return obs, rewards, terminated, truncated, infos.get("final_obs"), episode_results
 
 
-def advantages_of(
-    args: argparse.Namespace, rewards: torch.Tensor, values: torch.Tensor, dones: torch.Tensor, last: torch.Tensor
+def compute_advantages(
+    args: argparse.Namespace, rewards: torch.Tensor, values: torch.Tensor, dones: torch.Tensor, last_value: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the GAE of `[T, N]`; `dones` marks steps at which an episode ended, `last [N]` is the
+    """Returns the GAE of `[T, N]`; `dones` marks steps at which an episode ended, `last_value [N]` is the
     value after the rollout.
     """
-    advantages, trace = torch.zeros_like(rewards), torch.zeros_like(last)
+    advantages, trace = torch.zeros_like(rewards), torch.zeros_like(last_value)
     for t in reversed(range(len(rewards))):
-        next_value = last if t == len(rewards) - 1 else values[t + 1]
+        next_value = last_value if t == len(rewards) - 1 else values[t + 1]
         not_done = 1 - dones[t]
         delta = rewards[t] + args.gamma * next_value * not_done - values[t]
         advantages[t] = trace = delta + args.gamma * args.gae_lambda * not_done * trace
     return advantages
 
 
-def update(args: argparse.Namespace, agent: Agent, optimizer: torch.optim.Optimizer, flat: list[torch.Tensor]) -> None:
+def run_update(
+    args: argparse.Namespace, agent: Agent, optimizer: torch.optim.Optimizer, rollout_columns: list[torch.Tensor]
+) -> None:
     """Runs all epochs over one rollout, until the KL limit."""
     for _ in range(args.epochs):
-        for index in torch.randperm(len(flat[0])).split(args.minibatch):
-            obs, a, old_logp, adv, ret, val = (x[index] for x in flat)
+        for index in torch.randperm(len(rollout_columns[0])).split(args.minibatch):
+            obs, a, old_logp, adv, ret, val = (x[index] for x in rollout_columns)
             _, new_logp, entropy, new_value = agent.act(obs, a)
             ratio = (new_logp - old_logp).exp()
             if args.target_kl and float((ratio - 1 - (new_logp - old_logp)).detach().mean()) > args.target_kl:
@@ -217,12 +221,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             if args.stop:
                 break
         with torch.no_grad():
-            advantages = advantages_of(args, rew_b, val_b, end_b, agent.critic(obs).squeeze(-1))
+            advantages = compute_advantages(args, rew_b, val_b, end_b, agent.critic(obs).squeeze(-1))
         columns = (obs_b, act_b, logp_b, advantages, advantages + val_b, val_b)
-        update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in columns])
-    total = time.perf_counter() - start_s
-    return {"seed": args.seed, **reached_at, "total_env_steps": env_steps, "total_seconds": total,
-            "env_steps_per_s": env_steps / total, "last_return": float(np.mean(returns_seen)) if returns_seen else None,
+        run_update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in columns])
+    total_s = time.perf_counter() - start_s
+    return {"seed": args.seed, **reached_at, "total_env_steps": env_steps, "total_seconds": total_s,
+            "env_steps_per_s": env_steps / total_s, "last_return": float(np.mean(returns_seen)) if returns_seen else None,
             "curve": curve}  # fmt: skip
 
 

@@ -26,51 +26,51 @@ from torch.nn import functional as F
 class Critic(nn.Module):
     """Critic network Q(s, a)."""
 
-    def __init__(self, obs: int, act: int) -> None:
+    def __init__(self, obs_size: int, action_size: int) -> None:
         super().__init__()
-        self.one, self.two, self.out = nn.Linear(obs + act, 256), nn.Linear(256, 256), nn.Linear(256, 1)
+        self.one, self.two, self.out = nn.Linear(obs_size + action_size, 256), nn.Linear(256, 256), nn.Linear(256, 1)
 
     def forward(self, obs: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(self.one(torch.cat([obs, action], 1)))
-        return self.out(F.relu(self.two(hidden)))
+        features = F.relu(self.one(torch.cat([obs, action], 1)))
+        return self.out(F.relu(self.two(features)))
 
 
 class SacActor(nn.Module):
     """Actor with a tanh-squashed Gaussian."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         super().__init__()
         dim = int(np.prod(space.shape))
-        self.one, self.two = nn.Linear(obs, 256), nn.Linear(256, 256)
+        self.one, self.two = nn.Linear(obs_size, 256), nn.Linear(256, 256)
         self.mean, self.log_std = nn.Linear(256, dim), nn.Linear(256, dim)
         self.scale = torch.tensor((space.high - space.low) / 2, dtype=torch.float32)
         self.bias = torch.tensor((space.high + space.low) / 2, dtype=torch.float32)
 
     def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns actions and their log-probabilities `[B, 1]`."""
-        hidden = F.relu(self.two(F.relu(self.one(obs))))
-        mean, log_std = self.mean(hidden), torch.tanh(self.log_std(hidden))
+        features = F.relu(self.two(F.relu(self.one(obs))))
+        mean, log_std = self.mean(features), torch.tanh(self.log_std(features))
         distribution = torch.distributions.Normal(mean, (-5 + 0.5 * 7 * (log_std + 1)).exp())
         pre_tanh = distribution.rsample()
-        squashed = torch.tanh(pre_tanh)
-        logprob = distribution.log_prob(pre_tanh) - torch.log(self.scale * (1 - squashed.pow(2)) + 1e-6)
-        return squashed * self.scale + self.bias, logprob.sum(1, keepdim=True)
+        tanh_actions = torch.tanh(pre_tanh)
+        logprob = distribution.log_prob(pre_tanh) - torch.log(self.scale * (1 - tanh_actions.pow(2)) + 1e-6)
+        return tanh_actions * self.scale + self.bias, logprob.sum(1, keepdim=True)
 
 
 class Buffer:
     """Transitions as NumPy arrays."""
 
-    def __init__(self, size: int, obs: int, act: int) -> None:
+    def __init__(self, size: int, obs_size: int, action_size: int) -> None:
         self.size, self.at, self.full = size, 0, False
-        self.obs, self.next_obs = np.zeros((size, obs), np.float32), np.zeros((size, obs), np.float32)
-        self.actions = np.zeros((size, act), np.float32)
+        self.obs, self.next_obs = np.zeros((size, obs_size), np.float32), np.zeros((size, obs_size), np.float32)
+        self.actions = np.zeros((size, action_size), np.float32)
         self.rewards, self.ends = np.zeros((size, 1), np.float32), np.zeros((size, 1), np.float32)
 
-    def add(self, obs: Any, next_obs: Any, action: Any, reward: float, end: bool) -> None:
+    def add(self, obs: Any, next_obs: Any, action: Any, reward: float, is_terminal: bool) -> None:
         """Adds one transition."""
         index = self.at
         self.obs[index], self.next_obs[index], self.actions[index], self.rewards[index], self.ends[index] = (
-            obs, next_obs, action, reward, end,
+            obs, next_obs, action, reward, is_terminal,
         )  # fmt: skip
         self.at = (index + 1) % self.size
         self.full |= self.at == 0
@@ -84,10 +84,10 @@ class Buffer:
 class SacLearner:
     """Networks, optimizers and the update."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor = SacActor(obs, space)
-        self.q1, self.q2, self.t1, self.t2 = (Critic(obs, dim) for _ in range(4))
+        self.actor = SacActor(obs_size, space)
+        self.q1, self.q2, self.t1, self.t2 = (Critic(obs_size, dim) for _ in range(4))
         self.t1.load_state_dict(self.q1.state_dict())
         self.t2.load_state_dict(self.q2.state_dict())
         self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=1e-3)
@@ -127,7 +127,7 @@ class SacLearner:
 
 
 def train(args: argparse.Namespace, kind: type[Any] = SacLearner) -> dict[str, Any]:
-    """Trains a learner of a kind for `steps` environment steps."""
+    """Trains a learner of class `kind` for `steps` environment steps."""
     torch.manual_seed(args.seed)
     np.random.seed(args.seed)
     torch.set_num_threads(1)
@@ -143,9 +143,9 @@ def train(args: argparse.Namespace, kind: type[Any] = SacLearner) -> dict[str, A
     start_s = time.perf_counter()
     if hasattr(learner, "before"):
         learner.before(args)
-    at_random = args.starts if args.random is None else args.random
+    num_random_steps = args.starts if args.random is None else args.random
     for step in range(args.steps):
-        if step < at_random:
+        if step < num_random_steps:
             action = env.action_space.sample()
         else:
             with torch.no_grad():

@@ -19,10 +19,10 @@ from bench.single_process_sac import Critic, main
 class Td3Actor(nn.Module):
     """Deterministic actor that explores by Gaussian noise."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         super().__init__()
         self.one, self.two, self.out = (
-            nn.Linear(obs, 256),
+            nn.Linear(obs_size, 256),
             nn.Linear(256, 256),
             nn.Linear(256, int(np.prod(space.shape))),
         )
@@ -31,8 +31,8 @@ class Td3Actor(nn.Module):
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         """Returns the action without noise."""
-        hidden = F.relu(self.two(F.relu(self.one(obs))))
-        return torch.tanh(self.out(hidden)) * self.scale + self.bias
+        features = F.relu(self.two(F.relu(self.one(obs))))
+        return torch.tanh(self.out(features)) * self.scale + self.bias
 
     def act(self, obs: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Returns the action with noise of standard deviation 0.1."""
@@ -43,9 +43,9 @@ class Td3Actor(nn.Module):
 class Td3Learner:
     """Networks, optimizers and the update."""
 
-    def __init__(self, obs: int, space: gym.spaces.Box) -> None:
+    def __init__(self, obs_size: int, space: gym.spaces.Box) -> None:
         dim = int(np.prod(space.shape))
-        self.actor, self.q1, self.q2 = Td3Actor(obs, space), Critic(obs, dim), Critic(obs, dim)
+        self.actor, self.q1, self.q2 = Td3Actor(obs_size, space), Critic(obs_size, dim), Critic(obs_size, dim)
         self.target_actor, self.t1, self.t2 = copy.deepcopy(self.actor), copy.deepcopy(self.q1), copy.deepcopy(self.q2)
         self.q_opt = torch.optim.Adam([*self.q1.parameters(), *self.q2.parameters()], lr=3e-4)
         self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=3e-4)

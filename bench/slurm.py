@@ -30,7 +30,7 @@ from bench.machine import spread, write
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "embodied" / "cartpole_het.yaml"
 
 
-def _until(condition: Callable[[], Any], goal: str, deadline_s: float = 120.0) -> Any:
+def _wait_until(condition: Callable[[], Any], goal: str, deadline_s: float = 120.0) -> Any:
     deadline = time.monotonic() + deadline_s
     while not (condition_value := condition()):
         if time.monotonic() > deadline:
@@ -39,14 +39,14 @@ def _until(condition: Callable[[], Any], goal: str, deadline_s: float = 120.0) -
     return condition_value
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
 
 
-def once(site: str, folder: Path) -> dict[str, float]:
+def measure_once(site: str, folder: Path) -> dict[str, float]:
     """Measures one run: started, stopped by the signal that announces the walltime, requeued, and cancelled after its first
     step.
     """
@@ -56,17 +56,17 @@ def once(site: str, folder: Path) -> dict[str, float]:
                "runner.save_interval=20", "runner.logger.logger_backends=[jsonl]"]  # fmt: skip
     waiter = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        first_times = _until(
-            lambda: _json(next(iter(root.glob("registry/*-0/timeline.json")), root)), "the first step is done"
+        first_times = _wait_until(
+            lambda: _read_json(next(iter(root.glob("registry/*-0/timeline.json")), root)), "the first step is done"
         )
-        _until(lambda: list(root.glob("checkpoints/*/COMPLETE")), "a checkpoint is there")
-        job = _json(root / "submit" / "segment_0.json")["job_id"]
+        _wait_until(lambda: list(root.glob("checkpoints/*/COMPLETE")), "a checkpoint is there")
+        job = _read_json(root / "submit" / "segment_0.json")["job_id"]
         stopped_at = time.time()
         subprocess.run(["scancel", "--batch", "--signal=USR2", job], check=True)
-        resumed_times = _until(
-            lambda: _json(next(iter(root.glob("registry/*-1/timeline.json")), root)), "it goes on", 300
+        resumed_times = _wait_until(
+            lambda: _read_json(next(iter(root.glob("registry/*-1/timeline.json")), root)), "it goes on", 300
         )
-        attempts = _json(root / "submit" / "segment_0.attempts.json")["attempts"]
+        attempts = _read_json(root / "submit" / "segment_0.attempts.json")["attempts"]
     finally:
         subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(root)], capture_output=True)
         waiter.wait(60)
@@ -96,9 +96,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for _ in range(args.repeat):
         started_at = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch"], check=True)
-        limit = time.perf_counter() - started_at
+        limit_s = time.perf_counter() - started_at
         with tempfile.TemporaryDirectory(dir=os.environ.get("RLHPC_BENCH_DIR")) as folder:
-            rows.append({"limit: import torch, one interpreter (s)": limit, **once(args.site, Path(folder))})
+            rows.append({"limit: import torch, one interpreter (s)": limit_s, **measure_once(args.site, Path(folder))})
         print(json.dumps(rows[-1]), flush=True)
     summary = {name: spread([row[name] for row in rows]) for name in rows[0]}
     for name, values in summary.items():

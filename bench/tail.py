@@ -1,4 +1,4 @@
-"""Idle time because of long answers, which bounds the gain of moving ranks between groups inside a step.
+"""Idle time due to long answers, which bounds the gain from moving ranks between groups during a step.
 
     python -m bench.tail --steps 12
 
@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from bench.machine import write
-from bench.taken import CAPACITY, GROUP, PROMPTS, RANKS, lengths
+from bench.taken import CAPACITY, GROUP, PROMPTS, RANKS, draw_lengths
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
 from rlhpc.language.rollout.prompt_queue import PromptLeases, PromptTracker
 from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
@@ -44,19 +44,19 @@ class TailRollout(Worker):
 
     def open(self) -> None:
         """Connects to the driver's channels."""
-        self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
+        self.work, self.delivery_channel = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self.over = self.connect_channel(OVER)
 
-    def make(self, steps: int, ahead: int, ranks: int, tool_s: float) -> None:
+    def generate(self, num_steps: int, ahead: int, num_ranks: int, tool_s: float) -> None:
         """Leases prompts of all steps as the driver offers them, until the driver sends the end."""
-        leases = PromptLeases(PROMPTS, self.work, self.delivered)
-        leases.begin(0, ranks)
-        sizes = {step: lengths(step) for step in range(1, steps + 1)}
+        leases = PromptLeases(PROMPTS, self.work, self.delivery_channel)
+        leases.begin(0, num_ranks)
+        sizes = {step: draw_lengths(step) for step in range(1, num_steps + 1)}
         waiting_keys, running_tokens = deque[tuple[int, int, int]](), dict[tuple[int, int, int], int]()
         remaining, next_step, now = dict[tuple[int, int], int](), 1, time.perf_counter()
         tool_calls, preempted_tokens = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
-        while next_step <= steps:
-            for step in range(next_step, min(steps, next_step + ahead) + 1):
+        while next_step <= num_steps:
+            for step in range(next_step, min(num_steps, next_step + ahead) + 1):
                 while (
                     len(running_tokens) + len(waiting_keys) < CAPACITY and (position := leases.lease(step)) is not None
                 ):
@@ -86,56 +86,58 @@ class TailRollout(Worker):
                 next_step = self.over.get_nowait(key=str(self.rank))
 
 
-def ideal_s(step: int, ranks: int) -> float:
+def compute_ideal_s(step: int, num_ranks: int) -> float:
     """Returns the seconds of a step's answers if all ranks are busy all the time."""
-    return float(lengths(step).sum()) * TOKEN_S / CAPACITY / ranks
+    return float(draw_lengths(step).sum()) * TOKEN_S / CAPACITY / num_ranks
 
 
-def longest_s(step: int, tool_s: float) -> float:
+def compute_longest_s(step: int, tool_s: float) -> float:
     """Returns the seconds of a step's longest answer."""
-    tokens = int(lengths(step).max())
-    return tokens * TOKEN_S + (tokens - 1) // TURN * tool_s
+    num_tokens = int(draw_lengths(step).max())
+    return num_tokens * TOKEN_S + (num_tokens - 1) // TURN * tool_s
 
 
-def bound_s(step: int, ranks: int, ahead: int, tool_s: float) -> float:
+def compute_bound_s(step: int, num_ranks: int, ahead: int, tool_s: float) -> float:
     """Returns the lower bound of a step's seconds with moving ranks."""
-    return max(ideal_s(step, ranks), longest_s(step, tool_s) / (1 + ahead))
+    return max(compute_ideal_s(step, num_ranks), compute_longest_s(step, tool_s) / (1 + ahead))
 
 
-def run(steps: int, ahead: int, ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
+def measure_run(num_steps: int, ahead: int, num_ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
     """Measures one run; the first two steps and the last two, with less concurrent work, do not count."""
     ledger, over_channel = PromptTracker(PROMPTS), Channel.create(OVER)
     ledger.open(0)
-    group = TailRollout.create_group().launch(cluster, NodePlacementStrategy([0] * ranks), f"tail{ranks}{ahead}")
+    group = TailRollout.create_group().launch(
+        cluster, NodePlacementStrategy([0] * num_ranks), f"tail{num_ranks}{ahead}"
+    )
     group.open().wait()
     ledger.enqueue(1 + ahead)
-    making, step_times = group.make(steps, ahead, ranks, tool_s), [time.perf_counter()]
-    for step in range(1, steps + 1):
+    making, step_times = group.generate(num_steps, ahead, num_ranks, tool_s), [time.perf_counter()]
+    for step in range(1, num_steps + 1):
         while not ledger.wait_complete(step, 1.0):
             if time.perf_counter() - step_times[-1] > 300:
                 raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
-        time.sleep(ideal_s(step, ranks))  # the actor
-        ledger.enqueue(min(steps, step + 1 + ahead))
-        for rank in range(ranks):
+        time.sleep(compute_ideal_s(step, num_ranks))  # the actor
+        ledger.enqueue(min(num_steps, step + 1 + ahead))
+        for rank in range(num_ranks):
             over_channel.put(step + 1, key=str(rank))
         step_times.append(time.perf_counter())
     making.wait()
     group.shutdown()
-    measured_steps = range(3, steps - 1)
-    busy_s = statistics.fmean(ideal_s(step, ranks) for step in measured_steps)
-    answer_s = statistics.fmean(longest_s(step, tool_s) for step in measured_steps)
-    tokens = statistics.fmean(float(lengths(step).sum()) for step in measured_steps)
+    measured_steps = range(3, num_steps - 1)
+    busy_s = statistics.fmean(compute_ideal_s(step, num_ranks) for step in measured_steps)
+    answer_s = statistics.fmean(compute_longest_s(step, tool_s) for step in measured_steps)
+    tokens = statistics.fmean(float(draw_lengths(step).sum()) for step in measured_steps)
     step_s = (step_times[-3] - step_times[2]) / len(measured_steps)
-    min_step_s = statistics.fmean(bound_s(step, ranks, ahead, tool_s) for step in measured_steps)
+    min_step_s = statistics.fmean(compute_bound_s(step, num_ranks, ahead, tool_s) for step in measured_steps)
     return {
-        "ranks": ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": min_step_s, "gain": step_s / min_step_s,
+        "ranks": num_ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": min_step_s, "gain": step_s / min_step_s,
         "rollout ranks idle": 1 - busy_s / step_s, "answers if all were busy, s": busy_s, "longest answer, s": answer_s,
         "tokens_per_s": tokens / step_s,
     }  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/tail.json`."""
+    """Runs the benchmark and writes its figures to `results/tail.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--episodes", action="store_true", help="on 4 ranks, with a tool between turns")
@@ -145,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for ranks in (4,) if args.episodes else RANKS:
         for ahead in (0, 1, 2):
-            rows.append(run(args.steps, ahead, ranks, cluster, TOOL_S if args.episodes else 0.0))
+            rows.append(measure_run(args.steps, ahead, ranks, cluster, TOOL_S if args.episodes else 0.0))
             figures = rows[-1]
             print(f"{ranks} ranks, {ahead} ahead: {figures['step_s']:.2f} s a step, at least {figures['bound_s']:.2f} s "
                   f"({figures['gain']:.2f} times); rollout idle {figures['rollout ranks idle']:.0%}", flush=True)  # fmt: skip

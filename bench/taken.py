@@ -28,7 +28,7 @@ from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 RANKS, PROMPTS, GROUP, CAPACITY, TOKEN_S = (2, 4, 8), 64, 8, 32, 0.002
 
 
-def lengths(seed: int) -> np.ndarray:
+def draw_lengths(seed: int) -> np.ndarray:
     """Returns the tokens of each answer, `[PROMPTS, GROUP]`."""
     generator = np.random.default_rng(seed)
     prompt, answer_noise = generator.normal(0.0, 0.8, (PROMPTS, 1)), generator.normal(0.0, 0.4, (PROMPTS, GROUP))
@@ -39,14 +39,14 @@ class LeasedRollout(Worker):
     """Rollout rank with an engine of fixed speed."""
 
     def open(self) -> None:
-        self.work, self.delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
+        self.work, self.delivery_channel = self.connect_channel(WORK), self.connect_channel(DELIVERED)
 
-    def make(self, step: int, leased: bool, ranks: int, slow: bool) -> float:
+    def generate(self, step: int, is_leased: bool, num_ranks: int, is_slow: bool) -> float:
         """Generates this rank's answers of a step; returns the seconds until it is idle."""
-        size, token_s = lengths(step), TOKEN_S * (2 if slow and self.rank == 0 else 1)
-        leases = PromptLeases(PROMPTS, self.work, self.delivered)
-        leases.begin(step, ranks)
-        own_positions = iter(range(self.rank, PROMPTS, ranks))
+        size, token_s = draw_lengths(step), TOKEN_S * (2 if is_slow and self.rank == 0 else 1)
+        leases = PromptLeases(PROMPTS, self.work, self.delivery_channel)
+        leases.begin(step, num_ranks)
+        own_positions = iter(range(self.rank, PROMPTS, num_ranks))
         waiting_keys, running_tokens, remaining = (
             deque[tuple[int, int]](),
             dict[tuple[int, int], int](),
@@ -55,8 +55,8 @@ class LeasedRollout(Worker):
         start_s = now = time.perf_counter()
 
         def more() -> Iterator[int]:
-            while len(running_tokens) + len(waiting_keys) < CAPACITY or not leased:
-                position = leases.lease(step) if leased else next(own_positions, None)
+            while len(running_tokens) + len(waiting_keys) < CAPACITY or not is_leased:
+                position = leases.lease(step) if is_leased else next(own_positions, None)
                 if position is None:
                     return
                 assert isinstance(position, int), "nobody leaves"
@@ -78,22 +78,24 @@ class LeasedRollout(Worker):
                 if not running_tokens[sequence_key]:
                     del running_tokens[sequence_key]
                     remaining[sequence_key[0]] -= 1
-                    if leased and not remaining[sequence_key[0]]:
+                    if is_leased and not remaining[sequence_key[0]]:
                         leases.deliver(step, sequence_key[0], {})
         return time.perf_counter() - start_s
 
 
-def step_s(group: WorkerGroup, ledger: PromptTracker, step: int, leased: bool, ranks: int, slow: bool) -> float:
+def time_step(
+    group: WorkerGroup, ledger: PromptTracker, step: int, is_leased: bool, num_ranks: int, is_slow: bool
+) -> float:
     """Returns the seconds of a step, until the last rank has finished."""
     ledger.open(step - 1)
     ledger.enqueue(step)
-    seconds: list[float] = group.make(step, leased, ranks, slow).wait()
-    assert not leased or ledger.wait_complete(step, 10.0)
+    seconds: list[float] = group.generate(step, is_leased, num_ranks, is_slow).wait()
+    assert not is_leased or ledger.wait_complete(step, 10.0)
     return max(seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/taken.json`."""
+    """Runs the benchmark and writes its figures to `results/taken.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
@@ -109,12 +111,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             times: dict[bool, list[float]] = {True: [], False: []}
             for repeat in range(args.repeat):
                 for is_leased in (True, False):
-                    times[is_leased].append(step_s(group, ledger, repeat + 1, is_leased, ranks, slow))
+                    times[is_leased].append(time_step(group, ledger, repeat + 1, is_leased, ranks, slow))
             ratios = [leased_s / fixed_s for leased_s, fixed_s in zip(times[True], times[False], strict=True)]
-            ideal = [lengths(r + 1).sum() * TOKEN_S / CAPACITY / (ranks - 0.5 * slow) for r in range(args.repeat)]
+            ideal_times = [
+                draw_lengths(r + 1).sum() * TOKEN_S / CAPACITY / (ranks - 0.5 * slow) for r in range(args.repeat)
+            ]
             rows.append({
                 "ranks": ranks, "one rank half as fast": slow, "taken_s": spread(times[True]), "dealt_s": spread(times[False]),
-                "ratio": statistics.median(ratios), "if all were busy all the time, s": statistics.median(ideal),
+                "ratio": statistics.median(ratios), "if all were busy all the time, s": statistics.median(ideal_times),
             })  # fmt: skip
             print(f"{ranks} ranks, {'one slow' if slow else 'alike'}: taken {statistics.median(times[True]):.2f} s, dealt "
                   f"{statistics.median(times[False]):.2f} s, ratio {statistics.median(ratios):.2f}", flush=True)  # fmt: skip

@@ -35,14 +35,14 @@ SIZES = {"1M": (4, 128, 512, 64, 96), "20M": (6, 384, 16384, 16, 192)}
 LR = 1e-4
 
 
-def make_model(folder: Path, layers: int, width: int, vocabulary: int) -> None:
+def make_model(folder: Path, num_layers: int, width: int, vocabulary: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=layers,
+        num_hidden_layers=num_layers,
         num_attention_heads=width // 32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
@@ -50,17 +50,17 @@ def make_model(folder: Path, layers: int, width: int, vocabulary: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def make_batches(vocabulary: int, count: int, longest: int, max_tokens: int) -> list[TokenBatch]:
-    """Returns sequences of a quarter of `longest` to its full length, with a weight a token."""
+def make_batches(vocabulary: int, count: int, max_length: int, max_tokens: int) -> list[TokenBatch]:
+    """Returns sequences of a quarter of `max_length` to its full length, with a weight a token."""
     torch.manual_seed(0)
-    lengths = torch.randint(longest // 4, longest + 1, (count,)).tolist()
+    lengths = torch.randint(max_length // 4, max_length + 1, (count,)).tolist()
     ids, weights = zip(*((torch.randint(0, vocabulary, (n,)), torch.randn(n)) for n in lengths), strict=True)
     full_batch = TokenBatch.of(ids, [torch.ones(n, dtype=torch.bool) for n in lengths], {"weights": weights})
     return [full_batch.select(samples) for samples in micro_batches(full_batch.lengths, max_tokens)]
 
 
-def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
-    """Runs one step of the plain loop."""
+def make_plain_step(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
+    """Returns a function that runs one step of the plain loop."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -84,8 +84,8 @@ def plain(folder: Path, batches: list[TokenBatch]) -> Callable[[], None]:
     return step
 
 
-def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], None]:
-    """Runs one step of a backend."""
+def make_rlhpc_step(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], None]:
+    """Returns a function that runs one step of a backend."""
     cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
     cfg.actor.training_backend, cfg.actor.model.model_path = backend, str(folder)
     cfg.actor.optim.name, cfg.actor.optim.clip_grad = "adamw", 1.0
@@ -105,8 +105,11 @@ def ours(folder: Path, batches: list[TokenBatch], backend: str) -> Callable[[], 
 
 def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list[str]) -> dict[str, Any]:
     """Returns tokens a second of each, and the ratio to the plain loop (median over rounds of the ratio within a round)."""
-    tokens = sum(batch.tokens for batch in batches)
-    steps = {"plain loop": plain(folder, batches), **{name: ours(folder, batches, name) for name in backends}}
+    num_tokens = sum(batch.tokens for batch in batches)
+    steps = {
+        "plain loop": make_plain_step(folder, batches),
+        **{name: make_rlhpc_step(folder, batches, name) for name in backends},
+    }
     rates: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(repeat + 1):
         order = list(steps) if turn % 2 else list(steps)[::-1]
@@ -114,7 +117,7 @@ def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list
             start_s = time.perf_counter()
             steps[name]()
             if turn:  # the first round warms up
-                rates[name].append(tokens / (time.perf_counter() - start_s))
+                rates[name].append(num_tokens / (time.perf_counter() - start_s))
     base = rates["plain loop"]
     figures = {f"{name} (tokens/s)": spread(values) for name, values in rates.items()}
     ratios = {
@@ -122,8 +125,8 @@ def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list
         for name in backends
     }
     return {
-        "tokens a step": tokens,
-        "padding": 1 - tokens / sum(len(batch) * batch.width for batch in batches),
+        "tokens a step": num_tokens,
+        "padding": 1 - num_tokens / sum(len(batch) * batch.width for batch in batches),
         **figures,
         **ratios,
     }

@@ -32,47 +32,47 @@ class TreeHolder(Worker):
     """A sender or a receiver of the weights."""
 
     def open(self, receivers: list[tuple[str, list[int]]]) -> None:
-        self.held = [(f"t{i}", torch.zeros(ELEMENTS)) for i in range(TENSORS)]
+        self.tensors = [(f"t{i}", torch.zeros(ELEMENTS)) for i in range(TENSORS)]
         self.sender = WeightSender(self, receivers, "off", PART)
         self.sync = make_sync("auto", self, ("sender", 0), receivers, "off")
 
     def give(self, version: int) -> None:
-        for _, tensor in self.held:
+        for _, tensor in self.tensors:
             tensor.fill_(version)
-        self.sender.send(version, self.held)
+        self.sender.send(version, self.tensors)
 
     def take(self) -> bool:
-        version = apply(self.sync, self.held)
-        return all(bool((tensor == version).all()) for _, tensor in self.held)
+        version = apply(self.sync, self.tensors)
+        return all(bool((tensor == version).all()) for _, tensor in self.tensors)
 
     def sent(self) -> int:
         return current().service.bytes_sent()
 
 
 def measure(
-    sender: WorkerGroup, receiver_groups: Sequence[WorkerGroup], versions: int = 4
+    sender: WorkerGroup, receiver_groups: Sequence[WorkerGroup], num_versions: int = 4
 ) -> tuple[float, float, float]:
     """Returns the seconds of an update, the copies that the sender sent, and the most copies that another host sent."""
     receivers = [(group.name, [0]) for group in receiver_groups]
     for handle in [group.open(receivers) for group in (sender, *receiver_groups)]:
         handle.wait()
-    bytes_before = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
+    start_bytes = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
     start_s = time.perf_counter()
-    for version in range(versions):
+    for version in range(num_versions):
         handles = [sender.give(version), *(group.take() for group in receiver_groups)]
         assert all(is_equal for handle in handles[1:] for is_equal in handle.wait())
         handles[0].wait()
-    seconds = (time.perf_counter() - start_s) / versions
-    bytes_after = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
+    duration_s = (time.perf_counter() - start_s) / num_versions
+    end_bytes = [group.sent().wait()[0] for group in (sender, *receiver_groups)]
     copies_sent = [
-        (bytes_now - bytes_then) / BYTES / versions
-        for bytes_now, bytes_then in zip(bytes_after, bytes_before, strict=True)
+        (bytes_now - bytes_then) / BYTES / num_versions
+        for bytes_now, bytes_then in zip(end_bytes, start_bytes, strict=True)
     ]
-    return seconds, copies_sent[0], max(copies_sent[1:])
+    return duration_s, copies_sent[0], max(copies_sent[1:])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/tree.json`."""
+    """Runs the benchmark and writes its figures to `results/tree.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     args = parser.parse_args(argv)
@@ -90,11 +90,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         row: dict[str, float] = {}
         for count in HOSTS:
             name = f"{count} hosts" if count > 1 else "1 host"
-            seconds, times_from_sender, max_from_other = measure(sender, receiver_groups[:count])
+            seconds, times_from_sender, max_times_from_other = measure(sender, receiver_groups[:count])
             row |= {
                 f"{name} (s)": seconds,
                 f"{name}: times from the sender": times_from_sender,
-                f"{name}: from another": max_from_other,
+                f"{name}: from another": max_times_from_other,
             }
         print({name: round(value, 3) for name, value in row.items()}, flush=True)
         if repeat:

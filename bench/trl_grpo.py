@@ -29,63 +29,79 @@ SFT, GRPO = "configs/reasoning/demo_sft.yaml", "configs/reasoning/demo.yaml"
 WARM = 10
 
 
-def rlhpc(*words: str) -> None:
+def run_rlhpc(*words: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
-    completed = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
-    if completed.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{completed.stdout[-3000:]}\n{completed.stderr[-3000:]}")
+    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
-def accuracy(model: Path, overrides: list[str]) -> float:
+def measure_accuracy(model: Path, overrides: list[str]) -> float:
     """Returns the accuracy on the held-out problems, with greedy decoding."""
     output = model.parent / f"{model.name}-eval.json"
-    rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *overrides)
+    run_rlhpc(
+        "eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *overrides
+    )
     return float(json.loads(output.read_text())["accuracy"])
 
 
-def warm_up(folder: Path) -> Path:
+def train_start(folder: Path) -> Path:
     """Returns the model from which both start."""
     overrides = [f"runner.run_dir={folder}", "runner.name=sft"]
-    rlhpc("train", SFT, *overrides)
+    run_rlhpc("train", SFT, *overrides)
     export = folder / "sft-export"
     checkpoint = next((folder / "sft" / "checkpoints").glob("global_step_*"))
-    rlhpc("convert", "--checkpoint", str(checkpoint), "--output", str(export))
+    run_rlhpc("convert", "--checkpoint", str(checkpoint), "--output", str(export))
     return export
 
 
-def ours(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
+def train_rlhpc(folder: Path, start: Path, seed: int, num_steps: int, num_threads: int) -> tuple[float, Path]:
     """Returns the seconds a step, and the exported model."""
-    name = f"rlhpc-{seed}-{threads}"
-    rlhpc(
+    name = f"rlhpc-{seed}-{num_threads}"
+    run_rlhpc(
         "train", GRPO, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", "runner.segments=1",
-        f"runner.max_steps={steps}", f"runner.save_interval={steps}", f"actor.model.model_path={start}",
+        f"runner.max_steps={num_steps}", f"runner.save_interval={num_steps}", f"actor.model.model_path={start}",
         "workflow.sft=null", "workflow.sft_overrides=[]",
-        f"cluster.node_groups=[{{label: here, env_vars: {{OMP_NUM_THREADS: '{threads}'}}}}]",
+        f"cluster.node_groups=[{{label: here, env_vars: {{OMP_NUM_THREADS: '{num_threads}'}}}}]",
         "cluster.component_placement={'actor,rollout': {node_group: here, placement: '0'}}",
     )  # fmt: skip
     rows = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     seconds = (rows[-1]["time/wall_s"] - rows[WARM - 1]["time/wall_s"]) / (len(rows) - WARM)
     export = folder / f"{name}-export"
-    rlhpc(
-        "convert", "--checkpoint", str(folder / name / "checkpoints" / f"global_step_{steps}"), "--output", str(export)
+    run_rlhpc(
+        "convert",
+        "--checkpoint",
+        str(folder / name / "checkpoints" / f"global_step_{num_steps}"),
+        "--output",
+        str(export),
     )
     return seconds, export
 
 
-def train_trl(folder: Path, start: Path, seed: int, steps: int, threads: int) -> tuple[float, Path]:
+def train_trl(folder: Path, start: Path, seed: int, num_steps: int, num_threads: int) -> tuple[float, Path]:
     """Trains with TRL in a separate process; returns the seconds a step, and the exported model."""
-    export = folder / f"trl-{seed}-{threads}"
-    arguments = ["--peer", "--start", str(start), "--output", str(export), "--seed", str(seed), "--steps", str(steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    completed = subprocess.run(
+    export = folder / f"trl-{seed}-{num_threads}"
+    arguments = [
+        "--peer",
+        "--start",
+        str(start),
+        "--output",
+        str(export),
+        "--seed",
+        str(seed),
+        "--steps",
+        str(num_steps),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
+    result = subprocess.run(
         [sys.executable, "-m", "bench.trl_grpo", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    if completed.returncode:
-        raise SystemExit(f"TRL failed:\n{completed.stderr[-3000:]}")
+    if result.returncode:
+        raise SystemExit(f"TRL failed:\n{result.stderr[-3000:]}")
     return float(json.loads((export / "time.json").read_text())["step_s"]), export
 
 
-def peer(start: str, output: str, seed: int, steps: int) -> None:
+def peer(start: str, output: str, seed: int, num_steps: int) -> None:
     """Runs TRL's GRPOTrainer with the demonstration's settings."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -103,7 +119,7 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
         for problem in (problems[i] for i in range(len(problems)))
     ]
 
-    def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+    def right(completions: list[Any], answer: list[str], **_: Any) -> list[float | None]:
         return [
             float(messages[0]["content"].strip() == expected_answer)
             for messages, expected_answer in zip(completions, answer, strict=True)
@@ -124,13 +140,13 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
         callbacks=[Clock()],
         args=GRPOConfig(
             output_dir=output, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False, seed=seed,
-            max_steps=steps, per_device_train_batch_size=batch, gradient_accumulation_steps=1,
+            max_steps=num_steps, per_device_train_batch_size=batch, gradient_accumulation_steps=1,
             num_generations=cfg.algorithm.group_size, max_completion_length=cfg.rollout.max_new_tokens,
             temperature=cfg.rollout.temperature, beta=0.0, epsilon=cfg.algorithm.clip_ratio_low,
             epsilon_high=cfg.algorithm.clip_ratio_high, loss_type="dapo", scale_rewards="group",
             learning_rate=cfg.actor.optim.lr, lr_scheduler_type="constant", warmup_steps=0,
             adam_beta2=cfg.actor.optim.adam_beta2, adam_epsilon=cfg.actor.optim.adam_eps, weight_decay=0.0,
-            max_grad_norm=cfg.actor.optim.clip_grad, save_strategy="no", logging_steps=50, report_to="none",
+            max_grad_norm=cfg.actor.optim.clip_grad or 0.0, save_strategy="no", logging_steps=50, report_to="none",
             disable_tqdm=True, dataloader_num_workers=0,
         ),
     )  # fmt: skip
@@ -140,16 +156,16 @@ def peer(start: str, output: str, seed: int, steps: int) -> None:
     (Path(output) / "time.json").write_text(json.dumps({"step_s": seconds}))
 
 
-def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
+def compare(num_seeds: int, num_steps: int, folder: Path) -> dict[str, Any]:
     """Runs rlhpc and TRL in turn at each seed, and writes the comparison."""
-    start = warm_up(folder)
+    start = train_start(folder)
     overrides = [f"runner.run_dir={folder}"]
     rows: dict[str, list[dict[str, float]]] = {f"{side}, {n} threads": [] for n in (1, 2) for side in ("rlhpc", "TRL")}
-    for seed in range(1, seeds + 1):
+    for seed in range(1, num_seeds + 1):
         for name in rows if seed % 2 else reversed(rows):
-            run, threads = (ours if name.startswith("rlhpc") else train_trl), 2 if "2" in name else 1
-            seconds, export = run(folder, start, seed, steps, threads)
-            row = {"seed": float(seed), "step_s": seconds, "accuracy": accuracy(export, overrides)}
+            run_side, threads = (train_rlhpc if name.startswith("rlhpc") else train_trl), 2 if "2" in name else 1
+            seconds, export = run_side(folder, start, seed, num_steps, threads)
+            row = {"seed": float(seed), "step_s": seconds, "accuracy": measure_accuracy(export, overrides)}
             rows[name].append(row)
             print(f"seed {seed} {name:18} {seconds:.3f} s a step, accuracy {row['accuracy']:.1%}", flush=True)
     figures = {
@@ -166,7 +182,7 @@ def compare(seeds: int, steps: int, folder: Path) -> dict[str, Any]:
         for n in (1, 2)
     }
     return {
-        "before": accuracy(start, overrides),
+        "before": measure_accuracy(start, overrides),
         "figures": figures,
         "TRL / rlhpc, time of a step": ratios,
         "rows": rows,

@@ -25,7 +25,7 @@ from rlhpc.runs.task_type import task_type_of
 from rlhpc.runs.tuning.calibrate import ShortRuns
 from rlhpc.runs.tuning.costs import Costs
 from rlhpc.runs.tuning.search import RankedCandidate, search
-from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS, TuneRequest, is_allowed, space_of, tune, workload_of
+from rlhpc.runs.tuning.tune import SHORT_RUN_OVERRIDES, TuneRequest, is_allowed, space_of, tune, workload_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -38,7 +38,7 @@ WORKLOADS: dict[str, tuple[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -47,10 +47,10 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     config, overrides = WORKLOADS[workload]
     run_overrides = (*overrides, f"runner.run_dir={folder}")
     request = TuneRequest(str(ROOT / config), run_overrides, max_staleness=1, steps=options.steps)
-    record = tune(request, say)
+    record = tune(request, print_line)
     cfg = load_config(request.config, run_overrides)
-    space = space_of(request, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, here=True)
-    ranked_candidates = search(space, 10**6, lambda candidate: is_allowed(request, candidate, here=True))
+    space = space_of(request, workload_of(cfg, 1), Costs.from_json(record["costs"]), cfg, is_local=True)
+    ranked_candidates = search(space, 10**6, lambda candidate: is_allowed(request, candidate, is_local=True))
     spread_indices = (round(i * (len(ranked_candidates) - 1) / options.among) for i in range(1, options.among + 1))
     chosen_indices = {0, *range(options.top), *spread_indices}
     picks = [ranked_candidates[index] for index in sorted(chosen_indices) if index < len(ranked_candidates)]
@@ -59,7 +59,7 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     file = folder / "config.yaml"
     file.write_text(config_to_yaml(cfg))
     fixed_overrides = tuple(
-        f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in task_type_of(cfg).schema
+        f"{key}={value}" for key, value in SHORT_RUN_OVERRIDES.items() if key in task_type_of(cfg).schema
     )
     runs = ShortRuns(file, folder, fixed_overrides, request.steps, request.deadline_s)
     seconds: list[list[float]] = [[] for _ in picks]
@@ -67,7 +67,7 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
         for index in range(len(picks))[:: 1 if turn % 2 else -1]:
             costs = runs.run(f"run_{index}", picks[index].candidate.overrides())
             seconds[index].append(costs.step_s)
-            say(
+            print_line(
                 f"{workload}: {index} of {len(picks)}: {costs.step_s:.4f} s, predicted {picks[index].prediction.step_s:.4f} s"
             )
     medians = [statistics.median(step_times) for step_times in seconds]
@@ -97,10 +97,10 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     }
 
 
-def _is_configured(ranked: RankedCandidate, configured: Any) -> bool:
-    return bool(ranked.candidate.settings == configured.settings) and all(
-        placement.processes == configured.placements[group].processes
-        for group, placement in ranked.candidate.placements.items()
+def _is_configured(candidate: RankedCandidate, configured_placement: Any) -> bool:
+    return bool(candidate.candidate.settings == configured_placement.settings) and all(
+        placement.processes == configured_placement.placements[group].processes
+        for group, placement in candidate.candidate.placements.items()
     )
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bench.machine import RESULTS
 from bench.weights import BYTES
-from rlhpc.weights.sender import CHUNK_BYTES
+from rlhpc.weights.device_sharing import CHUNK_BYTES
 
 #: GB/s, and how many engines a node has.
 ASSUMED = {"device to host, pages locked": 25.0, "host to device, for each engine": 6.0, "engines on a node": 8}
@@ -32,47 +32,47 @@ class UpdateTimes(NamedTuple):
     slowest: str
 
 
-def measured() -> dict[str, float]:
+def measure_rates() -> dict[str, float]:
     """Returns the GB/s of one TCP stream, and of writing tensors into shared memory."""
     hosts = json.loads((RESULTS / "hosts.json").read_text())["figures"]
-    weights = json.loads((RESULTS / "weights.json").read_text())["figures"]
+    weight_figures = json.loads((RESULTS / "weights.json").read_text())["figures"]
     return {
         "stream": (256 << 20) / hosts["TCP, 256 MiB dict (ms)"]["median"] / 1e6,
-        "write": BYTES / weights["1 to 1, adopted, all (s)"]["median"] / 1e9,
+        "write": BYTES / weight_figures["1 to 1, adopted, all (s)"]["median"] / 1e9,
     }
 
 
-def update(size: float, nodes: int, link: float, stream: float, write: float) -> UpdateTimes:
+def predict_update(size: float, num_nodes: int, link: float, stream: float, write: float) -> UpdateTimes:
     """Returns the times of an update of `size` bytes, all of it trained.
 
     Args:
         size: Bytes.
-        nodes: Each has a share of the model, and engines that all take the whole.
+        num_nodes: Each has a share of the model, and every engine receives the complete model.
         link: Gb/s of a node's network, each way.
         stream: GB/s of one TCP stream; infinite where streams are not what limits.
         write: GB/s into shared memory.
     """
-    link_bytes, hosts = link / 8, nodes - 1
+    link_bytes, hosts = link / 8, num_nodes - 1
     rates = {
         "device to host": min(ASSUMED["device to host, pages locked"], write),
         "host to device": ASSUMED["host to device, for each engine"],
     }
-    levels = 0
+    num_levels = 0
     if hosts:
-        copies = min(2, hosts)
-        rates["gathering"] = link_bytes * nodes / hosts  # this node's own share need not come
-        rates["sending"] = link_bytes / copies
+        num_copies = min(2, hosts)
+        rates["gathering"] = link_bytes * num_nodes / hosts  # this node's own share need not come
+        rates["sending"] = link_bytes / num_copies
         rates["a TCP stream"] = stream
-        levels = (hosts + 1).bit_length() - 1
+        num_levels = (hosts + 1).bit_length() - 1
     slowest = min(rates, key=lambda stage: rates[stage])
     filling = CHUNK_BYTES / 1e9 * sum(1 / rates[stage] for stage in ("device to host", "host to device"))
-    filling += levels * CHUNK_BYTES / 1e9 / min(link_bytes, stream)
+    filling += num_levels * CHUNK_BYTES / 1e9 / min(link_bytes, stream)
     return UpdateTimes(size / 1e9 / rates[slowest] + filling, slowest)
 
 
-def table() -> str:
+def render_table() -> str:
     """Formats all predictions, in Markdown."""
-    measured_parts = measured()
+    rates = measure_rates()
     lines = [
         "| model | nodes | " + " | ".join(f"{link} Gb/s" for link in LINKS) + " |",
         "|---" * (2 + len(LINKS)) + "|",
@@ -81,14 +81,14 @@ def table() -> str:
         for nodes in NODES:
             cells = []
             for link in LINKS:
-                update_times = update(size, nodes, link, **measured_parts)
-                without_network = update(size, nodes, link, math.inf, measured_parts["write"])
+                update_times = predict_update(size, nodes, link, **rates)
+                storage_only = predict_update(size, nodes, link, math.inf, rates["write"])
                 cells.append(f"{update_times.seconds:.0f} s, {update_times.slowest}")
-                if without_network.slowest != update_times.slowest:
-                    cells[-1] += f" ({without_network.seconds:.0f} s, {without_network.slowest})"
+                if storage_only.slowest != update_times.slowest:
+                    cells[-1] += f" ({storage_only.seconds:.0f} s, {storage_only.slowest})"
             lines.append(f"| {model} | {nodes} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(render_table())

@@ -59,14 +59,14 @@ ROWS = [
 ]
 
 
-def tensors() -> list[tuple[str, torch.Tensor]]:
+def make_tensors() -> list[tuple[str, torch.Tensor]]:
     """Returns tensors with the sizes of a transformer: some large, many small."""
     sizes = np.asarray([8.0 if i % 10 == 0 else 1.0 if i % 10 < 7 else 0.01 for i in range(TENSORS)])
     counts = np.maximum((sizes / sizes.sum() * BYTES / 2).astype(int), 1)
     return [(f"t{i}", torch.zeros(int(n), dtype=torch.bfloat16)) for i, n in enumerate(counts)]
 
 
-def trained(name: str) -> bool:
+def is_trained(name: str) -> bool:
     """Returns whether a tensor is trained in a model with mostly frozen weights: the small ones, and one of the others."""
     row_number = int(name[1:])
     return row_number % 10 >= 7 or row_number == 1
@@ -76,12 +76,12 @@ class WeightHolder(Worker):
     """A sender or a receiver of the weights."""
 
     def open(self, receivers: list[tuple[str, list[int]]], delta: str) -> None:
-        self.held = tensors()
+        self.held = make_tensors()
         self.module = torch.nn.Module()
         for name, tensor in self.held:
             self.module.register_buffer(name, tensor)
         self.sync = make_sync("auto", self, ("sender", 0), receivers, delta)
-        self.frozen = frozenset(name for name, _ in self.held if delta == "frozen" and not trained(name))
+        self.frozen = frozenset(name for name, _ in self.held if delta == "frozen" and not is_trained(name))
 
     def close(self) -> None:
         self.sync.forget()
@@ -96,19 +96,19 @@ class WeightHolder(Worker):
             if selection == "elements":
                 element_indices = np.unique(generator.integers(0, bits.size, max(1, bits.size // 100)))
                 bits[element_indices] ^= 1 + seed % 100
-            elif selection == "all" or trained(name):
+            elif selection == "all" or is_trained(name):
                 bits ^= 1 + seed % 100
 
-    def take(self, adopt: bool) -> int:
+    def take(self, adopts: bool) -> int:
         # The module's buffers are these very tensors, so that they show what it adopted.
-        return apply(self.sync, self.held, adopt=self.module if adopt else None)
+        return apply(self.sync, self.held, adopt=self.module if adopts else None)
 
     def value(self) -> list[int]:
         return [int(tensor.view(torch.int16).numpy().sum(dtype=np.int64)) for _, tensor in self.held]
 
 
-def copy_seconds() -> float:
-    """Returns the seconds of one warm copy of as many bytes."""
+def time_copy() -> float:
+    """Returns the seconds of one warm copy of the same number of bytes."""
     source, target = np.ones(BYTES, np.uint8), np.ones(BYTES, np.uint8)
     np.copyto(target, source)
     start_s = time.perf_counter()
@@ -121,21 +121,21 @@ def measure(row: WeightFigure, sender: WorkerGroup, group: WorkerGroup) -> float
     receivers = [(row.group, list(range(group.world_size)))]
     for handle in (sender.open(receivers, row.delta), group.open(receivers, row.delta)):
         handle.wait()
-    seconds = 0.0
+    duration_s = 0.0
     for version in range(6):
         sender.change(row.changed, version).wait()
         start_s = time.perf_counter()
         for handle in [sender.give(version), group.take(row.adopt)]:
             handle.wait()
-        seconds = time.perf_counter() - start_s
+        duration_s = time.perf_counter() - start_s
     (sent_digest,) = sender.value().wait()
     assert all(received_digest == sent_digest for received_digest in group.value().wait()), row
     sender.close().wait()
-    return seconds
+    return duration_s
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and writes `results/weights.json`."""
+    """Runs the benchmark and writes its figures to `results/weights.json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=7)
     args = parser.parse_args(argv)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     repetition_rows: list[dict[str, float]] = []
     for repeat in range(args.repeat + 1):
-        repetition = {COPY: copy_seconds()}
+        repetition = {COPY: time_copy()}
         for row in ROWS:
             repetition[row.label] = measure(row, sender, groups[row.group])
         if repeat:

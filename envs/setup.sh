@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${1:-.venv}
 extras=${RLHPC_EXTRAS:-dev,slurm}
-[[ $extras == all ]] && extras=dev,docs,slurm,llm,vllm,deepspeed,liger,embodied
+[[ $extras == all ]] && extras=dev,docs,slurm,llm,vllm,deepspeed,liger,embodied,trace,trl
 
 build=${RLHPC_TORCH:-}
 if [[ -z $build ]]; then

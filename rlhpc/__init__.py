@@ -64,6 +64,10 @@ _HOMES = {
         "TrainingRun",
         "train",
     ],
+    "rlhpc.live.loaded_run": [
+        "LoadedRun",
+        "load_run",
+    ],
     "rlhpc.runs.runner": [
         "Runner",
     ],
@@ -146,7 +150,7 @@ _HOMES = {
     "rlhpc.embodied.runners": [
         "EmbodiedRunner",
     ],
-    "rlhpc.embodied.runners.rollout_runner": [
+    "rlhpc.embodied.runners.off_policy_runner": [
         "OffPolicyRunner",
     ],
     "rlhpc.embodied.runners.bc": [

@@ -1,4 +1,4 @@
-"""Reference pages generated from the code: `python -m rlhpc.reference cli|config|runtime > docs/reference/….md`."""
+"""Reference pages generated from the code: `python -m rlhpc.reference PAGE > docs/reference/PAGE.md`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rlhpc.config.reference import render
 from rlhpc.config.sweep import SWEEP, SweepConfig
 from rlhpc.runs.task_type import all_task_types
 from rlhpc.runtime.exit_codes import report_errors
+from rlhpc.troubleshooting import render_page
 
 _CLI_HEAD = """# Command line
 
@@ -75,7 +76,7 @@ _PAGE_SECTIONS = {
     "Groups and calls": ("Worker…", "WorkerGroup…", "Handle…"),
     "Channels": ("Channel…", "QueueFull", "QueueEmpty"),
     "Session": ("Session",),
-    "Training": ("train", "TrainingRun…"),
+    "Training": ("train", "TrainingRun…", "load_run", "LoadedRun…"),
     "Configuration": ("load_config",),
     "Roles and runners": (
         "EmbodiedActor", "MultiStepRolloutWorker", "EnvWorker", "Runner", "EmbodiedRunner", "OffPolicyRunner", "BcRunner",
@@ -126,16 +127,16 @@ _MEMBER_DOCS = {
 _SECTIONS = re.compile(r"^(Args|Returns|Raises|Attributes|Yields):$")
 
 
-def _cell(text: Any) -> str:
+def _format_cell(text: Any) -> str:
     return " ".join(str(text).split()).replace("|", "\\|")
 
 
-def _sentence(summary: str) -> str:
+def _format_sentence(summary: str) -> str:
     """Returns a command's summary as a sentence."""
     return f"{summary[:1].upper()}{summary[1:]}."
 
 
-def _argument(action: argparse.Action) -> tuple[str, str]:
+def _format_argument(action: argparse.Action) -> tuple[str, str]:
     """Formats an argument for the usage line and for the table."""
     name = action.metavar or action.dest
     if not action.option_strings:
@@ -155,20 +156,20 @@ def render_cli() -> str:
         arguments = [action for action in command._actions if action.dest != "help"]
         options = [action for action in arguments if action.option_strings]
         positionals = [action for action in arguments if not action.option_strings]
-        usage = " ".join(_argument(action)[0] for action in [*positionals, *options])
-        lines += [f"## rlhpc {name}\n", f"{_sentence(command.description or '')}\n", "```text"]
-        lines += textwrap.wrap(f"rlhpc {name} {usage}", 110, subsequent_indent="    ", break_on_hyphens=False)
+        usage_text = " ".join(_format_argument(action)[0] for action in [*positionals, *options])
+        lines += [f"## rlhpc {name}\n", f"{_format_sentence(command.description or '')}\n", "```text"]
+        lines += textwrap.wrap(f"rlhpc {name} {usage_text}", 110, subsequent_indent="    ", break_on_hyphens=False)
         lines += ["```\n", "| argument | meaning |", "|---|---|"]
         for action in [*positionals, *options]:
-            argument = "`" + _cell(_argument(action)[1]) + "`"
-            default = f" (default: {action.default})" if action.choices and action.default is not None else ""
-            lines.append(f"| {argument} | {_cell(action.help)}{default} |")
+            argument = "`" + _format_cell(_format_argument(action)[1]) + "`"
+            default_text = f" (default: {action.default})" if action.choices and action.default is not None else ""
+            lines.append(f"| {argument} | {_format_cell(action.help)}{default_text} |")
         examples = [line.strip() for line in (command.epilog or "").splitlines()[1:]]
         lines += ["", "```bash", *examples, "```\n"]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _annotation(value_type: Any) -> str:
+def _format_annotation(value_type: Any) -> str:
     return value_type if isinstance(value_type, str) else getattr(value_type, "__name__", str(value_type))
 
 
@@ -187,52 +188,61 @@ def _signature(function: Any) -> str:
         stars = "**" if parameter.kind is parameter.VAR_KEYWORD else "*" * (parameter.kind is parameter.VAR_POSITIONAL)
         parameter_text = stars + parameter.name
         has_annotation = parameter.annotation is not parameter.empty
-        parameter_text += f": {_annotation(parameter.annotation)}" if has_annotation else ""
+        parameter_text += f": {_format_annotation(parameter.annotation)}" if has_annotation else ""
         if parameter.default is not parameter.empty:
             value = repr(parameter.default)
             parameter_text += (" = " if has_annotation else "=") + ("…" if value.startswith("<") else value)
         parameter_texts.append(parameter_text)
     result = signature.return_annotation
-    result_text = "" if result in (signature.empty, None, "None") else f" → {_annotation(result)}"
+    result_text = "" if result in (signature.empty, None, "None") else f" → {_format_annotation(result)}"
     return f"({', '.join(parameter_texts)}){result_text}"
 
 
-def _paragraphs(doc: str) -> Iterator[str]:
+def _iter_paragraphs(doc: str) -> Iterator[str]:
     """Yields the paragraphs of a docstring in Markdown; sections such as `Args:` become lists."""
     for block in re.split(r"\n\s*\n", doc) if doc else ():
-        first, *entry_lines = block.splitlines()
-        if not _SECTIONS.match(first):
+        first_line, *entry_lines = block.splitlines()
+        if not _SECTIONS.match(first_line):
             yield block
             continue
         body = textwrap.dedent("\n".join(entry_lines))
         entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", body)]
-        if first == "Returns:":
+        if first_line == "Returns:":
             yield f"Returns: {' '.join(entries)}"
             continue
         items = [re.sub(r"^([\w*, ]+): ", lambda m: f"`{m.group(1)}`: ", entry) for entry in entries]
-        yield "\n".join([first, "", *(f"- {item}" for item in items)])
+        yield "\n".join([first_line, "", *(f"- {item}" for item in items)])
 
 
-def _doc(documented: Any) -> list[str]:
+def _render_doc(obj: Any) -> list[str]:
     """Returns the paragraphs of a docstring; for a class with an inherited constructor, also its sections on arguments."""
-    docs = [*_paragraphs(inspect.getdoc(documented) or "")]
-    if isinstance(documented, type) and "__init__" not in vars(documented):
-        constructor_class = next(cls for cls in documented.__mro__ if "__init__" in vars(cls))
+    docs = [*_iter_paragraphs(inspect.getdoc(obj) or "")]
+    if isinstance(obj, type) and "__init__" not in vars(obj):
+        constructor_class = next(cls for cls in obj.__mro__ if "__init__" in vars(cls))
         docs += [
             paragraph_text
-            for paragraph_text in _paragraphs(inspect.getdoc(constructor_class) or "")
+            for paragraph_text in _iter_paragraphs(inspect.getdoc(constructor_class) or "")
             if paragraph_text.startswith(("Args:", "Raises:"))
         ]
     return [f"{paragraph}\n" for paragraph in docs if paragraph]
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
-    """Yields the public methods and properties of a class: name, documented object, signature."""
-    for name, member in vars(cls).items():
+    """Yields the public methods and properties of a class: name, documented object, signature.
+
+    Those of a base class are included if the page has no entry for the base.
+    """
+    bases = [
+        base for base in cls.__mro__[1:] if base.__module__.startswith("rlhpc.") and base.__name__ not in rlhpc.__all__
+    ]
+    members: dict[str, Any] = {}
+    for base in (cls, *bases):
+        members = {**members, **{name: member for name, member in vars(base).items() if name not in members}}
+    for name, member in members.items():
         if name.startswith("_"):
             continue
         if isinstance(member, property):
-            type_text = _annotation(inspect.signature(member.fget).return_annotation) if member.fget else ""
+            type_text = _format_annotation(inspect.signature(member.fget).return_annotation) if member.fget else ""
             yield name, member, f": {type_text}"
         elif isinstance(member, classmethod | staticmethod):
             yield name, member.__func__, _signature(member.__func__)
@@ -242,16 +252,16 @@ def _members(cls: type) -> Iterator[tuple[str, Any, str]]:
 
 def _entry(name: str) -> list[str]:
     name, members = name.rstrip("…"), name.endswith("…")
-    exported = getattr(rlhpc, name)
-    is_error = isinstance(exported, type) and issubclass(exported, Exception)
+    obj = getattr(rlhpc, name)
+    is_error = isinstance(obj, type) and issubclass(obj, Exception)
     lines = [f"### {name}\n"]
     if not is_error and name not in _WITHOUT_CONSTRUCTOR:
-        lines += [f"```text\n{name}{_signature(exported)}\n```\n"]
-    lines += _doc(exported)
+        lines += [f"```text\n{name}{_signature(obj)}\n```\n"]
+    lines += _render_doc(obj)
     if members:
-        for member, documented, signature in _members(exported):
+        for member, documented, signature in _members(obj):
             lines += [f"#### {name}.{member}\n", f"```text\n{member}{signature}\n```\n"]
-            lines += _doc(documented) or [f"{_MEMBER_DOCS[f'{name}.{member}']}\n"]
+            lines += _render_doc(documented) or [f"{_MEMBER_DOCS[f'{name}.{member}']}\n"]
     return lines
 
 
@@ -271,10 +281,10 @@ def render_runtime() -> str:
     for name in error_names:
         error = getattr(rlhpc, name)
         meaning = (inspect.getdoc(error) or "").split("\n\n")[0]
-        lines.append(f"| `{name}` | `{error.__bases__[0].__name__}` | {error.exit_code} | {_cell(meaning)} |")
+        lines.append(f"| `{name}` | `{error.__bases__[0].__name__}` | {error.exit_code} | {_format_cell(meaning)} |")
     for name in error_names:
         if "\n\n" in (inspect.getdoc(getattr(rlhpc, name)) or ""):
-            lines += ["", f"`{name}`:\n", *_doc(getattr(rlhpc, name))[1:]]
+            lines += ["", f"`{name}`:\n", *_render_doc(getattr(rlhpc, name))[1:]]
             lines[-1] = lines[-1].rstrip()
     return "\n".join(lines).rstrip() + "\n"
 
@@ -284,7 +294,7 @@ def render_config() -> str:
     return render({task_type.name: task_type.keys for task_type in all_task_types()}, {SWEEP: SweepConfig})
 
 
-PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime}
+PAGES = {"cli": render_cli, "config": render_config, "runtime": render_runtime, "troubleshooting": render_page}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,11 +303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("page", choices=PAGES)
     page = parser.parse_args(argv).page
 
-    def command() -> int:
+    def run_command() -> int:
         print(PAGES[page](), end="")
         return 0
 
-    return report_errors(command)
+    return report_errors(run_command)
 
 
 if __name__ == "__main__":

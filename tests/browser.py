@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,9 @@ from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+from tests.extras import find_program, need_programs
+
+CHROMIUM = next(filter(None, map(find_program, ("chromium", "chromium-browser", "google-chrome"))), "")
 #: Height of the frame; no page is measured by it.
 _HEIGHT = 1600
 _MEASURE = """
@@ -75,7 +76,8 @@ class Measured:
 
 def chromium(folder: Path, *options: str) -> str:
     """Runs Chromium without a window; returns its standard output."""
-    assert CHROMIUM is not None
+    if not CHROMIUM:
+        need_programs("chromium")
     common = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
               f"--user-data-dir={folder / 'profile'}")  # fmt: skip
     done = subprocess.run([CHROMIUM, *common, *options], capture_output=True, text=True, timeout=240, check=True)

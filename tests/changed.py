@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -307,14 +307,22 @@ def run(choices: list[Choice], limit_s: float, arguments: list[str]) -> int:
     return subprocess.run([*command, *arguments, *paths], cwd=ROOT, env=environment, check=False).returncode
 
 
-def main() -> int:
-    """Chooses the tests of a change, prints why, and runs them."""
+def parse(words: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options, and further arguments of pytest."""
     parser = argparse.ArgumentParser(prog="python -m tests.changed", description="Runs the tests of a change.")
     parser.add_argument("files", nargs="*", help="changed files (default: those that differ from --base)")
     parser.add_argument("--base", default="", help="commit to compare with (default: HEAD, if nothing differs HEAD~1)")
     parser.add_argument("--limit", type=float, default=110, metavar="S", help="seconds (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="only print the tests that would be run")
-    options, arguments = parser.parse_known_args()
+    # Its number would be taken for a changed file, if only pytest knew this option.
+    parser.add_argument("-n", dest="processes", metavar="N", help="processes of pytest")
+    options, arguments = parser.parse_known_args(words)
+    return options, [*(["-n", options.processes] if options.processes else []), *arguments]
+
+
+def main() -> int:
+    """Chooses the tests of a change, prints why, and runs them."""
+    options, arguments = parse()
     files, base = (options.files, "") if options.files else changed_files(options.base)
     sources, graph = Sources(ROOT), import_graph()
     importers = {

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RLHPC_POWERCAP", "/nowhere")  # no run has metrics that another machine's does not have
 os.environ |= {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "MPLBACKEND": "Agg"}  # no test opens a window
 for screen in ("DISPLAY", "WAYLAND_DISPLAY"):
     os.environ.pop(screen, None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the project anew
 
+from rlhpc.runtime import env_references
 from tests import warm
 from tests.warm import engines
 
@@ -43,6 +46,11 @@ LONG = (
 )  # fmt: skip
 
 
+# A busy machine is no fault of what is tested.
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {HERE / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
@@ -68,6 +76,12 @@ def own_notices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_values_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What configurations of a test read from the environment is no secret of the next test."""
+    monkeypatch.setattr(env_references, "_values_read", {})
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_servers() -> Iterator[None]:
     """The fork servers and simulators that this process starts are started warm: no test of theirs is about imports."""
@@ -86,7 +100,7 @@ def architectures_are_looked_at_here() -> Iterator[None]:
     it looks for its kernels in all modules of the process, once an engine."""
     from rlhpc.language.engines.vllm_launch import VLLMProcess
 
-    build = VLLMProcess._build
+    build = VLLMProcess._build_engine
 
     def build_here(self: VLLMProcess, config: Any, seed: int) -> None:
         if "vllm" in sys.modules:
@@ -97,5 +111,5 @@ def architectures_are_looked_at_here() -> Iterator[None]:
         build(self, config, seed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VLLMProcess, "_build", build_here)
+        patch.setattr(VLLMProcess, "_build_engine", build_here)
         yield

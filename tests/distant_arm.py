@@ -11,19 +11,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests import warm
 from tests.eventually import wait_until
-
-SSHD = Path("/usr/sbin/sshd")
+from tests.extras import find_program, need_programs
 
 
 @contextmanager
 def sshd(folder: Path) -> Iterator[str]:
     """The words that ssh needs for it. When it is left, nobody may be logged in any more."""
-    if not SSHD.is_file():
-        pytest.skip("needs sshd: tests/install.sh installs what the tests need of Debian")
+    need_programs("sshd", "ssh", "ssh-keygen")
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     for name in ("host", "user"):
@@ -39,7 +36,7 @@ def sshd(folder: Path) -> Iterator[str]:
         "  UserKnownHostsFile /dev/null\n  StrictHostKeyChecking no\n  LogLevel ERROR\n  BatchMode yes\n"
     )
     with (folder / "sshd.log").open("w") as log:
-        daemon = psutil.Popen([str(SSHD), "-D", "-e", "-f", str(folder / "sshd_config")], stderr=log)
+        daemon = psutil.Popen([find_program("sshd"), "-D", "-e", "-f", str(folder / "sshd_config")], stderr=log)
     try:
         wait_until(lambda: "Server listening" in (folder / "sshd.log").read_text(), 20)
         yield f"-F {folder}/ssh_config login"

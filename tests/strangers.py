@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,72 @@ class Meeting(Worker):
             dist.all_reduce(tensor, group=group)
             sums.append(float(tensor))
         return sums
+
+    def count_requests(self) -> None:
+        """Counts, in the rank that holds the keys of process groups, the requests of all ranks."""
+        from rlhpc.runtime.comm.key_value_store import KeyValueStore
+
+        requests = self.requests = Counter[bytes]()
+        execute, wait, when_set = KeyValueStore.execute, KeyValueStore.wait, KeyValueStore.when_set
+
+        def counted_execute(store: KeyValueStore, op: bytes, *arguments: bytes) -> bytes:
+            requests[op] += 1
+            return execute(store, op, *arguments)
+
+        def counted_when_set(store: KeyValueStore, *arguments: Any) -> None:
+            requests[b"wait"] += 1
+            when_set(store, *arguments)
+
+        def counted_wait(store: KeyValueStore, keys: list[bytes], timeout: float) -> list[bytes] | None:
+            values = wait(store, keys, timeout)
+            requests[b"wait"] += values is not None  # the holder itself waits in short pieces
+            return values
+
+        KeyValueStore.execute = counted_execute  # type: ignore[method-assign, assignment]
+        KeyValueStore.wait = counted_wait  # type: ignore[method-assign, assignment]
+        KeyValueStore.when_set = counted_when_set  # type: ignore[method-assign, assignment]
+
+    def counted_requests(self) -> int:
+        """Requests since the last call."""
+        count = self.requests.total()
+        self.requests.clear()
+        return count
+
+    def form_own(self) -> int:
+        """Forms the group of all ranks; returns what this process has open then."""
+        self.init_process_group()
+        return len(os.listdir("/proc/self/fd")) - 1  # the list itself is open meanwhile
+
+    def form_mesh(self, tensor: int) -> list[float]:
+        """Forms the groups of a mesh of data × tensor ranks, and sums the ranks of each of the two."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (self.world_size // tensor, tensor), mesh_dim_names=("data", "tensor"))
+        sums = []
+        for name in ("data", "tensor"):
+            ranks = torch.tensor(float(self.rank))
+            dist.all_reduce(ranks, group=mesh.get_group(name))
+            sums.append(float(ranks))
+        return sums
+
+    def form_slowly(self, slow_rank: int, seconds: float, patience: float) -> float:
+        """Forms the group while one rank takes long between publishing its address and connecting."""
+        from rlhpc.runtime.comm import gloo_auth
+        from rlhpc.runtime.comm import store as stores
+
+        gloo_auth.PROOF_S = patience
+        if self.rank == slow_rank:
+            multi_get = stores.ServiceStore.multi_get
+
+            def slow_multi_get(store: Any, keys: list[str]) -> list[bytes]:
+                addresses = multi_get(store, keys)
+                if len(keys) == self.world_size:
+                    time.sleep(seconds)
+                return addresses
+
+            stores.ServiceStore.multi_get = slow_multi_get  # type: ignore[method-assign, assignment]
+        return float(self.all_reduce(torch.tensor(float(self.rank))))
 
     def alone(self) -> float:
         """A group of one rank, as sharded training and vLLM make it; then it goes."""

@@ -37,7 +37,8 @@ OPENINGS = _set_of(
 RESERVED = _set_of(
     "found said own known seen given asked wanted what whole left most told made there shown ended rest kept begun "
     "who others lost taken beside same least looks nothing paid heard due late mine theirs gone vain meanwhile "
-    "together alike nobody somebody one_of_them whoever"
+    "together alike nobody somebody one_of_them whoever anyway later useless furthest because awake handed meant lacks "
+    "fired kin settle looker misfit masked guarded"
 )
 #: Fields whose name is that of a key in users' configurations.
 CONFIGURATION_KEYS = {("rlhpc/language/data/drawn_images.py", "most")}

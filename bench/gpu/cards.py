@@ -6,8 +6,8 @@ import tempfile
 from pathlib import Path
 
 from bench.gpu.part import Report, make_model, size_for
-from bench.gpu.ranks import Linked, groups
-from bench.gpu.training import BACKENDS, tell, train
+from bench.gpu.ranks import Linked, launch_groups
+from bench.gpu.training import BACKENDS, report_backend, train
 from rlhpc import Cluster, FlexiblePlacementStrategy, Session
 from rlhpc.runtime.errors import RlhpcError
 
@@ -39,7 +39,7 @@ def measure(report: Report) -> None:
         return
     library = "gloo" if report.small else "NCCL"
     elements = 4_000_000 if report.small else 250_000_000
-    with report.piece(library), groups(report.device, (Linked, "linked", [0, 1])) as (group,):
+    with report.piece(library), launch_groups(report.device, (Linked, "linked", [0, 1])) as (group,):
         for name, seconds in group.collectives(elements, 3).wait()[1].items():
             report.figure(
                 f"{library}, {name}" if name[0] != "r" else name, [4 * elements / s / 1e9 for s in seconds], "GB/s"
@@ -54,7 +54,7 @@ def measure(report: Report) -> None:
     with report.piece("FSDP2 on two"), tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), size_for(report.device), report.device)
         one_rank, two_ranks = (train(report, Path(folder), BACKENDS["FSDP2"], ranks) for ranks in (1, 2))
-        tell(report, "FSDP2 on two ranks", two_ranks)
+        report_backend(report, "FSDP2 on two ranks", two_ranks)
         report.figure(
             "FSDP2 on two ranks, faster than on one", min(one_rank["seconds"]) / min(two_ranks["seconds"]), "times"
         )

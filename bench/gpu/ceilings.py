@@ -11,17 +11,17 @@ def measure(report: Report) -> None:
     """Measures what the card can do at most."""
     import torch
 
-    width, num_bytes, inner = (256, 16 << 20, 2) if report.small else (8192, 4 << 30, 10)
+    width, num_bytes, num_repeats = (256, 16 << 20, 2) if report.small else (8192, 4 << 30, 10)
     device, dtype = report.device, getattr(torch, dtype_for(report.device))
-    first, second = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
+    left_matrix, right_matrix = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
 
     def multiply() -> None:
-        for _ in range(inner):
-            first @ second
+        for _ in range(num_repeats):
+            left_matrix @ right_matrix
 
     multiply()
     seconds = [timed(multiply) for _ in range(REPEAT)]
-    report.figure("product", [2 * width**3 * inner / s / 1e12 for s in seconds], "TFLOP/s")
+    report.figure("product", [2 * width**3 * num_repeats / s / 1e12 for s in seconds], "TFLOP/s")
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

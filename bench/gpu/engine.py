@@ -59,13 +59,13 @@ print(json.dumps(seconds[1:]))
 """
 
 
-def plain_vllm(folder: str, prompts: list[tuple[int, ...]], tokens: int) -> list[float]:
+def plain_vllm(folder: str, prompts: list[tuple[int, ...]], num_tokens: int) -> list[float]:
     """Returns the seconds in which vLLM alone answers the same prompts, in a process of its own."""
-    task = json.dumps([folder, prompts, tokens, REPEAT])
-    completed = subprocess.run([sys.executable, "-c", PLAIN], input=task, capture_output=True, text=True, cwd=ROOT)
-    if completed.returncode:
-        raise RuntimeError(f"vLLM alone ended with {completed.returncode}: {completed.stderr[-1000:]}")
-    seconds: list[float] = json.loads(completed.stdout.splitlines()[-1])
+    task = json.dumps([folder, prompts, num_tokens, REPEAT])
+    result = subprocess.run([sys.executable, "-c", PLAIN], input=task, capture_output=True, text=True, cwd=ROOT)
+    if result.returncode:
+        raise RuntimeError(f"vLLM alone ended with {result.returncode}: {result.stderr[-1000:]}")
+    seconds: list[float] = json.loads(result.stdout.splitlines()[-1])
     return seconds
 
 

@@ -103,9 +103,7 @@ def free_bytes() -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """Returns the peak memory of this process: of the accelerator, as torch's allocator counts it; of
-    the host without one.
-    """
+    """Returns the peak memory of this process on the accelerator, as torch's allocator counts it, or on the host."""
     import torch
 
     if device == "cpu":

@@ -25,12 +25,12 @@ LR = 1e-4
 
 
 @contextmanager
-def groups(device: str, *specs: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
+def launch_groups(device: str, *specs: tuple[type[Worker], str, Sequence[int]]) -> Iterator[list[WorkerGroup]]:
     """Launches groups by class, name and their ranks' accelerators (on the CPU only their number counts), until the block
     ends.
     """
-    cards = max(max(card_indices) for _, _, card_indices in specs) + 1
-    cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": cards})
+    num_cards = max(max(card_indices) for _, _, card_indices in specs) + 1
+    cluster = Cluster.local(1, 0) if device == "cpu" else Cluster({"accelerators_per_node": num_cards})
     worker_groups: list[WorkerGroup] = []
     try:
         for cls, name, card_indices in specs:
@@ -96,9 +96,13 @@ class Trains(Worker):
 class DeviceHolder(Worker):
     """Worker with weights on its device, as sender or receiver of updates."""
 
-    def open(self, receivers: list[tuple[str, list[int]]], tensors: int, elements: int, sync: str = "auto") -> None:
+    def open(
+        self, receivers: list[tuple[str, list[int]]], num_tensors: int, num_elements: int, sync: str = "auto"
+    ) -> None:
         device = worker_device(self)
-        self.held = [(f"t{i}", torch.zeros(elements, dtype=torch.bfloat16, device=device)) for i in range(tensors)]
+        self.held = [
+            (f"t{i}", torch.zeros(num_elements, dtype=torch.bfloat16, device=device)) for i in range(num_tensors)
+        ]
         self.sync = make_sync(sync, self, ("sender", 0), receivers, "off")
 
     def give(self, version: int) -> float:
@@ -116,7 +120,7 @@ class DeviceHolder(Worker):
 class Linked(Worker):
     """Worker of a group of two ranks with a card each."""
 
-    def collectives(self, elements: int, repeat: int) -> dict[str, list[float]]:
+    def collectives(self, num_elements: int, repeat: int) -> dict[str, list[float]]:
         """Returns the seconds of an all-reduce, of one tensor from rank 0 to rank 1 by torch, and by rlhpc
         through the host.
         """
@@ -124,7 +128,7 @@ class Linked(Worker):
 
         self.init_process_group()
         device, peer_rank = worker_device(self), 1 - self.rank
-        tensor = torch.ones(elements, dtype=torch.float32, device=device)
+        tensor = torch.ones(num_elements, dtype=torch.float32, device=device)
 
         def torchs() -> None:
             dist.send(tensor, peer_rank) if self.rank == 0 else dist.recv(tensor, peer_rank)

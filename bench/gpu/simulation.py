@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from bench.gpu.part import ROOT, Report, timed
-from bench.single_process_ppo import Agent, advantages_of, update
+from bench.single_process_ppo import Agent, compute_advantages, run_update
 
 TASK = "PickCube-v1"
 ROLLOUT = 50
 KWARGS: dict[str, Any] = {"control_mode": "pd_joint_delta_pos", "reward_mode": "normalized_dense", "obs_mode": "state"}
 
 
-def maniskill(device: str, slots: int) -> Any:
+def maniskill(device: str, num_slots: int) -> Any:
     """Makes ManiSkill's own environments, in its wrapper that resets ended ones."""
     from rlhpc.embodied.envs.maniskill import load_maniskill
 
@@ -34,20 +34,20 @@ def maniskill(device: str, slots: int) -> Any:
     from mani_skill.vector.wrappers.gymnasium import ManiSkillVectorEnv
 
     backend = "physx_cpu" if device == "cpu" else f"physx_{device}"
-    base_env = gymnasium.make(TASK, num_envs=slots, sim_backend=backend, render_backend="none", **KWARGS)
-    return ManiSkillVectorEnv(base_env, slots, ignore_terminations=True, record_metrics=False)
+    base_env = gymnasium.make(TASK, num_envs=num_slots, sim_backend=backend, render_backend="none", **KWARGS)
+    return ManiSkillVectorEnv(base_env, num_slots, ignore_terminations=True, record_metrics=False)
 
 
-def alone(env: Any, slots: int, steps: int) -> float:
+def measure_alone(env: Any, num_slots: int, num_steps: int) -> float:
     """Returns env steps a second on random actions."""
-    shape = (slots, *env.single_action_space.shape)
+    shape = (num_slots, *env.single_action_space.shape)
     env.reset(seed=0)
-    actions = [torch.rand(shape, device=env.unwrapped.device) * 2 - 1 for _ in range(steps)]
+    actions = [torch.rand(shape, device=env.unwrapped.device) * 2 - 1 for _ in range(num_steps)]
     env.step(actions[0])
-    return slots * steps / timed(lambda: [env.step(action) for action in actions])
+    return num_slots * num_steps / timed(lambda: [env.step(action) for action in actions])
 
 
-def ours(slots: int, steps: int) -> float:
+def measure_rlhpc(num_slots: int, num_steps: int) -> float:
     """Returns env steps a second of rlhpc's environment, as an env rank uses it."""
     import numpy as np
 
@@ -57,12 +57,12 @@ def ours(slots: int, steps: int) -> float:
     section = EnvSideConfig(
         env_type="maniskill", env_id=TASK, simulators=0, ignore_terminations=True, kwargs=dict(KWARGS)
     )
-    env = make_env(section, slots, seed=0)
+    env = make_env(section, num_slots, seed=0)
     env.reset()
-    shape = (slots, *(env.action_space.shape or ()))
-    actions = [np.random.default_rng(i).uniform(-1, 1, shape).astype(np.float32) for i in range(steps)]
+    shape = (num_slots, *(env.action_space.shape or ()))
+    actions = [np.random.default_rng(i).uniform(-1, 1, shape).astype(np.float32) for i in range(num_steps)]
     env.step(actions[0])
-    rate = slots * steps / timed(lambda: [env.step(action) for action in actions])
+    rate = num_slots * num_steps / timed(lambda: [env.step(action) for action in actions])
     env.close()
     return rate
 
@@ -74,12 +74,12 @@ class SimulationSizes:
         self.space, self.observation = env.single_action_space, env.single_observation_space.shape[-1]
 
 
-def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
+def measure_plain_ppo(env: Any, num_slots: int, num_updates: int, num_parts: int) -> float:
     """Returns env steps a second of a loop that trains, without its first update; all data stay on the device."""
-    device, batch = env.unwrapped.device, slots * ROLLOUT
+    device, batch = env.unwrapped.device, num_slots * ROLLOUT
     args = argparse.Namespace(
         hidden="256,256,256", critic_gain=1.41421, actor_gain=0.01414, log_std=-0.5, gamma=0.8, gae_lambda=0.9, epochs=8,
-        minibatch=batch // parts, target_kl=0.1, clip=0.2, value_clip=None, entropy=0.0, value_coef=0.5,
+        minibatch=batch // num_parts, target_kl=0.1, clip=0.2, value_clip=None, entropy=0.0, value_coef=0.5,
     )  # fmt: skip
     sizes: Any = SimulationSizes(env)
     agent = Agent(sizes, args).to(device)
@@ -99,31 +99,32 @@ def plain_ppo(env: Any, slots: int, updates: int, parts: int) -> float:
             obs = next_obs
         obs_batch, a, logprob_batch, v, r, dones = (torch.stack(column) for column in columns)
         with torch.no_grad():
-            advantages = advantages_of(args, r, v, dones, agent.critic(obs).squeeze(-1))
-        flat = (obs_batch, a, logprob_batch, advantages, advantages + v, v)
-        update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in flat])
+            advantages = compute_advantages(args, r, v, dones, agent.critic(obs).squeeze(-1))
+        rollout_columns = (obs_batch, a, logprob_batch, advantages, advantages + v, v)
+        run_update(args, agent, optimizer, [x.reshape(batch, *x.shape[2:]) for x in rollout_columns])
 
     one()
-    return batch * updates / sum(timed(one) for _ in range(updates))
+    return batch * num_updates / sum(timed(one) for _ in range(num_updates))
 
 
-def run(report: Report, slots: int, steps: int, parts: int) -> tuple[float, float]:
+def run(report: Report, num_slots: int, num_steps: int, num_parts: int) -> tuple[float, float]:
     """Returns env steps a second of a run and of its rollouts alone, without the run's first step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", "configs/embodied/pick_cube_ppo.yaml", f"runner.run_dir={folder}",
-            "runner.segments=1", f"runner.max_steps={steps}", "runner.save_interval=-1", "runner.val_check_interval=-1",
-            "runner.logger.logger_backends=[jsonl]", f"env.train.num_envs={slots}",
-            f"actor.global_batch_size={slots * ROLLOUT // parts}", f"cluster.accelerators_per_node={min(report.cards, 1)}",
+            "runner.segments=1", f"runner.max_steps={num_steps}", "runner.save_interval=-1", "runner.val_check_interval=-1",
+            "runner.logger.logger_backends=[jsonl]", f"env.train.num_envs={num_slots}",
+            f"actor.global_batch_size={num_slots * ROLLOUT // num_parts}",
+            f"cluster.accelerators_per_node={min(report.cards, 1)}",
         ]  # fmt: skip
-        completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if completed.returncode:
-            print(" ".join(command), completed.stdout[-2000:], completed.stderr[-4000:], sep="\n", file=sys.stderr)
-            raise RuntimeError(f"rlhpc train ended with {completed.returncode}")
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if result.returncode:
+            print(" ".join(command), result.stdout[-2000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
+            raise RuntimeError(f"rlhpc train ended with {result.returncode}")
         rows = [
             json.loads(line) for line in (Path(folder) / "pick_cube_ppo" / "metrics.jsonl").read_text().splitlines()
         ][1:]
-    num_env_steps = slots * ROLLOUT * len(rows)
+    num_env_steps = num_slots * ROLLOUT * len(rows)
     return num_env_steps / sum(row["time/step_s"] for row in rows), num_env_steps / sum(
         row["time/rollout_s"] for row in rows
     )
@@ -135,15 +136,15 @@ def measure(report: Report) -> None:
     peer_slots = 1 if report.small else slots
     with report.piece("ManiSkill alone"):
         env = maniskill(report.device, peer_slots)
-        report.figure(f"ManiSkill alone, {peer_slots} slots", alone(env, peer_slots, steps), "env steps/s")
+        report.figure(f"ManiSkill alone, {peer_slots} slots", measure_alone(env, peer_slots, steps), "env steps/s")
         report.figure(
             f"a plain loop of PPO, {peer_slots} slots",
-            plain_ppo(env, peer_slots, updates, num_minibatches),
+            measure_plain_ppo(env, peer_slots, updates, num_minibatches),
             "env steps/s",
         )
         env.close()
     with report.piece("rlhpc's environment"):
-        report.figure(f"rlhpc's environment, {slots} slots", ours(slots, steps), "env steps/s")
+        report.figure(f"rlhpc's environment, {slots} slots", measure_rlhpc(slots, steps), "env steps/s")
     with report.piece("a run"):
         total_rate, rollout_rate = run(report, slots, updates + 1, num_minibatches)
         report.figure(f"rlhpc's run of PPO, {slots} slots", total_rate, "env steps/s")

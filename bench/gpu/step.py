@@ -56,11 +56,15 @@ SMALL = Shape(2, 64, 128, 4, 2, 1000, 4, 32)
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "as configured": ({}, False),
     "compiled blocks": ({"compile": "blocks"}, False),
-    "Liger's kernels": ({"kernels": "liger"}, False),
     "chunks of 16 million logits": ({}, True),
     "checkpointing": ({"model": {"gradient_checkpointing": True}}, False),
     "LoRA of rank 16": ({"lora": {"rank": 16}}, False),
+    "a plain loop of transformers": ({}, False),
+    # From then on, all models of this family have Liger's kernels in this process, as TRL's.
+    "Liger's kernels": ({"kernels": "liger"}, False),
 }
+#: Variant that is not of rlhpc.
+PLAIN = "a plain loop of transformers"
 
 
 def make_model(folder: Path, shape: Shape, device: str) -> None:
@@ -85,7 +89,7 @@ def make_model(folder: Path, shape: Shape, device: str) -> None:
 
 
 @contextlib.contextmanager
-def least_chunks(is_least: bool) -> Iterator[None]:
+def use_min_chunks(is_least: bool) -> Iterator[None]:
     """Makes chunks of logits as small as on a card with little memory, within the block."""
     from rlhpc.language.models import logprobs
 
@@ -93,7 +97,18 @@ def least_chunks(is_least: bool) -> Iterator[None]:
         yield
 
 
-def build_step(report: Report, model: Path, shape: Shape, changes: dict[str, Any]) -> tuple[Callable[[], None], Any]:
+@contextlib.contextmanager
+def quick_compiler(is_quick: bool) -> Iterator[None]:
+    """Makes graphs that PyTorch runs operation by operation, within the block: a CPU takes a minute to compile their code."""
+    from rlhpc.runtime import torch_adapter
+
+    with mock.patch.object(torch_adapter, "_COMPILER", "aot_eager") if is_quick else contextlib.nullcontext():
+        yield
+
+
+def build_step(
+    report: Report, model: Path, shape: Shape, changes: dict[str, Any]
+) -> tuple[Callable[[], None], Callable[[], Any]]:
     """Returns one optimizer step of rlhpc, and a scoring pass over the same tokens."""
     import torch
 
@@ -122,7 +137,7 @@ def build_step(report: Report, model: Path, shape: Shape, changes: dict[str, Any
     return step, lambda: trainer.forward(batches[0])
 
 
-def tell(report: Report, name: str, shape: Shape, seconds: list[float]) -> None:
+def report_rates(report: Report, name: str, shape: Shape, seconds: list[float]) -> None:
     """Reports tokens and operations a second."""
     report.figure(f"{name}, trained", [shape.tokens / s for s in seconds], "tokens/s")
     rates = [shape.operations / s / 1e12 for s in seconds]
@@ -152,10 +167,24 @@ def plain_loop(model: Path, shape: Shape, device: str) -> Callable[[], None]:
     return step
 
 
-def train_trl(report: Report, model: Path, shape: Shape, folder: Path) -> list[float]:
-    """Returns the seconds of steps of TRL's SFTTrainer on the same lengths, in its documented best setting: bfloat16, Liger,
-    and no padding to remove, because all sequences are equally long.
+def trl_options(shape: Shape, output: Path, *, is_small: bool, liger: bool) -> dict[str, Any]:
+    """Returns the arguments of TRL's SFTConfig: its documented best setting, bfloat16 and Liger's kernels.
+
+    There is no padding to remove, because all sequences are equally long.
     """
+    micro_batches = 1 if liger else min(4, shape.sequences)
+    return {
+        "output_dir": str(output), "use_cpu": is_small, "bf16": not is_small, "use_liger_kernel": liger,
+        "gradient_checkpointing": False, "gradient_accumulation_steps": micro_batches,
+        "per_device_train_batch_size": shape.sequences // micro_batches, "max_steps": REPEAT + 2,
+        "max_length": shape.length, "learning_rate": 1e-6, "optim": "adamw_torch_fused", "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "logging_steps": 1000,
+        "dataset_kwargs": {"skip_prepare_dataset": True}, "pad_token": None,
+    }  # fmt: skip
+
+
+def train_trl(report: Report, model: Path, shape: Shape, folder: Path) -> list[float]:
+    """Returns the seconds of steps of TRL's SFTTrainer on the same lengths (`trl_options`)."""
     import time
 
     import torch
@@ -180,24 +209,38 @@ def train_trl(report: Report, model: Path, shape: Shape, folder: Path) -> list[f
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         train_dataset=Dataset.from_dict({"input_ids": rows}),
         callbacks=[StepClock()],
-        args=SFTConfig(
-            output_dir=str(folder / "trl"), use_cpu=report.small, bf16=not report.small, use_liger_kernel=liger,
-            gradient_checkpointing=False, gradient_accumulation_steps=1 if liger else 4,
-            per_device_train_batch_size=shape.sequences if liger else max(1, shape.sequences // 4), max_steps=REPEAT + 2,
-            max_length=shape.length, learning_rate=1e-6,
-            optim="adamw_torch_fused", save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1000,
-            dataset_kwargs={"skip_prepare_dataset": True}, pad_token=None,
-        ),
-    )  # fmt: skip
+        args=SFTConfig(**trl_options(shape, folder / "trl", is_small=report.small, liger=liger)),
+    )
     trainer.train()
     return [after - before for before, after in itertools.pairwise(ends[1:])]
 
 
-def measure(report: Report) -> None:
-    """Measures all variants, one after the other, then the peers."""
-    import gc
-
+def measure_variant(report: Report, name: str, model: Path, shape: Shape) -> None:
+    """Reports the figures of one variant."""
     import torch
+
+    changes, uses_min_chunks = VARIANTS[name]
+    if not report.small:
+        torch.accelerator.reset_peak_memory_stats()
+    with use_min_chunks(uses_min_chunks), quick_compiler(report.small):
+        score: Callable[[], Any] | None = None
+        if name == PLAIN:
+            step = plain_loop(model, shape, report.device)
+        else:
+            step, score = build_step(report, model, shape, {"max_tokens_per_micro_batch": shape.tokens, **changes})
+        warm_s = timed(step)
+        if "compile" in changes:
+            report.figure(f"{name}, first step", warm_s, "s")
+        report_rates(report, name, shape, [timed(step) for _ in range(REPEAT)])
+        report.figure(f"{name}, most memory", peak_bytes(report.device) / 1e9, "GB")
+        if score is not None and name == next(iter(VARIANTS)):
+            timed(score)
+            report.figure("scored", [shape.tokens / timed(score) for _ in range(REPEAT)], "tokens/s")
+
+
+def measure(report: Report) -> None:
+    """Measures all variants, one after the other, then TRL."""
+    import gc
 
     from rlhpc.runtime.devices import empty_cache
 
@@ -205,35 +248,16 @@ def measure(report: Report) -> None:
     with tempfile.TemporaryDirectory() as temporary_folder:
         folder = Path(temporary_folder)
         make_model(folder / "model", shape, report.device)
-        for name, (changes, is_least) in VARIANTS.items():
+        for name, (changes, _) in VARIANTS.items():
             if changes.get("kernels") and (report.small or importlib.util.find_spec("liger_kernel") is None):
                 report.skip(name, "it needs a GPU and the package liger-kernel")
                 continue
-            with report.piece(name), least_chunks(is_least):
-                if not report.small:
-                    torch.accelerator.reset_peak_memory_stats()
-                tokens = {"max_tokens_per_micro_batch": shape.tokens}
-                step, score = build_step(report, folder / "model", shape, {**tokens, **changes})
-                warm_s = timed(step)
-                if "compile" in changes:
-                    report.figure(f"{name}, first step", warm_s, "s")
-                tell(report, name, shape, [timed(step) for _ in range(REPEAT)])
-                report.figure(f"{name}, most memory", peak_bytes(report.device) / 1e9, "GB")
-                if name == next(iter(VARIANTS)):
-                    score()
-                    report.figure("scored", [shape.tokens / timed(score) for _ in range(REPEAT)], "tokens/s")
-                del step, score
+            with report.piece(name):
+                measure_variant(report, name, folder / "model", shape)
             gc.collect()
             empty_cache()
-        with report.piece("a plain loop"):
-            step = plain_loop(folder / "model", shape, report.device)
-            step()
-            tell(report, "a plain loop of transformers", shape, [timed(step) for _ in range(REPEAT)])
-            del step
-        gc.collect()
-        empty_cache()
         if importlib.util.find_spec("trl") is None:
-            report.skip("TRL", "it is not installed: pip install 'rlhpc[bench]'")
+            report.skip("TRL", "it is not installed: pip install 'rlhpc[trl]'")
             return
         with report.piece("TRL"):
-            tell(report, "TRL", shape, train_trl(report, folder / "model", shape, folder))
+            report_rates(report, "TRL", shape, train_trl(report, folder / "model", shape, folder))

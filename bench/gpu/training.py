@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from bench.gpu.part import Report, dtype_for, make_model, size_for
-from bench.gpu.ranks import Trains, groups
+from bench.gpu.ranks import Trains, launch_groups
 from rlhpc.config.typed import typed
 from rlhpc.language.config.run import GrpoConfig
 
@@ -30,15 +30,15 @@ def configuration(model: Path, device: str, changes: dict[str, Any]) -> Any:
     return typed(GrpoConfig, OmegaConf.merge(cfg, {"actor": changes}))
 
 
-def train(report: Report, model: Path, changes: dict[str, Any], ranks: int = 1) -> dict[str, Any]:
+def train(report: Report, model: Path, changes: dict[str, Any], num_ranks: int = 1) -> dict[str, Any]:
     """Returns the measurements of rank 0 (`Trains.measure`) of a group with the given number of ranks."""
     cfg = configuration(model, report.device, changes)
-    with groups(report.device, (Trains, "trains", range(ranks))) as (group,):
+    with launch_groups(report.device, (Trains, "trains", range(num_ranks))) as (group,):
         measurements: dict[str, Any] = group.measure(cfg, size_for(report.device), 2 if report.small else 5).wait()[0]
     return measurements
 
 
-def tell(report: Report, name: str, measurements: dict[str, Any]) -> None:
+def report_backend(report: Report, name: str, measurements: dict[str, Any]) -> None:
     """Reports the figures of one backend."""
     report.figure(f"{name}, a step", measurements["seconds"], "s")
     report.figure(
@@ -61,7 +61,7 @@ def measure(report: Report) -> None:
         for name, overrides in BACKENDS.items():
             with report.piece(name):
                 measurements = train(report, Path(folder), overrides)
-                tell(report, name, measurements)
+                report_backend(report, name, measurements)
                 if first_logprobs is None:
                     first_logprobs = measurements["probe"]
                     logprob_change = (first_logprobs - measurements["before"]).abs().mean()

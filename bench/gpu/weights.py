@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 
 from bench.gpu.part import Report
-from bench.gpu.ranks import DeviceHolder, groups
+from bench.gpu.ranks import DeviceHolder, launch_groups
 from rlhpc import WorkerGroup
 
 TENSORS = 64
 
 
 def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float, float]:
-    """Returns the seconds of the sender, and the seconds until the receiver has read all of it."""
+    """Returns the sender's seconds, and the seconds until the receiver has read the complete update."""
     started_at = time.perf_counter()
     send_handle, receive_handle = sender.give(version), taker.take()
     (sent_s,) = send_handle.wait()
@@ -29,7 +29,7 @@ def measure(report: Report) -> None:
     if report.cards < 2:
         report.skip("from one card to another", "needs two cards")
     for location, (card, sync, ceiling) in cases.items():
-        with groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (
+        with launch_groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (
             sender,
             receiver,
         ):

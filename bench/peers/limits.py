@@ -19,7 +19,7 @@ import numpy as np
 MIB = 1 << 20
 
 
-def fork(serve: Callable[[], None]) -> int:
+def fork_child(serve: Callable[[], None]) -> int:
     """Forks a child that runs `serve` and ends; returns its pid."""
     pid = os.fork()
     if pid == 0:
@@ -30,7 +30,7 @@ def fork(serve: Callable[[], None]) -> int:
     return pid
 
 
-def _median(act: Callable[[], Any], count: int, warm: int = 10) -> float:
+def _time_median(act: Callable[[], Any], count: int, warm: int = 10) -> float:
     durations = []
     for _ in range(warm + count):
         start_s = time.perf_counter()
@@ -39,7 +39,7 @@ def _median(act: Callable[[], Any], count: int, warm: int = 10) -> float:
     return float(np.median(durations[warm:]))
 
 
-def zeromq_round_trip(count: int = 500) -> float:
+def time_zeromq_round_trip(count: int = 500) -> float:
     """Returns the median seconds of 1 KB there and back over TCP on the loopback, between two processes."""
     import zmq
 
@@ -52,7 +52,7 @@ def zeromq_round_trip(count: int = 500) -> float:
             sock.send(sock.recv())
         time.sleep(0.2)
 
-    pid = fork(serve)
+    pid = fork_child(serve)
     context = zmq.Context()
     sock = context.socket(zmq.REQ)
     sock.connect(f"tcp://127.0.0.1:{int(os.read(port_pipe, 16))}")
@@ -61,14 +61,14 @@ def zeromq_round_trip(count: int = 500) -> float:
         sock.send(b"x" * 1000)
         sock.recv()
 
-    seconds = _median(act, count)
+    seconds = _time_median(act, count)
     os.waitpid(pid, 0)
     sock.close()
     context.term()
     return seconds
 
 
-def socket_round_trip(family: int, count: int = 500) -> float:
+def time_socket_round_trip(family: int, count: int = 500) -> float:
     """Returns the median seconds of 1 KB there and back between two processes, over a plain socket."""
     if family == socket.AF_UNIX:
         parent_socket, child_socket = socket.socketpair()
@@ -83,26 +83,26 @@ def socket_round_trip(family: int, count: int = 500) -> float:
         for _ in range(count + 10):
             child_socket.send(child_socket.recv(4096))
 
-    pid = fork(serve)
+    pid = fork_child(serve)
 
     def act() -> None:
         parent_socket.send(b"x" * 1000)
         parent_socket.recv(4096)
 
-    seconds = _median(act, count)
+    seconds = _time_median(act, count)
     os.waitpid(pid, 0)
     parent_socket.close()
     child_socket.close()
     return seconds
 
 
-def copy_seconds(size: int) -> float:
-    """Returns the seconds of a warm copy of so many bytes."""
+def time_copy(size: int) -> float:
+    """Returns the seconds of a warm copy of `size` bytes."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
-    return _median(lambda: np.copyto(target, source), 5, warm=1)
+    return _time_median(lambda: np.copyto(target, source), 5, warm=1)
 
 
-def fresh_copy_seconds(size: int) -> float:
+def time_fresh_copy(size: int) -> float:
     """Returns the seconds of a copy into pages that were never touched."""
     source = np.ones(size, np.uint8)
 
@@ -112,21 +112,21 @@ def fresh_copy_seconds(size: int) -> float:
             np.copyto(target, source)
             del target
 
-    return _median(act, 3, warm=1)
+    return _time_median(act, 3, warm=1)
 
 
-def shared_memory_seconds(size: int) -> float:
+def time_shared_memory_copy(size: int) -> float:
     """Returns the seconds of a copy into mapped pages of a file in /dev/shm."""
     source = np.ones(size, np.uint8)
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         file.truncate(size)
         pages = mmap.mmap(file.fileno(), size)
         target = np.frombuffer(pages, np.uint8)
-        return _median(lambda: np.copyto(target, source), 5, warm=1)
+        return _time_median(lambda: np.copyto(target, source), 5, warm=1)
 
 
-def gloo_seconds(size: int) -> float:
-    """Returns the seconds of `torch.distributed.send` of so many bytes to a process of this host, by gloo."""
+def time_gloo(size: int) -> float:
+    """Returns the seconds of `torch.distributed.send` of `size` bytes to a process of this host, by gloo."""
     code = (
         "import sys, time, torch, torch.distributed as d\n"
         "rank, path, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])\n"
@@ -151,15 +151,15 @@ def gloo_seconds(size: int) -> float:
     return float(outputs[0])
 
 
-def dd_seconds(size: int, folder: Path) -> float:
-    """Returns the seconds of `dd` of so many bytes into a file, with one fsync at its end."""
+def time_dd(size: int, folder: Path) -> float:
+    """Returns the seconds of `dd` of `size` bytes into a file, with one fsync at its end."""
     target = folder / "dd"
     start_s = time.perf_counter()
     command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={size // (4 * MIB)}", "conv=fsync", "status=none"]
     subprocess.run(command, check=True)
-    seconds = time.perf_counter() - start_s
+    duration_s = time.perf_counter() - start_s
     target.unlink()
-    return seconds
+    return duration_s
 
 
 def measure() -> dict[str, float]:
@@ -167,17 +167,17 @@ def measure() -> dict[str, float]:
     start_s = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     row = {"interpreter and import torch (s)": time.perf_counter() - start_s}
-    row["ZeroMQ TCP round trip, 1 KB (us)"] = zeromq_round_trip() * 1e6
-    row["TCP round trip, 1 KB (us)"] = socket_round_trip(socket.AF_INET) * 1e6
-    row["UNIX socket round trip, 1 KB (us)"] = socket_round_trip(socket.AF_UNIX) * 1e6
-    row["memory copy, 64 MiB (ms)"] = copy_seconds(64 * MIB) * 1e3
-    row["memory copy, 256 MiB (ms)"] = copy_seconds(256 * MIB) * 1e3
-    row["memory copy, 500 MB (ms)"] = copy_seconds(500_000_000) * 1e3
-    row["memory copy into fresh pages, 64 MiB (ms)"] = fresh_copy_seconds(64 * MIB) * 1e3
-    row["copy into shared memory, 64 MiB (ms)"] = shared_memory_seconds(64 * MIB) * 1e3
-    row["gloo send and recv, 64 MiB (ms)"] = gloo_seconds(64 * MIB) * 1e3
+    row["ZeroMQ TCP round trip, 1 KB (us)"] = time_zeromq_round_trip() * 1e6
+    row["TCP round trip, 1 KB (us)"] = time_socket_round_trip(socket.AF_INET) * 1e6
+    row["UNIX socket round trip, 1 KB (us)"] = time_socket_round_trip(socket.AF_UNIX) * 1e6
+    row["memory copy, 64 MiB (ms)"] = time_copy(64 * MIB) * 1e3
+    row["memory copy, 256 MiB (ms)"] = time_copy(256 * MIB) * 1e3
+    row["memory copy, 500 MB (ms)"] = time_copy(500_000_000) * 1e3
+    row["memory copy into fresh pages, 64 MiB (ms)"] = time_fresh_copy(64 * MIB) * 1e3
+    row["copy into shared memory, 64 MiB (ms)"] = time_shared_memory_copy(64 * MIB) * 1e3
+    row["gloo send and recv, 64 MiB (ms)"] = time_gloo(64 * MIB) * 1e3
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        row["dd with fsync, 256 MiB (ms)"] = dd_seconds(256 * MIB, Path(folder)) * 1e3
+        row["dd with fsync, 256 MiB (ms)"] = time_dd(256 * MIB, Path(folder)) * 1e3
     return row
 
 

@@ -2,7 +2,8 @@
 
 A member does what `rlhpc.runtime.worker_process` does on another host than the driver's, by the same parts: a record in the
 registry, a ZeroMQ socket with CURVE over TCP, heartbeats. Only its data plane (the service thread) is shared by the members of
-a simulating process, and its methods do nothing.
+a simulating process. The methods of `bench.scale_loop.LoopRank` are executed, one member after the other; other methods do
+nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +24,24 @@ PER_PROCESS = 900
 ADDRESS = "127.0.0.1"
 
 
+def build_instance(spec: WorkerSpec) -> Any:
+    """Returns the object of a rank of the loop; None for other classes."""
+    from rlhpc.runtime.worker import bind_spec
+
+    cls, args, kwargs = pickle.loads(spec.body)
+    if cls.__name__ != "LoopRank":
+        return None
+    bind_spec(spec)
+    return cls(*args, **kwargs)
+
+
 def serve(control: socket.socket) -> None:
-    """Becomes the members whose specs come over `control`; reports file operations when it is told to stop."""
+    """Runs the members whose specs arrive over `control`; reports file operations when it is told to stop."""
     import zmq
 
+    from rlhpc.runtime.comm import context as contexts
     from rlhpc.runtime.comm.service import Service
-    from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, make_socket
+    from rlhpc.runtime.comm.zmq_sockets import TcpPort, choose, join_pieces, make_socket
     from rlhpc.runtime.registry import GenerationFolder
     from rlhpc.runtime.scratch import Scratch
     from rlhpc.runtime.worker_process import HEARTBEAT_S
@@ -42,11 +55,13 @@ def serve(control: socket.socket) -> None:
     slow_files.install(str(Path(first_spec.registry).parent))
     registry, scratch = GenerationFolder(Path(first_spec.registry)), Scratch(first_spec.token)
     keys = registry.load_keys()
-    slow_files.take()
+    slow_files.take_count()
     os.environ["RLHPC_HOST_ID"] = "elsewhere"  # so that everything goes over TCP
     service = Service(f"simulated-{os.getpid()}", keys, scratch, ADDRESS)
     driver = choose(first_spec.driver)
+    contexts.install(contexts.Context(f"simulated-{os.getpid()}", registry, service, service.check))
     poller, sockets = zmq.Poller(), []
+    instances: dict[Any, Any] = {}
     for spec in specs:
         commands = make_socket(service.context, zmq.ROUTER, keys, server=True)
         rpc_endpoint = {"host": service.endpoint["host"], "ipc": "", "tcp": TcpPort(commands, ADDRESS).endpoint}
@@ -61,34 +76,43 @@ def serve(control: socket.socket) -> None:
         service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "ready", **member_note, "record": record})])
         poller.register(commands, zmq.POLLIN)
         sockets.append(member_note)
-    pickle_stream.send(control, {"operations": slow_files.take(), "members": len(specs)})
+        instances[commands] = build_instance(spec)
+    pickle_stream.send(control, {"operations": slow_files.take_count(), "members": len(specs)})
     control.setblocking(False)
     poller.register(control, zmq.POLLIN)
     empty_frames = service.pack(None).frames()
-    next_heartbeat = time.monotonic() + HEARTBEAT_S
+    next_heartbeat_at = time.monotonic() + HEARTBEAT_S
     while True:
         for ready_socket, _ in poller.poll(200):
             if ready_socket == control.fileno() or ready_socket is control:
                 return
             try:
                 while True:
-                    caller, request_number, *_ = ready_socket.recv_multipart(zmq.NOBLOCK)
-                    ready_socket.send_multipart([caller, request_number, b"ok", b"0", *empty_frames])
+                    caller, *message = ready_socket.recv_multipart(zmq.NOBLOCK)
+                    call_id, method, *frames = join_pieces(message)
+                    answer = empty_frames
+                    if (instance := instances[ready_socket]) is not None:
+                        args, kwargs = service.unpack(frames)
+                        result = getattr(instance, method.decode().split(" ")[0])(*args, **kwargs)
+                        service.peers.confirm(60.0)
+                        answer = service.pack(result).frames()
+                    ready_socket.send_multipart([caller, call_id, b"ok", b"0", *answer])
             except zmq.Again:
                 pass
-        if time.monotonic() >= next_heartbeat:
-            next_heartbeat += HEARTBEAT_S
+        if time.monotonic() >= next_heartbeat_at:
+            next_heartbeat_at += HEARTBEAT_S
+            heartbeat = {"note": "alive", "usage": (time.process_time(), 1e9, None)}
             for member_note in sockets:
-                service.peers.post(driver, b"NOTE", [pickle.dumps({"note": "alive", **member_note})])
+                service.peers.post(driver, b"NOTE", [pickle.dumps({**heartbeat, **member_note})])
 
 
 class Simulators:
     """Pool of processes that host the members, forked before the driver has a thread."""
 
-    def __init__(self, members: int) -> None:
+    def __init__(self, num_members: int) -> None:
         self.controls: list[socket.socket] = []
         self.pids: list[int] = []
-        for _ in range(-(-members // PER_PROCESS)):
+        for _ in range(-(-num_members // PER_PROCESS)):
             parent_socket, child_socket = socket.socketpair()
             pid = os.fork()
             if pid == 0:
@@ -101,18 +125,18 @@ class Simulators:
             child_socket.close()
             self.controls.append(parent_socket)
             self.pids.append(pid)
-        self._next = 0
+        self._next_index = 0
 
     def start(self, spec: bytes) -> None:
         """Gives one member to the next process."""
-        pickle_stream.send(self.controls[self._next % len(self.controls)], spec)
-        self._next += 1
+        pickle_stream.send(self.controls[self._next_index % len(self.controls)], spec)
+        self._next_index += 1
 
     def go(self) -> None:
         for control in self.controls:
             pickle_stream.send(control, "go")
 
-    def operations(self) -> int:
+    def count_operations(self) -> int:
         """Returns the file operations of all members while they joined."""
         reports: list[dict[str, Any]] = [pickle_stream.receive(control) or {} for control in self.controls]
         return sum(int(report.get("operations", 0)) for report in reports)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 
-def pss_mb(pids: Iterable[int]) -> float:
+def read_pss_mb(pids: Iterable[int]) -> float:
     """Returns the proportional set size of processes, in MB: shared pages count once over all processes that share them."""
     total = 0
     for pid in pids:
@@ -21,17 +21,17 @@ def pss_mb(pids: Iterable[int]) -> float:
     return total / 1000
 
 
-def descendants(pid: int) -> list[int]:
+def list_descendants(pid: int) -> list[int]:
     """Returns the processes below `pid`, without it."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def cpu_percent(pids: Iterable[int], seconds: float = 10.0) -> float:
+def measure_cpu_percent(pids: Iterable[int], seconds: float = 10.0) -> float:
     """Returns the percentage of one core that the processes use in total, from the scheduler's nanoseconds, since clock ticks
     are too coarse.
     """
 
-    def used() -> float:
+    def read_used_s() -> float:
         total = 0
         for pid in pids:
             for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -40,6 +40,6 @@ def cpu_percent(pids: Iterable[int], seconds: float = 10.0) -> float:
         return total / 1e9
 
     pids = list(pids)
-    cpu_before, start_s = used(), time.perf_counter()
+    cpu_before, start_s = read_used_s(), time.perf_counter()
     time.sleep(seconds)
-    return (used() - cpu_before) / (time.perf_counter() - start_s) * 100
+    return (read_used_s() - cpu_before) / (time.perf_counter() - start_s) * 100

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from ray.util.queue import Queue
 
-from bench.peers.memory import cpu_percent, descendants, pss_mb
+from bench.peers.memory import list_descendants, measure_cpu_percent, read_pss_mb
 
 MIB = 1 << 20
 TENSORS, BYTES = 290, 500_000_000
@@ -67,9 +67,9 @@ class RayPeer:
             self.held = [np.ones(size, np.uint8)]
         return self.held[0]
 
-    def give_dict(self, parts: int, size: int) -> dict[str, np.ndarray]:
-        if len(self.held) != parts:
-            self.held = [np.ones(size, np.uint8) for _ in range(parts)]
+    def give_dict(self, num_parts: int, size: int) -> dict[str, np.ndarray]:
+        if len(self.held) != num_parts:
+            self.held = [np.ones(size, np.uint8) for _ in range(num_parts)]
         return {f"t{i}": array for i, array in enumerate(self.held)}
 
     def take(self, item: Any) -> int:
@@ -88,7 +88,7 @@ class RayPeer:
             np.copyto(target, source)
 
 
-def median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
+def time_median(act: Callable[[], Any], count: int, warm: int = 2) -> float:
     durations = []
     for _ in range(count + warm):
         start_s = time.perf_counter()
@@ -111,21 +111,23 @@ def measure() -> dict[str, float]:
     row["warm launch of 8 workers (s)"] = time.perf_counter() - start_s
     for peer in more_peers:
         ray.kill(peer)
-    row["dispatch to 8 workers (us)"] = median(lambda: ray.get([p.idle.remote() for p in eight_peers]), 300, 20) * 1e6
+    row["dispatch to 8 workers (us)"] = (
+        time_median(lambda: ray.get([p.idle.remote() for p in eight_peers]), 300, 20) * 1e6
+    )
     workers = ray.get([peer.pid.remote() for peer in eight_peers])
     time.sleep(2.0)
-    all_pids = [*descendants(os.getpid()), os.getpid()]
-    row["idle CPU, 8 workers and all else (% of a core)"] = cpu_percent(all_pids)
-    system = [pid for pid in all_pids if pid not in workers and pid != os.getpid()]
-    row["idle memory, 8 workers (PSS, MB)"] = pss_mb(workers)
-    row["idle memory, system processes (PSS, MB)"] = pss_mb(system)
-    row["idle memory, driver (PSS, MB)"] = pss_mb([os.getpid()])
-    row["idle memory, a worker beyond the first (PSS, MB)"] = pss_mb(workers) / 8
-    row["system processes"] = float(len(system))
+    all_pids = [*list_descendants(os.getpid()), os.getpid()]
+    row["idle CPU, 8 workers and all else (% of a core)"] = measure_cpu_percent(all_pids)
+    system_pids = [pid for pid in all_pids if pid not in workers and pid != os.getpid()]
+    row["idle memory, 8 workers (PSS, MB)"] = read_pss_mb(workers)
+    row["idle memory, system processes (PSS, MB)"] = read_pss_mb(system_pids)
+    row["idle memory, driver (PSS, MB)"] = read_pss_mb([os.getpid()])
+    row["idle memory, a worker beyond the first (PSS, MB)"] = read_pss_mb(workers) / 8
+    row["system processes"] = float(len(system_pids))
     for peer in eight_peers[5:]:
         ray.kill(peer)
     peer_a, peer_b, *remaining = eight_peers[:5]
-    row["dispatch to 1 worker (us)"] = median(lambda: ray.get(peer_a.idle.remote()), 500, 20) * 1e6
+    row["dispatch to 1 worker (us)"] = time_median(lambda: ray.get(peer_a.idle.remote()), 500, 20) * 1e6
     out_queue, back_queue = Queue(), Queue()
     pong_ref = peer_b.pong.remote(out_queue, back_queue, 100)
     row["channel, 1 KB, one way (us)"] = (
@@ -133,18 +135,21 @@ def measure() -> dict[str, float]:
     )
     ray.get(pong_ref)
     row["channel, 64 MiB, one way (ms)"] = (
-        median(lambda: ray.get(peer_b.take.remote(peer_a.give.remote(64 * MIB))), 7) * 1e3
+        time_median(lambda: ray.get(peer_b.take.remote(peer_a.give.remote(64 * MIB))), 7) * 1e3
     )
     row["channel, 256 MiB dict of tensors, one way (ms)"] = (
-        median(lambda: ray.get(peer_b.take.remote(peer_a.give_dict.remote(64, 4 * MIB))), 5) * 1e3
+        time_median(lambda: ray.get(peer_b.take.remote(peer_a.give_dict.remote(64, 4 * MIB))), 5) * 1e3
     )
     channel = Queue()
-    produced_ref, consumed = peer_a.produce.remote(channel, 1000), peer_b.consume.remote(channel, 1000)
-    row["channel, 1 KB, one to one (items/s)"] = ray.get(consumed)
+    produced_ref, consumed_ref = peer_a.produce.remote(channel, 1000), peer_b.consume.remote(channel, 1000)
+    row["channel, 1 KB, one to one (items/s)"] = ray.get(consumed_ref)
     ray.get(produced_ref)
     four_peers = [peer_a, *remaining]
-    production, consumed = [p.produce.remote(channel, 250) for p in four_peers], peer_b.consume.remote(channel, 1000)
-    row["channel, 1 KB, four to one (items/s)"] = ray.get(consumed)
+    production, consumed_ref = (
+        [p.produce.remote(channel, 250) for p in four_peers],
+        peer_b.consume.remote(channel, 1000),
+    )
+    row["channel, 1 KB, four to one (items/s)"] = ray.get(consumed_ref)
     ray.get(production)
     receivers = [peer_b, *remaining]
     ray.get([peer.open.remote() for peer in (peer_a, *receivers)])
@@ -153,7 +158,7 @@ def measure() -> dict[str, float]:
         weights = peer_a.weights.remote()
         ray.get([receiver.apply.remote(weights) for receiver in receivers])
 
-    row["weights, 500 MB, 1 to 4, copied (ms)"] = median(sync, 3, 1) * 1e3
+    row["weights, 500 MB, 1 to 4, copied (ms)"] = time_median(sync, 3, 1) * 1e3
     ray.shutdown()
     return row
 

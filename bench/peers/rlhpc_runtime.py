@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.peers.memory import cpu_percent, descendants, pss_mb
+from bench.peers.memory import list_descendants, measure_cpu_percent, read_pss_mb
 from rlhpc import Channel, Cluster, NodePlacementStrategy, Session, Worker
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ class RuntimePeer(Worker):
         return (count - 1) / (time.perf_counter() - start_s)
 
 
-def seconds(function: Callable[[], Any]) -> float:
+def time_call(function: Callable[[], Any]) -> float:
     start_s = time.perf_counter()
     function()
     return time.perf_counter() - start_s
@@ -87,27 +87,29 @@ def measure() -> dict[str, float]:
     row["warm launch of 8 workers (s)"] = time.perf_counter() - start_s
     more_workers.shutdown()
     eight_workers.idle().wait()
-    row["dispatch to 8 workers (us)"] = float(np.median([seconds(eight_workers.idle().wait) for _ in range(300)])) * 1e6
+    row["dispatch to 8 workers (us)"] = (
+        float(np.median([time_call(eight_workers.idle().wait) for _ in range(300)])) * 1e6
+    )
 
     workers = [record["pid"] for record in eight_workers._records]
-    system = [pid for pid in descendants(os.getpid()) if pid not in workers]
+    system_pids = [pid for pid in list_descendants(os.getpid()) if pid not in workers]
     time.sleep(1.0)
-    row["idle CPU, 8 workers and all else (% of a core)"] = cpu_percent([*workers, *system, os.getpid()])
-    row["idle memory, 8 workers (PSS, MB)"] = pss_mb(workers)
-    row["idle memory, system processes (PSS, MB)"] = pss_mb(system)
-    row["idle memory, driver (PSS, MB)"] = pss_mb([os.getpid()])
-    row["system processes"] = float(len(system))
-    eight_mb = pss_mb([*workers, *system, os.getpid()])
+    row["idle CPU, 8 workers and all else (% of a core)"] = measure_cpu_percent([*workers, *system_pids, os.getpid()])
+    row["idle memory, 8 workers (PSS, MB)"] = read_pss_mb(workers)
+    row["idle memory, system processes (PSS, MB)"] = read_pss_mb(system_pids)
+    row["idle memory, driver (PSS, MB)"] = read_pss_mb([os.getpid()])
+    row["system processes"] = float(len(system_pids))
+    eight_mb = read_pss_mb([*workers, *system_pids, os.getpid()])
     eight_workers.shutdown()
     a, b = launch(1, "a"), launch(1, "b")
     b.shutdown()
     a.idle().wait()
     time.sleep(0.5)
-    one_mb = pss_mb([a._records[0]["pid"], *system, os.getpid()])
+    one_mb = read_pss_mb([a._records[0]["pid"], *system_pids, os.getpid()])
     row["idle memory, a worker beyond the first (PSS, MB)"] = (eight_mb - one_mb) / 7
     b = launch(1, "b")
     b.idle().wait()
-    row["dispatch to 1 worker (us)"] = float(np.median([seconds(lambda: a.idle().wait()) for _ in range(500)])) * 1e6
+    row["dispatch to 1 worker (us)"] = float(np.median([time_call(lambda: a.idle().wait()) for _ in range(500)])) * 1e6
     tensors = {f"t{i}": torch.ones(4 * MIB, dtype=torch.uint8) for i in range(64)}
     for message_text, message, count in (
         ("1 KB, one way (us)", {"x": np.ones(1000, np.uint8)}, 500),
@@ -126,13 +128,13 @@ def measure() -> dict[str, float]:
     pong_handle.wait()
     row["send and recv, 64 MiB, one way (ms)"] = float(np.median(ping_handle.wait()[0])) / 2 * 1e3
     channel = Channel.create("rate", home="b")
-    produce_handle, consumed = a.produce(channel, 5000), b.consume(channel, 5000)
+    produce_handle, consume_handle = a.produce(channel, 5000), b.consume(channel, 5000)
     produce_handle.wait()
-    row["channel, 1 KB, one to one (items/s)"] = consumed.wait()[0]
+    row["channel, 1 KB, one to one (items/s)"] = consume_handle.wait()[0]
     four_workers = launch(4, "four")
-    produce_handle, consumed = four_workers.produce(channel, 2500), b.consume(channel, 10000)
+    produce_handle, consume_handle = four_workers.produce(channel, 2500), b.consume(channel, 10000)
     produce_handle.wait()
-    row["channel, 1 KB, four to one (items/s)"] = consumed.wait()[0]
+    row["channel, 1 KB, four to one (items/s)"] = consume_handle.wait()[0]
     for group in (a, b, four_workers):
         group.shutdown()
     session = Session.running()

@@ -1,4 +1,4 @@
-"""Counts what a process does with the files below a folder, and makes it slow: a distant filesystem on a local disk.
+"""Slow, counted file operations below a folder: a distant filesystem on a local disk.
 
 Imported by the driver, and by the fork server before it forks (`Session(preload=["bench.peers.slow_files"])`), so that every
 process of a session is slow alike. `RLHPC_BENCH_SLOW_ROOT` names the folder, `RLHPC_BENCH_SLOW_MS` what each operation costs.
@@ -32,10 +32,10 @@ def _wrap(module: Any, name: str) -> None:
     setattr(module, name, slow)
 
 
-def install(root: str, milliseconds: float = 0.0) -> None:
-    """Installs the slow files in this process and in those that it forks."""
+def install(root: str, delay_ms: float = 0.0) -> None:
+    """Makes file operations slow in this process and in processes that it forks."""
     global _ROOT, _SECONDS, _installed
-    _ROOT, _SECONDS = root, milliseconds / 1000
+    _ROOT, _SECONDS = root, delay_ms / 1000
     if _installed:
         return
     _installed = True
@@ -45,7 +45,7 @@ def install(root: str, milliseconds: float = 0.0) -> None:
     builtins.open = io.open
 
 
-def take() -> int:
+def take_count() -> int:
     """Returns the operations since the last call."""
     total = sum(counted.values())
     counted.clear()

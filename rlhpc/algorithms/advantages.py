@@ -70,8 +70,8 @@ def calculate_adv_and_returns(
         "truncations": truncations, "mask": mask, "group_ids": group_ids, **kw,
     }  # fmt: skip
     if members is not None:
-        rows = len(rewards)
-        columns = {name: _member_rows(value, members, rows) for name, value in columns.items()}
+        num_rows = len(rewards)
+        columns = {name: _select_member_rows(column, members, num_rows) for name, column in columns.items()}
         mask = columns["mask"]
     advantages, returns = estimator(**columns, gamma=gamma, gae_lambda=gae_lambda, all_reduce=all_reduce)
     if normalize:
@@ -79,35 +79,37 @@ def calculate_adv_and_returns(
     advantages, returns = advantages.masked_fill(~mask, 0), returns.masked_fill(~mask, 0)
     if members is not None:
         advantages, returns = (
-            values.new_zeros(rewards.shape).index_copy(0, torch.nonzero(members).flatten(), values)
-            for values in (advantages, returns)
+            column.new_zeros(rewards.shape).index_copy(0, torch.nonzero(members).flatten(), column)
+            for column in (advantages, returns)
         )
     return advantages, returns
 
 
-def _member_rows(value: Any, members: Tensor, rows: int) -> Any:
+def _select_member_rows(column: Any, members: Tensor, num_rows: int) -> Any:
     """Returns the members' rows of a tensor that has one row per row of the batch; returns other values unchanged."""
-    return value[members] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+    return column[members] if isinstance(column, Tensor) and column.shape[:1] == (num_rows,) else column
 
 
-def _masked_moments(x: Tensor, mask: Tensor, unbiased: bool, all_reduce: _Reduce | None) -> tuple[Tensor, Tensor]:
+def _compute_masked_moments(
+    x: Tensor, mask: Tensor, is_unbiased: bool, all_reduce: _Reduce | None
+) -> tuple[Tensor, Tensor]:
     """Returns mean and variance over the valid entries, with `all_reduce` over those of all ranks."""
-    valid = x.masked_fill(~mask, 0)
-    sums = torch.stack([mask.sum().to(x.dtype), valid.sum()])
+    valid_values = x.masked_fill(~mask, 0)
+    sums = torch.stack([mask.sum().to(x.dtype), valid_values.sum()])
     if all_reduce:
         sums = all_reduce(sums)
-    count, total = sums.unbind()
-    mean = total / count.clamp(min=1)
+    num_valid, valid_sum = sums.unbind()
+    mean = valid_sum / num_valid.clamp(min=1)
     squares = ((x - mean).masked_fill(~mask, 0) ** 2).sum().reshape(1)
     if all_reduce:
         squares = all_reduce(squares)
-    return mean, squares[0] / (count - (1 if unbiased else 0)).clamp(min=1)
+    return mean, squares[0] / (num_valid - (1 if is_unbiased else 0)).clamp(min=1)
 
 
 def masked_whiten(x: Tensor, mask: Tensor, eps: float = 1e-8, all_reduce: _Reduce | None = None) -> Tensor:
     """Computes (x − mean) / (std + eps) with mean and unbiased std over the valid entries; with `all_reduce`, over those of
     all ranks."""
-    mean, variance = _masked_moments(x, mask, True, all_reduce)
+    mean, variance = _compute_masked_moments(x, mask, True, all_reduce)
     return (x - mean) / (variance.sqrt() + eps)
 
 
@@ -134,7 +136,7 @@ def gae(
             "adv_type 'gae' needs values: give the model a value head, or choose grpo, rloo or reinforce++"
         )
     terminated = torch.zeros_like(mask) if terminations is None else terminations.bool()
-    done = terminated if truncations is None else terminated | truncations.bool()
+    dones = terminated if truncations is None else terminated | truncations.bool()
     if next_values is None:
         following_values = torch.zeros_like(values)
         next_value = torch.zeros_like(values[:, 0])
@@ -143,7 +145,7 @@ def gae(
             next_value = torch.where(mask[:, t], values[:, t], next_value)
         next_values = following_values
     delta = (rewards + gamma * next_values * (~terminated) - values).masked_fill(~mask, 0)
-    decay = torch.where(mask, gamma * gae_lambda * (~done).to(rewards.dtype), torch.ones_like(rewards))
+    decay = torch.where(mask, gamma * gae_lambda * (~dones).to(rewards.dtype), torch.ones_like(rewards))
     # One contiguous tensor per step keeps the two operations of each iteration cheap.
     deltas, decays = delta.t().contiguous().unbind(0), decay.t().contiguous().unbind(0)
     next_advantage = torch.zeros_like(deltas[0])
@@ -168,8 +170,8 @@ def _groups(group_ids: Tensor | None, rows: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.bincount(index).to(rows.dtype)
 
 
-def _group_mean(scores: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
-    return torch.zeros_like(sizes).index_add_(0, index, scores) / sizes
+def _compute_group_mean(scores: Tensor, index: Tensor, group_sizes: Tensor) -> Tensor:
+    return torch.zeros_like(group_sizes).index_add_(0, index, scores) / group_sizes
 
 
 def differs_in_group(scores: Tensor, index: Tensor, count: int, magnitudes: Tensor | None = None) -> Tensor:
@@ -186,9 +188,11 @@ def differs_in_group(scores: Tensor, index: Tensor, count: int, magnitudes: Tens
         `[B]` bool.
     """
     sizes = scores.abs() if magnitudes is None else magnitudes
-    high = scores.new_full((count,), -torch.inf).scatter_reduce(0, index, scores, "amax")
-    low = scores.new_full((count,), torch.inf).scatter_reduce(0, index, scores, "amin")
-    return (high - low > _ROUNDING * torch.zeros_like(high).scatter_reduce(0, index, sizes, "amax"))[index]
+    group_max = scores.new_full((count,), -torch.inf).scatter_reduce(0, index, scores, "amax")
+    group_min = scores.new_full((count,), torch.inf).scatter_reduce(0, index, scores, "amin")
+    return (group_max - group_min > _ROUNDING * torch.zeros_like(group_max).scatter_reduce(0, index, sizes, "amax"))[
+        index
+    ]
 
 
 def grpo(
@@ -198,13 +202,13 @@ def grpo(
     at each valid token of the response. A group of one row or with equal rewards gets 0, because the division would amplify
     the rounding error of the mean. `norm_by_std=False` is Dr. GRPO (Liu et al. 2025)."""
     scores = _outcomes(rewards, mask)
-    index, sizes = _groups(group_ids, scores)
-    centered_scores = scores - _group_mean(scores, index, sizes)[index]
+    index, group_sizes = _groups(group_ids, scores)
+    centered_scores = scores - _compute_group_mean(scores, index, group_sizes)[index]
     if norm_by_std:
-        squared_deviations = torch.zeros_like(sizes).index_add_(0, index, centered_scores**2)
-        std = (squared_deviations / (sizes - 1).clamp(min=1)).sqrt()
+        squared_deviations = torch.zeros_like(group_sizes).index_add_(0, index, centered_scores**2)
+        std = (squared_deviations / (group_sizes - 1).clamp(min=1)).sqrt()
         centered_scores = centered_scores / (std[index] + eps)
-    has_spread = differs_in_group(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    has_spread = differs_in_group(scores, index, len(group_sizes), _outcomes(rewards.abs(), mask))
     advantages = centered_scores.masked_fill(~has_spread, 0)[:, None] * mask
     return advantages, advantages.clone()
 
@@ -218,20 +222,20 @@ def rloo(*, rewards: Tensor, mask: Tensor, group_ids: Tensor | None, **_: Any) -
     """Computes advantages with a leave-one-out baseline (Kool et al. 2019; Ahmadian et al. 2024): R_i − mean of the other
     rewards. A group of one row or with equal rewards gets 0."""
     scores = _outcomes(rewards, mask)
-    index, sizes = _groups(group_ids, scores)
-    size = sizes[index]
-    total = _group_mean(scores, index, sizes)[index] * size
-    baseline = (total - scores) / (size - 1).clamp(min=1)
-    has_spread = differs_in_group(scores, index, len(sizes), _outcomes(rewards.abs(), mask))
+    index, group_sizes = _groups(group_ids, scores)
+    group_size_of_row = group_sizes[index]
+    group_total = _compute_group_mean(scores, index, group_sizes)[index] * group_size_of_row
+    baseline = (group_total - scores) / (group_size_of_row - 1).clamp(min=1)
+    has_spread = differs_in_group(scores, index, len(group_sizes), _outcomes(rewards.abs(), mask))
     advantages = (scores - baseline).masked_fill(~has_spread, 0)[:, None] * mask
     return advantages, advantages.clone()
 
 
-def _last_valid(mask: Tensor) -> Tensor:
+def _mark_last_valid(mask: Tensor) -> Tensor:
     """Returns a `[B, T]` mask that is True at each row's last valid position; a row without valid positions is all False."""
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    last_positions = torch.where(mask, positions, positions.new_full((), -1)).amax(1, keepdim=True)
-    return (positions == last_positions) & mask
+    token_positions = torch.arange(mask.shape[1], device=mask.device)
+    last_positions = torch.where(mask, token_positions, token_positions.new_full((), -1)).amax(1, keepdim=True)
+    return (token_positions == last_positions) & mask
 
 
 def _discount(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -261,13 +265,13 @@ def reinforce_plus_plus(
     at 1e-8."""
     scores = _outcomes(rewards, mask)
     if baseline:
-        index, sizes = _groups(group_ids, scores)
-        scores = scores - _group_mean(scores, index, sizes)[index]
-    per_token = scores[:, None] * _last_valid(mask)
+        index, group_sizes = _groups(group_ids, scores)
+        scores = scores - _compute_group_mean(scores, index, group_sizes)[index]
+    per_token = scores[:, None] * _mark_last_valid(mask)
     if kl is not None:
         per_token = per_token - kl_coef * kl * mask
     returns = _discount(per_token, mask, gamma)
-    mean, variance = _masked_moments(returns, mask, False, all_reduce)
+    mean, variance = _compute_masked_moments(returns, mask, False, all_reduce)
     return (returns - mean) * variance.clamp(min=1e-8).rsqrt(), returns
 
 

@@ -3,14 +3,17 @@ micro-batches and ranks gives the same gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhpc.algorithms.corrections import Correction
 
 Metrics = dict[str, Any]
 _LOG_RATIO_LIMIT = 20.0
@@ -61,8 +64,8 @@ def token_weights(
     return sequence_weights / length if loss_agg == "seq-mean-token-sum-norm" else sequence_weights
 
 
-def _at_least_one(count: float | Tensor) -> float | Tensor:
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1.0)
+def _at_least_one(divisor: float | Tensor) -> float | Tensor:
+    return divisor.clamp(min=1) if isinstance(divisor, Tensor) else max(divisor, 1.0)
 
 
 def aggregate(
@@ -90,13 +93,13 @@ def aggregate(
         Scalar; the losses of the parts of a split batch add up to the loss of the complete batch.
     """
     if weights is None:
-        counts = mask.sum(1, keepdim=True)
+        row_token_counts = mask.sum(1, keepdim=True)
         weights = token_weights(
             mask,
             loss_agg,
-            tokens=counts.sum() if global_tokens is None else global_tokens,
-            seqs=(counts > 0).sum() if global_seqs is None else global_seqs,
-            seq_tokens=counts,
+            tokens=row_token_counts.sum() if global_tokens is None else global_tokens,
+            seqs=(row_token_counts > 0).sum() if global_seqs is None else global_seqs,
+            seq_tokens=row_token_counts,
             length=per_token.shape[1],
             dtype=per_token.dtype,
         )
@@ -116,6 +119,7 @@ def policy_loss(
     loss_agg: str = "token-mean",
     rollout_logprobs: Tensor | None = None,
     tis_cap: float | None = None,
+    corrections: Sequence[Correction] = (),
     global_tokens: float | Tensor | None = None,
     global_seqs: float | Tensor | None = None,
     weights: Tensor | None = None,
@@ -130,7 +134,9 @@ def policy_loss(
         clip_ratio_low, clip_ratio_high: ε below and above 1 (clip-higher, DAPO).
         clip_ratio_c: Dual clip's c > 1 (Ye et al. 2020); None is off.
         loss_agg: See `aggregate`.
-        rollout_logprobs, tis_cap: Truncated importance sampling: weight min(exp(old_logprobs − rollout_logprobs), cap).
+        rollout_logprobs: `[B, T]` of the rollout engine; None has no correction.
+        tis_cap: Cap of the correction `token_tis`; None is off.
+        corrections: Further corrections (`rlhpc.algorithms.corrections`). Rejected tokens count in all denominators.
         global_tokens, global_seqs, weights: See `aggregate`.
 
     Returns:
@@ -147,15 +153,25 @@ def policy_loss(
         logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, clip_ratio_low=clip_ratio_low,
         clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c, **kw,
     )  # fmt: skip
-    if rollout_logprobs is not None and tis_cap is not None:
-        weight = _ratio(old_logprobs - rollout_logprobs).clamp(max=tis_cap).detach()
-        per_token = per_token * weight
-        metrics["tis_weight"] = _masked_mean(weight, mask)
-    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
-    return aggregate(per_token, mask, loss_agg, **counts), metrics
+    if rollout_logprobs is not None and (tis_cap is not None or corrections):
+        from rlhpc.algorithms.correction_types import TokenTruncation
+        from rlhpc.algorithms.corrections import WEIGHT, CorrectionInputs, apply_corrections
+
+        proximal_logprobs = kw.get("proximal_logprobs")
+        trainer_logprobs = old_logprobs if proximal_logprobs is None else proximal_logprobs
+        truncation = () if tis_cap is None else (TokenTruncation(tis_cap),)
+        per_token, correction_metrics = apply_corrections(
+            per_token, (*truncation, *corrections),
+            CorrectionInputs.of(logprobs, trainer_logprobs, rollout_logprobs, advantages, mask),
+        )  # fmt: skip
+        metrics |= correction_metrics
+        if truncation:
+            metrics["tis_weight"] = correction_metrics[WEIGHT]
+    token_counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
+    return aggregate(per_token, mask, loss_agg, **token_counts), metrics
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def _compute_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
 
 
@@ -163,30 +179,30 @@ def _masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return (x.detach() * mask).sum() / mask.sum().clamp(min=1)
 
 
-def _ratio_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
+def _compute_ratio_metrics(log_ratio: Tensor, ratio: Tensor, is_clipped: Tensor, mask: Tensor) -> Metrics:
     """Returns the k3 estimate of KL(old ‖ new), the fraction of clipped positions and the mean ratio."""
     with torch.no_grad():
-        columns = torch.stack([(ratio - 1) - log_ratio, clipped.to(ratio.dtype), ratio]).masked_fill(~mask, 0)
+        columns = torch.stack([(ratio - 1) - log_ratio, is_clipped.to(ratio.dtype), ratio]).masked_fill(~mask, 0)
         means = columns.flatten(1).sum(1) / mask.sum().clamp(min=1)
         return {"approx_kl": means[0], "clip_fraction": means[1], "ratio": means[2]}
 
 
-def _clipped_loss(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, low: float, high: float, c: float | None
+def _compute_clipped_loss(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, low_ratio: float, high_ratio: float, c: float | None
 ) -> tuple[Tensor, Metrics]:
     log_ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     ratio = log_ratio.exp()
-    unclipped_loss, clipped_loss = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    unclipped_loss, clipped_loss = -advantages * ratio, -advantages * ratio.clamp(1 - low_ratio, 1 + high_ratio)
     loss = torch.max(unclipped_loss, clipped_loss)
     is_clipped = clipped_loss > unclipped_loss
     if c is not None:
         if c <= 1:
             raise ConfigError(f"algorithm.clip_ratio_c is {c}; dual clip needs a value above 1, such as 3")
-        limit = -advantages * c
+        dual_clip_bound = -advantages * c
         negative = advantages < 0
-        is_clipped = is_clipped | (negative & (limit < loss))
-        loss = torch.where(negative, torch.min(loss, limit), loss)
-    return loss, _ratio_metrics(log_ratio, ratio, is_clipped, mask)
+        is_clipped = is_clipped | (negative & (dual_clip_bound < loss))
+        loss = torch.where(negative, torch.min(loss, dual_clip_bound), loss)
+    return loss, _compute_ratio_metrics(log_ratio, ratio, is_clipped, mask)
 
 
 def ppo(
@@ -202,7 +218,9 @@ def ppo(
 ) -> tuple[Tensor, Metrics]:
     """Computes max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) (Schulman et al. 2017); where A < 0, at most −A·c (dual clip, Ye et
     al. 2020)."""
-    return _clipped_loss(logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _compute_clipped_loss(
+        logprobs - old_logprobs, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c
+    )
 
 
 def gspo(
@@ -221,7 +239,7 @@ def gspo(
     token = (logprobs - old_logprobs).masked_fill(~mask, 0)
     sequence = token.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
     log_ratio = sequence.detach() + logprobs - logprobs.detach()
-    return _clipped_loss(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return _compute_clipped_loss(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
 
 
 def cispo(
@@ -231,7 +249,7 @@ def cispo(
     log_ratio = (logprobs - old_logprobs).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     ratio = log_ratio.exp().detach()
     loss = -ratio.clamp(max=1 + clip_ratio_high) * advantages * logprobs
-    return loss, _ratio_metrics(log_ratio, ratio, ratio > 1 + clip_ratio_high, mask)
+    return loss, _compute_ratio_metrics(log_ratio, ratio, ratio > 1 + clip_ratio_high, mask)
 
 
 def decoupled_ppo(
@@ -254,12 +272,21 @@ def decoupled_ppo(
             "loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)"
         )
     log_ratio = logprobs - proximal_logprobs
-    loss, metrics = _clipped_loss(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
-    weight = _ratio(proximal_logprobs - old_logprobs).detach()
+    loss, metrics = _compute_clipped_loss(log_ratio, advantages, mask, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    weight = _compute_ratio(proximal_logprobs - old_logprobs).detach()
     if behave_weight_cap is not None:
         weight = weight.clamp(max=behave_weight_cap)
     metrics["behave_weight"] = _masked_mean(weight, mask)
     return loss * weight, metrics
+
+
+def _compute_doubled_huber(error: Tensor, delta: float | None) -> Tensor:
+    """Returns twice the Huber loss of each error; without `delta`, the squared error."""
+    squared_error = error**2
+    if delta is None:
+        return squared_error
+    magnitude = error.abs()
+    return torch.where(magnitude < delta, squared_error, delta * (2 * magnitude - delta))
 
 
 def value_loss(
@@ -269,32 +296,34 @@ def value_loss(
     loss_mask: Tensor,
     old_values: Tensor | None = None,
     value_clip: float | None = None,
+    huber_delta: float | None = None,
     loss_agg: str = "token-mean",
     global_tokens: float | Tensor | None = None,
     global_seqs: float | Tensor | None = None,
     weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Computes ½·max((v−R)², (clip(v, v_old±c)−R)²), masked (PPO's implementation by Dhariwal et al.; CleanRL).
+    """Computes max(l(v−R), l(clip(v, v_old±c)−R)), masked (PPO's implementation by Dhariwal et al.; CleanRL).
 
     Args:
         values, returns, old_values: `[B, T]`.
         loss_mask: `[B, T]` bool.
         value_clip: c; None does not clip.
+        huber_delta: δ of the Huber loss, l(e) = ½·e² up to |e| = δ, and δ·(|e| − ½·δ) beyond; None is l(e) = ½·e².
     """
     mask = loss_mask.bool()
-    error = (values - returns) ** 2
+    error = _compute_doubled_huber(values - returns, huber_delta)
     metrics: Metrics = {}
     if value_clip is not None:
         if old_values is None:
             raise ConfigError("value_clip needs old_values")
         clipped_values = old_values + (values - old_values).clamp(-value_clip, value_clip)
-        clipped_error = (clipped_values - returns) ** 2
+        clipped_error = _compute_doubled_huber(clipped_values - returns, huber_delta)
         # Within the range, old + (v - old) differs from v by rounding alone.
         is_outside = (values - old_values).abs() > value_clip
         metrics["value_clip_fraction"] = _masked_mean((is_outside & (clipped_error > error)).to(error.dtype), mask)
         error = torch.max(error, clipped_error)
-    counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
-    return aggregate(0.5 * error, mask, loss_agg, **counts), metrics
+    token_counts: dict[str, Any] = {"global_tokens": global_tokens, "global_seqs": global_seqs, "weights": weights}
+    return aggregate(0.5 * error, mask, loss_agg, **token_counts), metrics
 
 
 def entropy_loss(entropy: Tensor, loss_mask: Tensor, loss_agg: str = "token-mean", **counts: Any) -> Tensor:
@@ -302,13 +331,13 @@ def entropy_loss(entropy: Tensor, loss_mask: Tensor, loss_agg: str = "token-mean
     return aggregate(entropy, loss_mask.bool(), loss_agg, **counts)
 
 
-def _k3(log_ratio: Tensor) -> Tensor:
+def _compute_k3(log_ratio: Tensor) -> Tensor:
     reverse_log_ratio = (-log_ratio).clamp(-20, 20)
     return reverse_log_ratio.exp() - reverse_log_ratio - 1
 
 
 _KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": lambda log_ratio: log_ratio, "k2": lambda log_ratio: log_ratio.square() / 2, "k3": _k3, "abs": torch.abs
+    "k1": lambda log_ratio: log_ratio, "k2": lambda log_ratio: log_ratio.square() / 2, "k3": _compute_k3, "abs": torch.abs
 }  # fmt: skip
 _ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 

@@ -31,19 +31,19 @@ def nonfinite(finding: str, advice: str = _WAY_OUT) -> NonFinite:
 
 def skips(cfg: RunConfig) -> bool:
     """Returns whether `runner.on_nonfinite` skips steps instead of stopping the run."""
-    return cfg.runner.on_nonfinite.lower() == "skip"
+    return cfg.runner.on_nonfinite == "skip"
 
 
 def bad_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Returns the names of the tensors that contain a non-finite number."""
-    names = []
+    bad_names = []
     for name, tensor in named_tensors:
         if tensor.is_floating_point():
             tensor = tensor.detach()
             # A sum runs at memory bandwidth and is finite only if all numbers are. A non-finite sum may be an overflow.
             if not math.isfinite(float(tensor.sum(dtype=torch.float32))) and not bool(tensor.isfinite().all()):
-                names.append(name)
-    return names
+                bad_names.append(name)
+    return bad_names
 
 
 def tensors_of(state: Any, name: str = "") -> Iterable[tuple[str, torch.Tensor]]:
@@ -64,8 +64,10 @@ def require_finite(named_tensors: Iterable[tuple[str, torch.Tensor]], where: str
     Raises:
         NonFinite: A tensor is not finite; the message names the first three such tensors.
     """
-    if names := bad_tensors(named_tensors):
-        raise nonfinite(f"{where}: {format_names(names)} {'is' if len(names) == 1 else 'are'} not finite", _WEIGHTS)
+    if bad_names := bad_tensors(named_tensors):
+        raise nonfinite(
+            f"{where}: {format_names(bad_names)} {'is' if len(bad_names) == 1 else 'are'} not finite", _WEIGHTS
+        )
 
 
 _WEIGHTS = (
@@ -84,12 +86,12 @@ class SkippedSteps:
     the gradient norm is over all ranks.
 
     Args:
-        skip: Whether to skip such steps; if False, the first such step ends the run.
+        skips_update: Whether to skip such steps; if False, the first such step ends the run.
     """
 
-    def __init__(self, skip: bool) -> None:
-        self.skip = skip
-        self._num_skipped = self._num_consecutive = 0
+    def __init__(self, skips_update: bool) -> None:
+        self.skip = skips_update
+        self._num_skipped = self._num_consecutive = self._num_overflows = 0
 
     def record_step(self) -> None:
         """Records a successful optimizer step."""
@@ -114,11 +116,20 @@ class SkippedSteps:
                 _AGAIN,
             )
 
+    def record_overflow(self) -> None:
+        """Records a step that was skipped because the loss scale of float16 was too large, which is no fault."""
+        self._num_overflows += 1
+
+    def pop_overflows(self) -> int:
+        """Returns the number of steps that `record_overflow` recorded since the last call."""
+        num_overflows, self._num_overflows = self._num_overflows, 0
+        return num_overflows
+
     def pop_metrics(self) -> dict[str, float]:
         """Returns the metric `nonfinite_skipped`: the number of steps skipped since the last call. Returns {} if it is 0."""
-        count = self._num_skipped
+        num_skipped = self._num_skipped
         self._num_skipped = 0
-        return {"nonfinite_skipped": float(count)} if count else {}
+        return {"nonfinite_skipped": float(num_skipped)} if num_skipped else {}
 
 
 _AGAIN = (

@@ -60,12 +60,14 @@ def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tupl
         parameters = list(inspect.signature(function).parameters)
     except ValueError:  # some C functions have no signature
         parameters = ["…"]
-    matching_forms = [form for form, required in FORMS.items() if parameters[: len(required)] == list(required)]
+    matching_forms = [
+        form for form, required_names in FORMS.items() if parameters[: len(required_names)] == list(required_names)
+    ]
     if not matching_forms:
-        signatures = " or ".join(f"({', '.join(names)})" for names in FORMS.values())
+        signatures_text = " or ".join(f"({', '.join(form_names)})" for form_names in FORMS.values())
         raise ConfigError(
             f"{REWARD_LOSSES.key} is {name!r}, a function of ({', '.join(parameters)}); a reward model's loss is one of "
-            f"{signatures}, and options after them"
+            f"{signatures_text}, and options after them"
         )
     num_tensors = len(FORMS[matching_forms[0]])
     options = check_options(function, kwargs or {}, "algorithm.loss_kwargs", f"loss {name}", num_tensors)
@@ -73,7 +75,12 @@ def find_reward_loss(name: str, kwargs: Mapping[str, Any] | None = None) -> tupl
 
 
 def dpo_loss(
-    chosen: Tensor, rejected: Tensor, *, beta: float, loss_type: str = "sigmoid", label_smoothing: float = 0.0
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: float,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Computes the loss of each pair from h = chosen − rejected.
 
@@ -81,8 +88,8 @@ def dpo_loss(
     the two completions of a pair are swapped (conservative DPO, Mitchell 2023). `ipo` (Azar et al. 2023): (h − 1 / (2 β))².
 
     Args:
-        chosen, rejected: `[P]`: log π(y | x) − log π_ref(y | x) of the two completions of each pair. For `sigmoid` these are
-            sums over the tokens of a completion, for `ipo` means.
+        chosen, rejected: `[P]`: log π(y | x) − log π_ref(y | x) of the two completions of each
+            pair. For `sigmoid` these are sums over the tokens of a completion, for `ipo` means.
         beta: Strength of the pull towards the reference.
         loss_type: `sigmoid` or `ipo`.
         label_smoothing: ε, from 0 to below 0.5; `ipo` ignores it.
@@ -90,8 +97,8 @@ def dpo_loss(
     Returns:
         `[P]`.
     """
-    difference = chosen - rejected
+    log_ratio_gap = chosen - rejected
     if loss_type == "ipo":
-        return (difference - 1 / (2 * beta)).square()
-    losses = -(1 - label_smoothing) * logsigmoid(beta * difference)
-    return losses - label_smoothing * logsigmoid(-beta * difference) if label_smoothing else losses
+        return (log_ratio_gap - 1 / (2 * beta)).square()
+    losses = -(1 - label_smoothing) * logsigmoid(beta * log_ratio_gap)
+    return losses - label_smoothing * logsigmoid(-beta * log_ratio_gap) if label_smoothing else losses

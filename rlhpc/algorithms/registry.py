@@ -1,5 +1,5 @@
-"""Registries of advantage estimators, policy losses and losses of reward models. Users add entry points, or name a
-`module:function`.
+"""Registries of advantage estimators, policy losses, corrections and losses of reward models. Users add entry points, or
+name a `module:function`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,30 @@ POLICY_LOSSES: Registry[Callable[..., Any]] = Registry(
     },
     form="module:function",
 )
+_TYPES = "rlhpc.algorithms.correction_types"
+#: Corrections for the gap between trainer and rollout engine (`rlhpc.algorithms.corrections`). verl's names are those of its
+#: `rollout_rs`.
+CORRECTIONS: Registry[Callable[..., Any]] = Registry(
+    "correction",
+    "algorithm.corrections[].name",
+    "rlhpc.corrections",
+    {
+        "token_tis": f"{_TYPES}:TokenTruncation",
+        "sequence_tis": f"{_TYPES}:SequenceTruncation",
+        "sequence_mis": f"{_TYPES}:SequenceMasking",
+        "icepop": f"{_TYPES}:IcePop",
+        "token_rejection": f"{_TYPES}:TokenRejection",
+        "geometric": f"{_TYPES}:GeometricRejection",
+        "seq_mean_k1": f"{_TYPES}:GeometricRejection",
+        "k2": f"{_TYPES}:K2Rejection",
+        "seq_mean_k2": f"{_TYPES}:K2Rejection",
+        "k3": f"{_TYPES}:K3Rejection",
+        "seq_mean_k3": f"{_TYPES}:K3Rejection",
+        "binary_tv": f"{_TYPES}:BinaryTV",
+    },
+)
+#: Dataclass of the options (`algorithm.corrections[].kwargs`) of each correction: the correction itself.
+CORRECTION_OPTIONS = dict(CORRECTIONS.built_in)
 REWARD_LOSSES: Registry[Callable[..., Any]] = Registry(
     "loss of a reward model",
     "algorithm.loss_type",
@@ -55,4 +79,5 @@ REWARD_LOSSES: Registry[Callable[..., Any]] = Registry(
 
 register_advantage = ADVANTAGES.register
 register_policy_loss = POLICY_LOSSES.register
+register_correction = CORRECTIONS.register
 register_reward_loss = REWARD_LOSSES.register

@@ -1,7 +1,7 @@
 """Durable writer of a checkpoint's files, with checksums; a thread can write copies while training continues.
 
 writes = Writes(folder, HostBuffers())
-with writes.collecting():
+with writes.collect():
     save_tensors(folder / "model.safetensors", tensors)     # copies
 checksums = writes.write()                                  # in a thread
 """
@@ -23,6 +23,7 @@ from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.disk_errors import GO_ON, advice
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.os_resources import free_memory
+from rlhpc.runtime.trace_recorder import span, traced
 from rlhpc.runtime.worker import Worker
 
 #: Bytes that are written and hashed at a time; they fit into the processor's cache.
@@ -56,18 +57,18 @@ class ChecksummedFile:
         Raises:
             OSError: The filesystem refused the data. `failure` keeps the first error, because some callers replace errors.
         """
-        remaining = memoryview(data).cast("B")
+        unwritten_data = memoryview(data).cast("B")
         try:
-            for start in range(0, len(remaining), _WRITE_BYTES):
-                chunk = remaining[start : start + _WRITE_BYTES]
+            for start in range(0, len(unwritten_data), _WRITE_BYTES):
+                chunk = unwritten_data[start : start + _WRITE_BYTES]
                 self._hash.update(chunk)
                 while chunk:
                     chunk = chunk[self._file.write(chunk) or 0 :]
         except OSError as error:
             self.failure = self.failure or error
             raise
-        self.size += len(remaining)
-        return len(remaining)
+        self.size += len(unwritten_data)
+        return len(unwritten_data)
 
     def flush(self) -> None:
         """Does nothing: no data is buffered."""
@@ -108,10 +109,10 @@ def write_summed(path: Path, write: Callable[[ChecksummedFile], None]) -> tuple[
         finally:
             file.close()
     except OSError as error:
-        raise unwritten(path, error) from error
+        raise make_write_error(path, error) from error
 
 
-def unwritten(path: Path, error: OSError) -> CheckpointError:
+def make_write_error(path: Path, error: OSError) -> CheckpointError:
     """Returns the error for a file that could not be written."""
     return CheckpointError(
         f"{path}: could not be written: {error.strerror or error}. {advice(error, path)}, then continue from the last "
@@ -140,14 +141,14 @@ class HostBuffers:
             return None
         for key, tensor in tensors:
             if not self._fits(key, tensor):
-                pinned = tensor.device.type != "cpu"  # pinned memory allows asynchronous copies
-                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                is_pinned = tensor.device.type != "cpu"  # pinned memory allows asynchronous copies
+                self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
             self._buffers[key].copy_(tensor, non_blocking=True)
         copies = iter([self._buffers[key] for key, _ in tensors])
-        copied: Value = map_tensors(value, lambda _: next(copies))
-        return copied
+        copied_value: Value = map_tensors(value, lambda _: next(copies))
+        return copied_value
 
-    def ready(self) -> None:
+    def wait_until_copied(self) -> None:
         """Waits until the copies are complete."""
         if any(tensor.is_pinned() for tensor in self._buffers.values()):
             torch.accelerator.synchronize()
@@ -157,27 +158,27 @@ class HostBuffers:
         return buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns nested dicts, lists and tuples with `change` applied to each tensor, in order."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        mapped = copy.copy(value)  # state dicts have additional attributes
-        mapped.update((name, map_tensors(child, change)) for name, child in value.items())
-        return mapped
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(child, change) for child in value)
-    return value
+def map_tensors(state: Any, transform: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns nested dicts, lists and tuples with `transform` applied to each tensor, in order."""
+    if isinstance(state, torch.Tensor):
+        return transform(state)
+    if isinstance(state, dict):
+        mapped_state = copy.copy(state)  # state dicts have additional attributes
+        mapped_state.update((name, map_tensors(child, transform)) for name, child in state.items())
+        return mapped_state
+    if isinstance(state, (list, tuple)):
+        return type(state)(map_tensors(child, transform) for child in state)
+    return state
 
 
-def _tensors(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield key, value.detach()
-    elif isinstance(value, dict):
-        for name, child in value.items():
+def _tensors(state: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(state, torch.Tensor):
+        yield key, state.detach()
+    elif isinstance(state, dict):
+        for name, child in state.items():
             yield from _tensors(child, f"{key}/{name}")
-    elif isinstance(value, (list, tuple)):
-        for i, child in enumerate(value):
+    elif isinstance(state, (list, tuple)):
+        for i, child in enumerate(state):
             yield from _tensors(child, f"{key}/{i}")
 
 
@@ -191,35 +192,38 @@ class Writes:
     """
 
     def __init__(self, folder: Path, copies: HostBuffers | None = None) -> None:
-        self._folder, self._copies = folder, copies
-        self._queued: list[tuple[str, Callable[[ChecksummedFile], None]]] = []
+        self._folder, self._host_buffers = folder, copies
+        self._queued_writes: list[tuple[str, Callable[[ChecksummedFile], None]]] = []
         self._checksums: Checksums = {}
 
     @contextlib.contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """Assigns the files that `write_file` writes during the block to this save."""
         token = _active_writes.set(self)
         try:
             yield
         finally:
             _active_writes.reset(token)
-        if self._copies is not None:
-            self._copies.ready()
+        if self._host_buffers is not None:
+            self._host_buffers.wait_until_copied()
 
     def add(self, path: Path, value: Value, write: Callable[[ChecksummedFile, Value], None]) -> None:
         """Adds a file; see `write_file`."""
         name = path.relative_to(self._folder).as_posix()
-        copies = self._copies.of(name, value) if self._copies is not None else None
+        copies = self._host_buffers.of(name, value) if self._host_buffers is not None else None
         if copies is None:
-            self._checksums[name] = write_summed(path, lambda file: write(file, value))
+            with span(name, "save") as save_span:
+                self._checksums[name] = file_size, _ = write_summed(path, lambda file: write(file, value))
+                save_span.add(bytes=file_size, is_large=file_size >= _MIN_ASYNC_BYTES)
         else:
-            self._queued.append((name, lambda file: write(file, copies)))
+            self._queued_writes.append((name, lambda file: write(file, copies)))
 
     @property
     def is_done(self) -> bool:
         """True if all files are written."""
-        return not self._queued
+        return not self._queued_writes
 
+    @traced("write checkpoint", "save")
     def write(self) -> Checksums:
         """Writes the remaining files.
 
@@ -230,9 +234,9 @@ class Writes:
         Raises:
             CheckpointError: A file could not be written.
         """
-        for name, write_content in self._queued:
+        for name, write_content in self._queued_writes:
             self._checksums[name] = write_summed(self._folder / name, write_content)
-        self._queued = []
+        self._queued_writes = []
         written_names = [
             path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()
         ]
@@ -242,29 +246,29 @@ class Writes:
 _active_writes: contextvars.ContextVar[Writes | None] = contextvars.ContextVar("collecting", default=None)
 
 
-def write_file(path: Path, value: Value, write: Callable[[ChecksummedFile, Value], None]) -> None:
+def write_file(path: Path, content: Value, write: Callable[[ChecksummedFile, Value], None]) -> None:
     """Writes a file durably, or queues it in the active save.
 
     Args:
         path: The file.
-        value: Content of the file: tensors in dicts, lists and tuples.
+        content: Content of the file: tensors in dicts, lists and tuples.
         write: Function that writes the value or a copy of the value.
 
     Raises:
         CheckpointError: The file could not be written.
     """
     if (save := _active_writes.get()) is not None:
-        save.add(path, value, write)
+        save.add(path, content, write)
     else:
-        write_summed(path, lambda file: write(file, value))
+        write_summed(path, lambda file: write(file, content))
 
 
 class SavingWorker(Worker):
     """Worker that takes part in checkpoints; it writes large files with `rlhpc.checkpoint.state`."""
 
-    _copies: HostBuffers | None = None
+    _host_buffers: HostBuffers | None = None
     _save: AsyncWork | None = None
-    _written: Checksums | None = None
+    _checksums: Checksums | None = None
 
     def save(self, folder: str) -> None:
         """Writes this rank's state below `folder`."""
@@ -274,12 +278,12 @@ class SavingWorker(Worker):
         """Restores the state that `save` wrote."""
         raise NotImplementedError
 
-    def begin_save(self, folder: str, async_write: bool) -> Checksums | None:
+    def begin_save(self, folder: str, writes_async: bool) -> Checksums | None:
         """Starts a save of this rank's state.
 
         Args:
             folder: Folder of the checkpoint.
-            async_write: Copy large data if memory suffices, and write the copies on a thread.
+            writes_async: Copy large data if memory suffices, and write the copies on a thread.
 
         Returns:
             The written files; None if a thread still writes, in which case `saved` returns the files later.
@@ -287,30 +291,30 @@ class SavingWorker(Worker):
         Raises:
             CheckpointError: A file could not be written.
         """
-        if async_write and self._copies is None:
-            self._copies = HostBuffers()
-        writes = Writes(Path(folder), self._copies if async_write else None)
-        with writes.collecting():
+        if writes_async and self._host_buffers is None:
+            self._host_buffers = HostBuffers()
+        writes = Writes(Path(folder), self._host_buffers if writes_async else None)
+        with writes.collect(), span("save", "save"):
             self.save(folder)
-        self._save, self._written = None, writes.write() if writes.is_done else None
-        if self._written is None:
+        self._save, self._checksums = None, writes.write() if writes.is_done else None
+        if self._checksums is None:
             self._save = in_background("save", writes.write)
-        return self._written
+        return self._checksums
 
-    def saved(self, wait: bool) -> Checksums | None:
+    def saved(self, should_wait: bool) -> Checksums | None:
         """Returns the files that the current save has written; None if the save has not finished.
 
         Args:
-            wait: Wait until the save has finished.
+            should_wait: Wait until the save has finished.
 
         Raises:
             CheckpointError: A file could not be written, or this rank was restarted after the save began.
         """
-        if self._written is not None:
-            return self._written
+        if self._checksums is not None:
+            return self._checksums
         if self._save is None:
             raise CheckpointError(
                 f"{self.group_name}[{self.rank}] was restarted before it had written its part of a checkpoint"
             )
-        checksums: Checksums | None = self._save.wait() if wait or self._save.done() else None
+        checksums: Checksums | None = self._save.wait() if should_wait or self._save.done() else None
         return checksums

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,15 @@ import yaml
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.files import follow_umask, fsync_file, fsync_folder, read_json
+from rlhpc.runtime.files import (
+    create_folder,
+    follow_umask,
+    fsync_file,
+    fsync_folder,
+    read_json,
+    remove_tree,
+    replace_folder,
+)
 from rlhpc.runtime.text import interval_text
 
 
@@ -32,24 +39,16 @@ def filled_folder(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
     staging, replaced_target = (target.with_name(f".{prefix}_{target.name}-{token}") for prefix in ("tmp", "old"))
-    staging.mkdir()
+    create_folder(staging)
     try:
         yield staging
         follow_umask(staging)
         for path in staging.rglob("*"):
             (fsync_folder if path.is_dir() else fsync_file)(path)
         fsync_folder(staging)
-        if target.exists():
-            target.rename(replaced_target)
-        staging.rename(target)
-        fsync_folder(target.parent)
-    except BaseException:
-        if replaced_target.exists() and not target.exists():
-            replaced_target.rename(target)
-        raise
+        replace_folder(staging, target, replaced_target)
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(replaced_target, ignore_errors=True)
+        remove_tree(staging)
 
 
 def require_free(target: Path) -> None:
@@ -86,11 +85,11 @@ UNKNOWN_LICENCE = "other"
 
 def checkpoint_results(checkpoint: Path, step: int, metric: str = "return_mean") -> list[dict[str, Any]]:
     """Returns the evaluations of a checkpoint in a run folder: files `eval/global_step_<N>/*.json` with field `metric`."""
-    run = RunPaths.around(checkpoint)
-    if run is None:
+    run_paths = RunPaths.around(checkpoint)
+    if run_paths is None:
         return []
     evaluations = []
-    for path in sorted(run.eval_result(step, "*").parent.glob("*.json")):
+    for path in sorted(run_paths.eval_result(step, "*").parent.glob("*.json")):
         try:
             evaluation = json.loads(path.read_text())
         except (OSError, ValueError):
@@ -100,7 +99,7 @@ def checkpoint_results(checkpoint: Path, step: int, metric: str = "return_mean")
     return evaluations
 
 
-def head(
+def format_card_header(
     *,
     library: str,
     task: str,
@@ -110,7 +109,7 @@ def head(
     results: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Formats the metadata of a model card, as YAML between two lines of dashes."""
-    facts: dict[str, Any] = {
+    front_matter: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": task,
         "license": licence or UNKNOWN_LICENCE,
@@ -125,8 +124,8 @@ def head(
             }
             for evaluation in results
         ]
-        facts["model-index"] = [{"name": name, "results": rows}]
-    return f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n"
+        front_matter["model-index"] = [{"name": name, "results": rows}]
+    return f"---\n{yaml.safe_dump(front_matter, sort_keys=False, allow_unicode=True)}---\n"
 
 
 def _dataset(result: Mapping[str, Any]) -> dict[str, str]:
@@ -147,15 +146,16 @@ def _metrics(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Formats a table of a language model's evaluations, in Markdown; "" without evaluations."""
+    """Formats a table of a language model's evaluations, in Markdown; "" if there are no evaluations."""
     lines = []
     for evaluation in results:
-        interval = interval_text(evaluation.get("accuracy_ci95"), ".1%", " to ") or "–"
+        accuracy_interval = interval_text(evaluation.get("accuracy_ci95"), ".1%", " to ") or "–"
         pass_rates = {int(k): rate for k, rate in (evaluation.get("pass_at_k") or {}).items() if int(k) > 1}
         pass_at = f"pass@{max(pass_rates)} {pass_rates[max(pass_rates)]:.1%}" if pass_rates else ""
         samples = f"{evaluation.get('n', '')} {evaluation.get('unit', 'problems')}"
         lines.append(
-            f"| {evaluation.get('suite', 'default')} | {samples} | {evaluation['accuracy']:.1%} | {interval} | {pass_at} |\n"
+            f"| {evaluation.get('suite', 'default')} | {samples} | {evaluation['accuracy']:.1%} | {accuracy_interval} "
+            f"| {pass_at} |\n"
         )
     if not lines:
         return ""

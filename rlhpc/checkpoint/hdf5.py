@@ -35,13 +35,13 @@ def open_hdf5(path: Path) -> Iterator[Any]:
         yield file
 
 
-def member(group: Any, name: str, links: int = 0) -> Any:
+def member(group: Any, name: str, num_links: int = 0) -> Any:
     """Returns the member of a group at a name or a path of names.
 
     Args:
         group: Group or file.
         name: Name, or names separated by `/`.
-        links: Number of soft links that led to this name.
+        num_links: Number of soft links that led to this name.
 
     Raises:
         ConfigError: The name points into another file, or leads through too many soft links.
@@ -61,9 +61,9 @@ def member(group: Any, name: str, links: int = 0) -> Any:
         if link is None:
             raise KeyError(location)
         if isinstance(link, h5py.SoftLink):
-            if links >= _MAX_LINKS:
+            if num_links >= _MAX_LINKS:
                 raise ConfigError(f"{location} is a link that leads to links only")
-            node = member(node, link.path, links + 1)
+            node = member(node, link.path, num_links + 1)
         elif isinstance(link, h5py.HardLink):
             node = node[component]
         else:
@@ -92,7 +92,7 @@ def members(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def require_local(dataset: Any) -> Any:
-    """Returns a data set after a check that its bytes are in its own file.
+    """Checks that the bytes of a data set are in its own file, and returns the data set.
 
     Raises:
         ConfigError: The object is not a data set, its bytes are in another file, or its size in memory is too large for its
@@ -102,9 +102,9 @@ def require_local(dataset: Any) -> Any:
     if not isinstance(dataset, h5py.Dataset):
         raise ConfigError(f"{location} is a {type(dataset).__name__}, not a data set")
     if dataset.external or dataset.is_virtual:
-        storage_type = "external storage" if dataset.external else "a virtual data set"
+        storage_label = "external storage" if dataset.external else "a virtual data set"
         raise ConfigError(
-            f"{location} is {storage_type}, whose bytes lie in another file; a data set holds all its data itself"
+            f"{location} is {storage_label}, whose bytes lie in another file; a data set holds all its data itself"
         )
     nbytes, stored_bytes = (
         dataset.size * dataset.dtype.itemsize if dataset.shape is not None else 0,

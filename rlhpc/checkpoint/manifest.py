@@ -4,10 +4,15 @@
     global_step_<N>/COMPLETE        {"manifest_sha256": "..."}, written last
 
 COMPLETE contains the checksum of the manifest, so an altered manifest is detected as reliably as an altered tensor.
+
+A run also records the digest of each manifest that it commits below `$XDG_STATE_HOME/rlhpc/manifests` (by default
+`~/.local/state`), so that this user's own checkpoints are recognized: the user already trusts the code that they name. A
+checkpoint of another user has no record there, even if this user has unpacked it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +24,7 @@ from typing import Any, TypeVar
 from rlhpc.jobs.paths import COMPLETE, MANIFEST, step_of
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import read_json
+from rlhpc.runtime.host import state_folder
 
 T = TypeVar("T")
 
@@ -36,21 +42,21 @@ def digest(path: Path) -> tuple[int, str]:
         return file.tell(), checksum
 
 
-def map_files(work: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
-    """Returns `work(path)` of each file, in order.
+def map_files(run_on_file: Callable[[Path], T], paths: Sequence[Path], nbytes: int) -> list[T]:
+    """Returns `run_on_file(path)` of each file, in order.
 
     Uses several threads for large amounts of data, because hashing releases Python's lock.
 
     Args:
-        work: Function that reads one file.
+        run_on_file: Function that reads one file.
         paths: The files.
         nbytes: Size of all files together.
     """
-    workers = min(len(paths), len(os.sched_getaffinity(0)), _MAX_THREADS)
-    if workers < 2 or nbytes < _MIN_THREADED_BYTES:
-        return [work(path) for path in paths]
-    with ThreadPoolExecutor(workers, thread_name_prefix="checksums") as pool:
-        return list(pool.map(work, paths))
+    num_workers = min(len(paths), len(os.sched_getaffinity(0)), _MAX_THREADS)
+    if num_workers < 2 or nbytes < _MIN_THREADED_BYTES:
+        return [run_on_file(path) for path in paths]
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="checksums") as pool:
+        return list(pool.map(run_on_file, paths))
 
 
 def seal(manifest: bytes) -> bytes:
@@ -71,22 +77,22 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / COMPLETE).is_file()
 
 
-def verify(checkpoint: Path, *, checksums: bool = True) -> list[str]:
-    """Returns a text with the file's name for each fault of a checkpoint folder; [] if a run can resume from it.
+def verify(checkpoint: Path, *, checks_digests: bool = True) -> list[str]:
+    """Returns a message for each damaged or missing file of a checkpoint folder; [] if a run can resume from it.
 
-    Files that the manifest does not list are no faults, because nothing reads them.
+    Ignores files that the manifest does not list, because nothing reads them.
 
     Args:
         checkpoint: A `global_step_<N>` folder.
-        checksums: Compare checksums, too; False compares only sizes, without reading the data.
+        checks_digests: Compare checksums, too; False compares only sizes, without reading the data.
     """
     try:
-        return _verify(Path(checkpoint), checksums)
+        return _verify(Path(checkpoint), checks_digests)
     except OSError as error:
         return [f"{error.filename or checkpoint}: {error.strerror or error}"]
 
 
-def _verify(checkpoint: Path, checksums: bool) -> list[str]:
+def _verify(checkpoint: Path, checks_digests: bool) -> list[str]:
     if not checkpoint.is_dir():
         return ["not a folder" if checkpoint.exists() else "no such folder"]
     faults: list[str] = []
@@ -104,9 +110,9 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
         faults.append(f"{MANIFEST}: is of step {manifest['global_step']}, the folder is {checkpoint.name}")
     files = {checkpoint / name: (name, file_entry) for name, file_entry in sorted(manifest["files"].items())}
     file_faults = map_files(
-        lambda path: _verify_file(path, files[path][1], checksums),
+        lambda path: _verify_file(path, files[path][1], checks_digests),
         list(files),
-        sum(file_entry["size"] for _, file_entry in files.values()) if checksums else 0,
+        sum(file_entry["size"] for _, file_entry in files.values()) if checks_digests else 0,
     )
     return [
         *faults,
@@ -114,13 +120,15 @@ def _verify(checkpoint: Path, checksums: bool) -> list[str]:
     ]
 
 
-def _verify_file(path: Path, entry: dict[str, Any], checksums: bool) -> str:
+def _verify_file(path: Path, manifest_entry: dict[str, Any], checks_digests: bool) -> str:
     if not path.is_file():
         return "missing"
-    size = path.stat().st_size
-    if size != entry["size"]:
-        return f"{size} bytes, the manifest says {entry['size']}" + (" (truncated)" if size < entry["size"] else "")
-    if checksums and digest(path)[1] != entry["sha256"]:
+    file_size = path.stat().st_size
+    if file_size != manifest_entry["size"]:
+        return f"{file_size} bytes, the manifest says {manifest_entry['size']}" + (
+            " (truncated)" if file_size < manifest_entry["size"] else ""
+        )
+    if checks_digests and digest(path)[1] != manifest_entry["sha256"]:
         return "checksum differs from the manifest's, the file was altered"
     return ""
 
@@ -132,10 +140,10 @@ def _read_if_exists(path: Path) -> bytes | None:
         return None
 
 
-def parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
+def parse_manifest(manifest_bytes: bytes) -> tuple[dict[str, Any], str]:
     """Parses a manifest; returns the manifest and its fault, which is "" for a valid manifest."""
     try:
-        manifest = read_json(raw)
+        manifest = read_json(manifest_bytes)
     except ValueError as error:
         return {}, f"{MANIFEST}: not JSON ({error})"
     if not isinstance(manifest, dict):
@@ -176,3 +184,41 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     if fault:
         raise CheckpointError(f"{checkpoint}: {fault}")
     return manifest
+
+
+#: Larger files are not read, because they contain tensors, which name no code.
+_MAX_TEXT_BYTES = 16 << 20
+
+
+def record_digest(manifest: bytes) -> None:
+    """Records the digest of a manifest that this process has written.
+
+    If the record cannot be written, the checkpoint counts as a checkpoint of another user.
+    """
+    with contextlib.suppress(OSError):
+        record_file = _record_path(manifest)
+        record_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        record_file.touch(mode=0o600)
+
+
+def is_trusted(checkpoint: Path) -> bool:
+    """Returns whether a run of this user wrote a checkpoint, and the files that can name code are unchanged."""
+    try:
+        manifest_bytes = (checkpoint / MANIFEST).read_bytes()
+        if not is_complete(checkpoint) or not _record_path(manifest_bytes).is_file():
+            return False
+        manifest, _ = parse_manifest(manifest_bytes)  # a recorded manifest is valid
+        small_files = [
+            (name, file_entry)
+            for name, file_entry in manifest["files"].items()
+            if file_entry["size"] <= _MAX_TEXT_BYTES
+        ]
+        return all(
+            digest(checkpoint / name) == (file_entry["size"], file_entry["sha256"]) for name, file_entry in small_files
+        )
+    except OSError:
+        return False
+
+
+def _record_path(manifest: bytes) -> Path:
+    return state_folder("manifests") / hashlib.sha256(manifest).hexdigest()

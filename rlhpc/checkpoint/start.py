@@ -28,10 +28,10 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{key} is {path!r}, which is no folder; name a checkpoint, an export folder or a run folder")
     if RunPaths(folder).checkpoints.is_dir():
-        newest = newest_valid(RunPaths(folder))
-        if newest.path is None:
+        newest_checkpoint = newest_valid(RunPaths(folder))
+        if newest_checkpoint.path is None:
             raise ConfigError(f"{key} is {path!r}, a run without a complete checkpoint; see rlhpc status {folder}")
-        return newest.path
+        return newest_checkpoint.path
     if not (folder / WEIGHTS).is_file():
         raise ConfigError(
             f"{key} is {path!r}, which has no {WEIGHTS}; name a checkpoint (global_step_<N>), an export folder or a run folder"
@@ -58,9 +58,10 @@ def weights_that_fit(
     faults += [f"{name} is not there" for name in expected_shapes if name not in saved_tensors]
     faults += [f"{name} is not here" for name in saved_tensors if name not in expected_shapes]
     if faults:
-        omitted = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
+        omitted_text = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ConfigError(
-            f"{key}: the weights in {folder} do not fit actor.model of this configuration: {'; '.join(faults[:3])}{omitted}"
+            f"{key}: the weights in {folder} do not fit actor.model of this configuration: "
+            f"{'; '.join(faults[:3])}{omitted_text}"
         )
     return saved_tensors
 

@@ -39,21 +39,21 @@ def dump_state(state: Any) -> bytes:
     """Serializes nested dicts, lists and tuples of numbers, strings, bytes, tensors and NumPy arrays.
 
     Raises:
-        CheckpointError: The state contains an object of another type; the message gives its location.
+        CheckpointError: The state contains an object of a different type; the message gives its location.
     """
     buffer = io.BytesIO()
     torch.save(_without_views(_encode(state, "state")), buffer)
     return buffer.getvalue()
 
 
-def parse_state(data: bytes, *, map_location: str = "cpu", name: str = "state") -> Any:
+def parse_state(state_bytes: bytes, *, map_location: str = "cpu", name: str = "state") -> Any:
     """Parses the output of `dump_state`.
 
     Raises:
         CheckpointError: The data cannot be parsed; the message begins with `name`.
     """
     try:
-        return _decode(torch.load(io.BytesIO(data), map_location=map_location, weights_only=True))
+        return _decode(torch.load(io.BytesIO(state_bytes), map_location=map_location, weights_only=True))
     except Exception as error:  # torch raises UnpicklingError, RuntimeError, EOFError, KeyError, ... for damaged input
         raise CheckpointError(f"{name}: cannot be read as a state file ({type(error).__name__}: {error})") from error
 
@@ -83,7 +83,7 @@ def load_state(path: Path, *, map_location: str = "cpu") -> Any:
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """Serializes named tensors as safetensors. Tied tensors are stored once per name."""
-    return _safetensors_save(_separate_storage(tensors), metadata={"format": "pt", **(metadata or {})})
+    return _safetensors_save(_copy_to_separate_storage(tensors), metadata={"format": "pt", **(metadata or {})})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -94,8 +94,8 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: The file could not be written.
     """
-    detached = {name: tensor.detach() for name, tensor in tensors.items()}
-    write_file(path, detached, lambda file, copies: stream_tensors(file, on_host(copies)))
+    detached_tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    write_file(path, detached_tensors, lambda file, copies: stream_tensors(file, on_host(copies)))
 
 
 def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -115,9 +115,9 @@ def stream_tensors(
         tensors: Contiguous tensors on the CPU.
         metadata: Metadata of the file, in addition to torch's format entry.
     """
-    ordered = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
-    file.write(safetensors_header({name: (tensor.shape, tensor.dtype) for name, tensor in ordered}, metadata))
-    for _, tensor in ordered:
+    ordered_tensors = sorted(tensors.items(), key=lambda named: (-_ORDER.index(named[1].dtype), named[0]))
+    file.write(safetensors_header({name: (tensor.shape, tensor.dtype) for name, tensor in ordered_tensors}, metadata))
+    for _, tensor in ordered_tensors:
         if tensor.numel():
             # By its address: offload cannot free memory that NumPy has exported.
             file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
@@ -133,10 +133,10 @@ def safetensors_header(
         metadata: Metadata of the file, in addition to torch's format entry.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
+    end_byte = 0
     for name, (shape, dtype) in tensors.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start_byte, end_byte = end_byte, end_byte + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [start_byte, end_byte]}
     header_json = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     header_json += b" " * (-len(header_json) % 8)
     return struct.pack("<Q", len(header_json)) + header_json
@@ -156,7 +156,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({error})") from error
 
 
-def _separate_storage(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _copy_to_separate_storage(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the tensors on the CPU, each with separate memory: copies tied tensors and views of other tensors."""
     copies: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
@@ -202,13 +202,13 @@ def _read(path: Path) -> bytes:
         raise CheckpointError(f"{path}: {error.strerror}") from error
 
 
-def _encode(value: Any, location: str) -> Any:
-    if value is None or isinstance(value, (bool, str, bytes)) or type(value) in (int, float):
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
+def _encode(state: Any, location: str) -> Any:
+    if state is None or isinstance(state, (bool, str, bytes)) or type(state) in (int, float):
+        return state
+    if isinstance(state, torch.Tensor):
+        return state.detach()
+    if isinstance(state, (np.ndarray, np.generic)):
+        array = np.asarray(state)
         if array.dtype.hasobject or array.dtype.names:
             raise CheckpointError(f"{location}: an array of dtype {array.dtype} cannot be put into a checkpoint")
         array_bytes = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8) if array.size else torch.empty(0)
@@ -216,18 +216,19 @@ def _encode(value: Any, location: str) -> Any:
             _ARRAY: array_bytes,
             "dtype": array.dtype.str,
             "shape": list(array.shape),
-            "scalar": isinstance(value, np.generic),
+            "scalar": isinstance(state, np.generic),
         }
-    if isinstance(value, Mapping):
-        return {key: _encode(child, f"{location}[{key!r}]") for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_encode(child, f"{location}[{i}]") for i, child in enumerate(value))
-    if isinstance(value, list):
-        return [_encode(child, f"{location}[{i}]") for i, child in enumerate(value)]
-    if isinstance(value, (int, float)):  # subclasses: IntEnum and the like
-        return int(value) if isinstance(value, int) else float(value)
+    if isinstance(state, Mapping):
+        return {key: _encode(child, f"{location}[{key!r}]") for key, child in state.items()}
+    if isinstance(state, tuple):
+        return tuple(_encode(child, f"{location}[{i}]") for i, child in enumerate(state))
+    if isinstance(state, list):
+        return [_encode(child, f"{location}[{i}]") for i, child in enumerate(state)]
+    if isinstance(state, (int, float)):  # subclasses: IntEnum and the like
+        return int(state) if isinstance(state, int) else float(state)
     raise CheckpointError(
-        f"{location}: {type(value).__module__}.{type(value).__qualname__} cannot be put into a checkpoint; use tensors, "
+        f"{location}: {type(state).__module__}.{type(state).__qualname__} cannot be put into a "
+        f"checkpoint; use tensors, "
         "NumPy arrays, numbers, strings, bytes, lists, tuples and dicts"
     )
 
@@ -237,15 +238,19 @@ def _without_views(value: Any) -> Any:
     return map_tensors(value, lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, dict):
-        if _ARRAY in value:
-            array_bytes = value[_ARRAY].cpu().numpy().tobytes()
-            array = np.frombuffer(array_bytes, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-            return array[()] if value["scalar"] else array
-        return {key: _decode(child) for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_decode(child) for child in value)
-    if isinstance(value, list):
-        return [_decode(child) for child in value]
-    return value
+def _decode(encoded_state: Any) -> Any:
+    if isinstance(encoded_state, dict):
+        if _ARRAY in encoded_state:
+            array_bytes = encoded_state[_ARRAY].cpu().numpy().tobytes()
+            array = (
+                np.frombuffer(array_bytes, dtype=np.dtype(encoded_state["dtype"]))
+                .reshape(encoded_state["shape"])
+                .copy()
+            )
+            return array[()] if encoded_state["scalar"] else array
+        return {key: _decode(child) for key, child in encoded_state.items()}
+    if isinstance(encoded_state, tuple):
+        return tuple(_decode(child) for child in encoded_state)
+    if isinstance(encoded_state, list):
+        return [_decode(child) for child in encoded_state]
+    return encoded_state

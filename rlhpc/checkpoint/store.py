@@ -12,12 +12,15 @@ A checkpoint is written to `checkpoints/.tmp_global_step_<N>-<token>` and then r
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import os
 import re
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -32,14 +35,28 @@ from rlhpc.checkpoint.manifest import (
     is_plain_name,
     map_files,
     read_manifest,
+    record_digest,
     seal,
     verify,
 )
-from rlhpc.checkpoint.trusted_digests import record_digest
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.runtime.disk_errors import GO_ON, advice, is_full
 from rlhpc.runtime.errors import CheckpointError
-from rlhpc.runtime.files import expand_home, follow_umask, fsync_file, fsync_folder, write_durably
+from rlhpc.runtime.files import (
+    create_folder,
+    expand_home,
+    follow_umask,
+    fsync_file,
+    fsync_folder,
+    is_taken,
+    remove_tree,
+    rename,
+    replace_durably,
+    replace_folder,
+    server_status,
+    stat_files,
+    write_durably,
+)
 
 # .tmp_: unfinished save. .old_: checkpoint that a save of the same step replaces. .trash_: checkpoint to be deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
@@ -51,14 +68,22 @@ def final_folder(staging: Path) -> Path:
     return staging.with_name(step_name(match.group(2))) if match else staging
 
 
-def _file_entry(size: int, checksum: str) -> dict[str, Any]:
+def _make_file_entry(num_bytes: int, checksum: str) -> dict[str, Any]:
     """Returns the manifest entry of a file."""
-    return {"size": size, "sha256": checksum}
+    return {"size": num_bytes, "sha256": checksum}
 
 
-def _durable_digest(path: Path) -> tuple[int, str]:
+def _compute_durable_digest(path: Path) -> tuple[int, str]:
     fsync_file(path)
     return digest(path)
+
+
+def _read_server_size(path: Path) -> int | None:
+    """Returns the size of a file that another host may have written; None if the file is missing."""
+    try:
+        return server_status(path).size
+    except FileNotFoundError:
+        return None
 
 
 class CheckpointWriter:
@@ -78,29 +103,31 @@ class CheckpointWriter:
         self._token = secrets.token_hex(4)
         self.staging = paths.checkpoints / f".tmp_{self.final.name}-{self._token}"
         self._committed = False
+        self._names = set[str]()
 
     def __enter__(self) -> CheckpointWriter:
         try:
             self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
             clean_leftovers(self.paths)
-            self.staging.mkdir()
+            create_folder(self.staging)
         except OSError as error:
-            raise self._storage_error(error) from error
+            raise self._make_storage_error(error) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self._committed:
-            shutil.rmtree(self.staging, ignore_errors=True)
+            remove_tree(self.staging)
         # Timeouts and lost connections are OSErrors, too, but do not come from the filesystem.
         if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError, ChildProcessError)):
-            raise self._storage_error(error) from error
+            raise self._make_storage_error(error) from error
 
     def path(self, name: str) -> Path:
-        """Returns the staging path of the checkpoint's file `name`."""
+        """Returns the staging path of the checkpoint's file `name`, which must exist at `commit`."""
         if not is_plain_name(name) or name in (MANIFEST, COMPLETE):
             raise ValueError(f"{name!r} cannot be a file name in a checkpoint")
+        self._names.add(name)
         return self.staging / name
 
     def add_bytes(self, name: str, data: bytes) -> None:
@@ -116,7 +143,7 @@ class CheckpointWriter:
         shutil.copyfile(source, path)
 
     def commit(
-        self, meta: dict[str, Any] | None = None, reported: Mapping[str, tuple[int, str] | None] | None = None
+        self, meta: dict[str, Any] | None = None, reported_files: Mapping[str, tuple[int, str] | None] | None = None
     ) -> Path:
         """Writes the manifest, renames the staging folder, and returns the final path.
 
@@ -124,47 +151,53 @@ class CheckpointWriter:
 
         Args:
             meta: JSON-serializable data for the manifest.
-            reported: Name → size and SHA-256 of files that ranks have written, because this node's directory listing may
+            reported_files: Name → size and SHA-256 of files that ranks have written, because this node's directory listing may
                 lack some of them. None marks a file that its writer did not hash or sync; it is read here.
 
         Raises:
             CheckpointError: Nothing was written, a reported file is missing, or the filesystem raised an error.
         """
         try:
-            self._write_manifest(meta or {}, reported or {})
+            self._write_manifest(meta or {}, {**dict.fromkeys(self._names), **(reported_files or {})})
             self._rename()
         except OSError as error:
-            shutil.rmtree(self.staging, ignore_errors=True)
-            raise self._storage_error(error) from error
+            remove_tree(self.staging)
+            raise self._make_storage_error(error) from error
         self._committed = True
         return self.final
 
-    def _write_manifest(self, meta: dict[str, Any], reported: Mapping[str, tuple[int, str] | None]) -> None:
-        written_entries = {name: file_entry for name, file_entry in reported.items() if file_entry is not None}
+    def _write_manifest(self, meta: dict[str, Any], reported_files: Mapping[str, tuple[int, str] | None]) -> None:
+        file_entries = {name: file_entry for name, file_entry in reported_files.items() if file_entry is not None}
         files: dict[str, dict[str, Any]] = {}
-        unlisted: list[Path] = []
+        unlisted_files: dict[Path, os.stat_result] = {}
         folders = {self.staging}
-        follow_umask(self.staging)
-        staged_paths = {*self.staging.rglob("*")}
-        staged_paths |= {path for name in reported if (path := self.staging / name).is_file()}
-        for path in sorted(staged_paths):
-            if path.is_dir():
+        statuses = stat_files({*self.staging.rglob("*"), *(self.staging / name for name in reported_files)})
+        for path, status in sorted(statuses.items()):
+            if stat.S_ISDIR(status.st_mode):
                 folders.add(path)
                 continue
             folders.add(path.parent)
             name = path.relative_to(self.staging).as_posix()
-            if name in written_entries:
-                files[name] = _file_entry(*written_entries[name])
-            elif file_entry := self._linked_entry(name, path):
+            if name in file_entries:
+                files[name] = _make_file_entry(*file_entries[name])
+            elif file_entry := self._make_linked_entry(name, path, status):
                 files[name] = file_entry
             else:
-                unlisted.append(path)
-        sizes = sum(path.stat().st_size for path in unlisted)
-        for path, size_and_digest in zip(unlisted, map_files(_durable_digest, unlisted, sizes), strict=True):
-            files[path.relative_to(self.staging).as_posix()] = _file_entry(*size_and_digest)
-        if missing := [name for name, (size, _) in written_entries.items() if not self._has_size(name, size)]:
+                unlisted_files[path] = status
+        follow_umask(self.staging, statuses)
+        unlisted_bytes = sum(status.st_size for status in unlisted_files.values())
+        for path, size_and_digest in zip(
+            unlisted_files, map_files(_compute_durable_digest, [*unlisted_files], unlisted_bytes), strict=True
+        ):
+            files[path.relative_to(self.staging).as_posix()] = _make_file_entry(*size_and_digest)
+        sizes_on_disk = {name: _read_server_size(self.staging / name) for name in reported_files}
+        if missing_names := [
+            name
+            for name, file_entry in reported_files.items()
+            if (file_size := sizes_on_disk[name]) is None or (file_entry is not None and file_size != file_entry[0])
+        ]:
             raise CheckpointError(
-                f"checkpoint {self.final}: {', '.join(missing)} was written, and is gone or of another size"
+                f"checkpoint {self.final}: {', '.join(missing_names)} was written, and is gone or of another size"
             )
         if not files:
             raise CheckpointError(f"checkpoint {self.final}: nothing was written to {self.staging}")
@@ -177,40 +210,28 @@ class CheckpointWriter:
         fsync_folder(self.staging)
         record_digest(manifest_bytes)
 
-    def _has_size(self, name: str, size: int) -> bool:
-        path = self.staging / name
-        return path.is_file() and path.stat().st_size == size
-
-    def _linked_entry(self, name: str, path: Path) -> dict[str, Any] | None:
+    def _make_linked_entry(self, name: str, path: Path, status: os.stat_result) -> dict[str, Any] | None:
         """Returns the manifest entry of a hard link to another checkpoint's file, from that checkpoint's manifest.
 
         Returns None for other files. The linked file is not read here; damage to its bytes is detected in both checkpoints.
         """
-        if path.stat().st_nlink < 2:
+        if status.st_nlink < 2:
             return None
         for _, other_checkpoint in reversed(self.paths.checkpoint_steps()):
-            linked = other_checkpoint / name
-            if is_complete(other_checkpoint) and linked.is_file() and linked.samefile(path):
+            linked_file = other_checkpoint / name
+            if is_complete(other_checkpoint) and linked_file.is_file() and linked_file.samefile(path):
                 file_entry: dict[str, Any] | None = read_manifest(other_checkpoint)["files"].get(name)
                 return file_entry
         return None
 
     def _rename(self) -> None:
-        # A rename cannot replace a folder that is not empty, so the old checkpoint of this step is renamed first.
-        # `clean_leftovers` restores the old checkpoint if this process dies between the two renames.
+        # `clean_leftovers` restores the old checkpoint if this process dies while it replaces it.
         replaced_path = self.paths.checkpoints / f".old_{self.final.name}-{self._token}"
-        if self.final.exists():
-            self.final.rename(replaced_path)
-        try:
-            self.staging.rename(self.final)
-        except OSError:
-            if replaced_path.exists():
-                replaced_path.rename(self.final)
-            raise
-        fsync_folder(self.paths.checkpoints)
-        shutil.rmtree(replaced_path, ignore_errors=True)
+        replace_folder(self.staging, self.final, replaced_path)
+        with contextlib.suppress(OSError):  # the checkpoint is complete without this hint
+            replace_durably(self.paths.newest_save, json.dumps({"global_step": self.step}).encode(), parents=False)
 
-    def _storage_error(self, error: OSError) -> CheckpointError:
+    def _make_storage_error(self, error: OSError) -> CheckpointError:
         failed_path = error.filename or self.staging
         if isinstance(error, FileNotFoundError) and not self.paths.root.is_dir():
             return CheckpointError(
@@ -242,17 +263,56 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
     for leftover_type, step, path in leftovers:
         final = paths.checkpoint(step)
         if leftover_type == "old" and is_complete(path) and not final.exists():
-            path.rename(final)
-            fsync_folder(paths.checkpoints)
-        else:
-            _remove_unsealed(path)
+            try:
+                rename(path, final)
+                fsync_folder(paths.checkpoints)
+                continue
+            except FileNotFoundError:
+                continue  # a process that was taken for dead has ended its save
+            except OSError as error:
+                if not is_taken(error):
+                    raise
+        _discard(path)
     return [path for _, _, path in leftovers]
 
 
-def _remove_unsealed(folder: Path) -> None:
-    """Deletes a folder; deletes its COMPLETE marker first, so that a partly deleted folder never looks complete."""
-    (folder / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+def _discard(path: Path, may_go: Callable[[Path], bool] = lambda trash_path: True) -> bool:
+    """Deletes a checkpoint or what an interrupted save has left.
+
+    Renames the folder first, so that no process finds it, or completes it, while it is deleted, and deletes its COMPLETE
+    marker first, so that the remainder is never taken for a checkpoint.
+
+    Args:
+        path: The folder.
+        may_go: Called with the folder's new name. If it returns False, another process has given the name to another folder,
+            which gets it back.
+
+    Returns:
+        False if the folder stays, or was gone.
+    """
+    match = _LEFTOVER.match(path.name)
+    if match and match.group(1) == "trash":
+        trash_path = path
+    else:
+        name = step_name(match.group(2)) if match else path.name
+        trash_path = path.with_name(f".trash_{name}-{secrets.token_hex(4)}")
+        try:
+            rename(path, trash_path)
+        except FileNotFoundError:  # an earlier driver on another host has removed it
+            return False
+        if not may_go(trash_path):
+            try:
+                rename(trash_path, path)
+                return False
+            except FileNotFoundError:  # another process has deleted it as a leftover
+                return False
+            except OSError as error:
+                if not is_taken(error):
+                    raise
+                # a third folder has the name by now, and is newer
+    (trash_path / COMPLETE).unlink(missing_ok=True)
+    remove_tree(trash_path)
+    return True
 
 
 @dataclass(frozen=True)
@@ -292,43 +352,46 @@ def find_resumable(paths: RunPaths, resume_dir: str | Path | None) -> Resumable:
     return Resumable(path, int(read_manifest(path)["global_step"]))
 
 
-def newest_valid(paths: RunPaths, *, checksums: bool = True) -> Resumable:
+def newest_valid(paths: RunPaths, *, checks_digests: bool = True) -> Resumable:
     """Returns the newest checkpoint without faults, and all newer checkpoints with faults. Changes nothing on disk."""
-    skipped: list[tuple[Path, str]] = []
+    skipped_checkpoints: list[tuple[Path, str]] = []
     for step, path in reversed(paths.checkpoint_steps()):
-        faults = verify(path, checksums=checksums)
+        faults = verify(path, checks_digests=checks_digests)
         if not faults:
-            return Resumable(path, step, skipped)
-        skipped.append((path, "; ".join(faults)))
-    return Resumable(None, 0, skipped)
+            return Resumable(path, step, skipped_checkpoints)
+        skipped_checkpoints.append((path, "; ".join(faults)))
+    return Resumable(None, 0, skipped_checkpoints)
 
 
-def require_valid(checkpoint: Path, *, hint: str = "", checksums: bool = True) -> None:
-    """Checks that a checkpoint has no faults; without `checksums`, the files' contents are not read.
+def require_valid(checkpoint: Path, *, hint: str = "", checks_digests: bool = True) -> None:
+    """Checks that a checkpoint has no faults; without `checks_digests`, the files' contents are not read.
 
     Raises:
         CheckpointError: The checkpoint has faults; the message lists folder, files and reasons, then `hint`.
     """
-    faults = verify(checkpoint, checksums=checksums)
+    faults = verify(checkpoint, checks_digests=checks_digests)
     if faults:
         faults_text = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
         advice = f". Restore the file, {hint}" if hint else ""
         raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {faults_text}{advice}")
 
 
-def _find_requested(paths: RunPaths, requested: Path) -> Path:
-    for path in (requested.absolute(), *([paths.checkpoints / requested] if len(requested.parts) == 1 else [])):
+def _find_requested(paths: RunPaths, requested_folder: Path) -> Path:
+    for path in (
+        requested_folder.absolute(),
+        *([paths.checkpoints / requested_folder] if len(requested_folder.parts) == 1 else []),
+    ):
         if path.is_dir():
             return path
     existing_names = ", ".join(path.name for _, path in paths.checkpoint_steps() if is_complete(path))
     raise CheckpointError(
-        f"runner.resume_dir={requested}: no such checkpoint folder. "
+        f"runner.resume_dir={requested_folder}: no such checkpoint folder. "
         + (f"{paths.checkpoints} has: {existing_names}. " if existing_names else f"{paths.checkpoints} has none. ")
         + "Give a global_step_<N> folder, or runner.resume_dir=auto"
     )
 
 
-def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums: bool = True) -> list[Path]:
+def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checks_digests: bool = True) -> list[Path]:
     """Deletes all but the `keep` newest complete checkpoints.
 
     The newest checkpoint without faults is always kept. Incomplete folders are deleted once a newer checkpoint is
@@ -338,7 +401,7 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
         paths: Paths of the run.
         keep: Number of checkpoints to keep; 0 or less keeps all.
         protect: Steps to keep in any case, such as steps under evaluation and ends of segments.
-        checksums: Read the files to find the newest checkpoint without faults; False compares only their sizes.
+        checks_digests: Read the files to find the newest checkpoint without faults; False compares only their sizes.
 
     Returns:
         The deleted folders.
@@ -346,25 +409,37 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checksums:
     if keep <= 0:
         return []
     all_steps = paths.checkpoint_steps()
-    complete = [step for step, path in all_steps if is_complete(path)]
-    kept_steps = set(complete[-keep:]) | set(protect)
-    valid_checkpoint = newest_valid(paths, checksums=checksums)
-    if valid_checkpoint.path is None:
+    saves = {step: _save_of(path) for step, path in all_steps}
+    complete_steps = [step for step, save in saves.items() if save is not None]
+    kept_steps = set(complete_steps[-keep:]) | set(protect)
+    valid_checkpoint = newest_valid(paths, checks_digests=checks_digests)
+    if valid_checkpoint.path is None or not complete_steps:
         return []
     kept_steps.add(valid_checkpoint.step)
-    newest = complete[-1]
-    removed: list[Path] = []
+    newest_step = complete_steps[-1]
+    removed_paths: list[Path] = []
     for step, path in all_steps:
-        if step in kept_steps or (step not in complete and step > newest):
+        if step in kept_steps or (step not in complete_steps and step > newest_step):
             continue
-        trash_path = paths.checkpoints / f".trash_{path.name}-{secrets.token_hex(4)}"
         try:
-            path.rename(trash_path)  # no reader may find a partly deleted checkpoint
+            if _discard(path, functools.partial(_is_save, saves[step])):
+                removed_paths.append(path)
         except OSError as error:
             raise CheckpointError(f"old checkpoint {path} could not be deleted: {error.strerror}") from error
-        _remove_unsealed(trash_path)
-        removed.append(path)
-    return removed
+    return removed_paths
+
+
+def _save_of(checkpoint: Path) -> tuple[int, int] | None:
+    """Returns the identity of a complete checkpoint, which a later save of the same step does not share; else None."""
+    try:
+        status = (checkpoint / COMPLETE).stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _is_save(save: tuple[int, int] | None, checkpoint: Path) -> bool:
+    return _save_of(checkpoint) == save
 
 
 def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
@@ -373,6 +448,9 @@ def move_newer_aside(paths: RunPaths, step: int) -> list[Path]:
     Returns:
         The new names, `superseded-<time>-global_step_<N>`.
     """
-    timestamp = time.strftime("%Y%m%dT%H%M%S")
-    newer_paths = [path for newer, path in paths.checkpoint_steps() if newer > step]
-    return [path.rename(paths.checkpoints / f"superseded-{timestamp}-{path.name}") for path in newer_paths]
+    timestamp, new_paths = time.strftime("%Y%m%dT%H%M%S"), []
+    for newer_step, path in paths.checkpoint_steps():
+        if newer_step > step:
+            with contextlib.suppress(FileNotFoundError):  # an earlier driver on another host has removed it
+                new_paths.append(rename(path, paths.checkpoints / f"superseded-{timestamp}-{path.name}"))
+    return new_paths

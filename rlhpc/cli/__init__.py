@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhpc.cli import (
-    clean,
     config,
     data,
-    doctor,
     evaluate,
     feedback,
     init,
     join,
-    replay,
+    machine,
     robot,
     run,
     scale,
+    share,
     status,
+    trace,
     train,
     tune,
 )
@@ -48,10 +48,11 @@ GROUPS = {
         "feedback",
         "cancel",
     ),
-    "Look at a run": ("status", "logs", "report", "compare"),
-    "Use a policy": ("eval", "play", "record", "pairs", "convert"),
+    "Look at a run": ("status", "watch", "serve", "logs", "report", "compare", "trace"),
+    "Share a run": ("bundle", "reproduce", "push"),
+    "Use a policy": ("eval", "check-policy", "play", "record", "pairs", "convert"),
     "Data": ("data", "replay", "dagger"),
-    "This machine, this cluster": ("doctor", "clean", "completion", "help"),
+    "This machine, this cluster": ("doctor", "explain", "clean", "pack", "completion", "help"),
 }
 
 
@@ -69,11 +70,11 @@ def build_parser() -> TopParser:
         scale,
         feedback,
         status,
+        trace,
+        share,
         evaluate,
         data,
-        replay,
-        doctor,
-        clean,
+        machine,
     ):
         module.add_commands(parser.subparsers)
     parser.commands["completion"].set_defaults(parser=parser)  # the parser that the shell script completes
@@ -96,19 +97,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     parser = build_parser()
     arguments = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    for word in arguments:
-        check_encoding(word)
+    for user_argument in arguments:
+        check_encoding(user_argument)
     parser.check_command(arguments)
     further_arguments: list[str] = []
     if arguments and arguments[0] == "run" and "--" in arguments:  # the remainder is for Snakemake
         separator = arguments.index("--")
         arguments, further_arguments = arguments[:separator], arguments[separator + 1 :]
-    args, remaining = parser.parse_known_args(arguments)
+    args, remaining_arguments = parser.parse_known_args(arguments)
     args.further = further_arguments
-    unknown = [argument for argument in remaining if argument.startswith("-") or "=" not in argument]
-    if unknown:
-        parser.error(f"unknown argument{'s' if len(unknown) > 1 else ''}: {' '.join(unknown)}")
-    args.overrides = [*args.overrides, *remaining]
+    unknown_arguments = [
+        user_argument
+        for user_argument in remaining_arguments
+        if user_argument.startswith("-") or "=" not in user_argument
+    ]
+    if unknown_arguments:
+        parser.error(f"unknown argument{'s' if len(unknown_arguments) > 1 else ''}: {' '.join(unknown_arguments)}")
+    args.overrides = [*args.overrides, *remaining_arguments]
     return args
 
 
@@ -122,9 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         tell("rlhpc: error: the working directory has been removed; change to one that exists")
         return 2
 
-    def command() -> int:
+    def run_command() -> int:
         args = parse(argv)
         args.whole_process = argv is None  # the command may become another program
         return int(args.function(args))
 
-    return report_errors(command)
+    return report_errors(run_command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +17,17 @@ LATEST = "latest"
 
 
 def is_run(paths: RunPaths) -> bool:
-    """Returns whether the folder contains a run that has begun."""
-    return any(marker.exists() for marker in (paths.config, paths.submit, paths.checkpoints, paths.registry))
+    """Returns whether the folder contains a run that has begun; False for a folder that this user may not open."""
+    return any(os.path.exists(marker) for marker in (paths.config, paths.submit, paths.checkpoints, paths.registry))  # noqa: PTH110
 
 
-def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
+def run_paths(run_text: str, overrides: Sequence[str] = ()) -> RunPaths:
     """Returns the run that the user names by its folder, or by its configuration file and overrides.
 
     Raises:
         ConfigError: The run does not exist; the message lists the runs in the same folder.
     """
-    location = expand_home(text).absolute()
+    location = expand_home(run_text).absolute()
     root = location
     if location.is_file() or overrides:
         from rlhpc.runs.configuration import load_config
@@ -40,6 +41,10 @@ def run_paths(text: str, overrides: Sequence[str] = ()) -> RunPaths:
     paths = RunPaths(root)
     if is_run(paths):
         return paths
+    if os.path.isdir(root) and not os.access(root, os.R_OK | os.X_OK):  # noqa: PTH112
+        from rlhpc.jobs.state import owner
+
+        raise ConfigError(f"{root} cannot be opened: Permission denied; the folder belongs to {owner(paths)}")
     nearby_runs = (
         sorted(config_file.parent.name for config_file in root.parent.glob(f"*/{CONFIG}"))
         if root.parent.is_dir()
@@ -62,7 +67,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
     elif args.checkpoint:
         checkpoint = expand_home(args.checkpoint).absolute()
         if checkpoint.name == BEST and (run := RunPaths.around(checkpoint)) is not None:
-            return _best_checkpoint(run)
+            return _find_best_checkpoint(run)
         if args.checkpoint == BEST and not checkpoint.exists():
             raise ConfigError("--checkpoint best is the best checkpoint of a run: name the run with --run FOLDER")
         if overrides and (checkpoint / CONFIG).is_file():
@@ -79,24 +84,24 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
 
     paths = run_paths(args.run, overrides)
     if step == BEST or (step is None and paths.best_step() is not None):
-        return _best_checkpoint(paths)
+        return _find_best_checkpoint(paths)
     if step in (None, LATEST):
-        newest = newest_valid(paths)
-        for path, reason in newest.skipped:
+        newest_checkpoint = newest_valid(paths)
+        for path, reason in newest_checkpoint.skipped:
             print(f"rlhpc: skipped {path.name}: {reason}", file=sys.stderr)
-        if newest.path is None:
+        if newest_checkpoint.path is None:
             raise CheckpointError(f"{paths.root} has no complete checkpoint yet; see rlhpc status {paths.root}")
-        return newest.path
+        return newest_checkpoint.path
     if not step.isdecimal():
         raise ConfigError(f"--step is {step!r}; give a number, {LATEST} or {BEST}")
     checkpoint = paths.checkpoint(int(step))
     if not checkpoint.is_dir():
-        saved_steps = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
-        raise CheckpointError(f"{paths.root} has no checkpoint of step {step}; there are: {saved_steps}")
+        saved_text = ", ".join(str(step) for step, _ in paths.checkpoint_steps()) or "none"
+        raise CheckpointError(f"{paths.root} has no checkpoint of step {step}; there are: {saved_text}")
     return checkpoint
 
 
-def _best_checkpoint(paths: RunPaths) -> Path:
+def _find_best_checkpoint(paths: RunPaths) -> Path:
     """Returns the folder of a run's best checkpoint, `global_step_<N>`.
 
     Raises:
@@ -110,22 +115,22 @@ def _best_checkpoint(paths: RunPaths) -> Path:
     return paths.checkpoint(step)
 
 
-def require_positive(args: argparse.Namespace, *names: str) -> None:
+def require_positive(args: argparse.Namespace, *option_names: str) -> None:
     """Refuses options with a number below 1.
 
     Raises:
         ConfigError: Names the first such option.
     """
-    for name in names:
-        number = getattr(args, name)
-        if number is not None and number < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {number}; it must be at least 1")
+    for name in option_names:
+        option_value = getattr(args, name)
+        if option_value is not None and option_value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {option_value}; it must be at least 1")
 
 
-def describe_saved(paths: RunPaths, total: int, folder: object) -> str:
-    """Formats the last saved step of a run, out of `total` steps, and the folder of its checkpoints."""
+def describe_saved(paths: RunPaths, num_steps: int, folder: object) -> str:
+    """Formats the last saved step of a run, out of `num_steps` steps, and the folder of its checkpoints."""
     steps = [step for step, _ in paths.complete_steps()]
-    return f"saved up to step {steps[-1]} of {total} in {folder}" if steps else "nothing is saved yet"
+    return f"saved up to step {steps[-1]} of {num_steps} in {folder}" if steps else "nothing is saved yet"
 
 
 def require_driver(paths: RunPaths) -> Path:
@@ -149,29 +154,29 @@ def require_driver(paths: RunPaths) -> Path:
         connection.close()
 
 
-def check_file(option: str, path: Path) -> Path:
+def check_file(option_name: str, path: Path) -> Path:
     """Returns the path of a file that a command will write.
 
     Raises:
         ConfigError: The path is a folder, or no file could be created there.
     """
     if path.is_dir():
-        raise ConfigError(f"{option} is {path}, a folder; name a file in it")
-    return _require_writable(option, path, path.parent)
+        raise ConfigError(f"{option_name} is {path}, a folder; name a file in it")
+    return _require_writable(option_name, path, path.parent)
 
 
-def check_folder(option: str, path: Path) -> Path:
+def check_folder(option_name: str, path: Path) -> Path:
     """Returns the path of a folder that a command will create or fill.
 
     Raises:
         ConfigError: The path is a file, or the folder could not be created.
     """
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{option} is {path}, a file; name a folder")
-    return _require_writable(option, path, path)
+        raise ConfigError(f"{option_name} is {path}, a file; name a folder")
+    return _require_writable(option_name, path, path)
 
 
-def _require_writable(option: str, path: Path, folder: Path) -> Path:
+def _require_writable(option_name: str, path: Path, folder: Path) -> Path:
     if reason := unwritable(folder):
-        raise ConfigError(f"{option} is {path}; {reason}; choose another place")
+        raise ConfigError(f"{option_name} is {path}; {reason}; choose another place")
     return path

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.cli.arguments import check_file
 from rlhpc.cli.parser import add_command, argument, words
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home
 
 _EXAMPLES = {
@@ -23,13 +23,15 @@ _EXAMPLES = {
 
 
 def _config(args: argparse.Namespace) -> int:
-    action = {"import": _import, "schema": _schema, "show": _show}[args.action]
+    action = {"import": _import, "schema": _print_schema, "show": _show}[args.action]
     if args.action != "import" and args.overrides:
         raise ConfigError(f"rlhpc config {args.action} takes no key=value: {args.overrides[0]}")
+    if args.action != "import" and args.ignore_unknown:
+        raise ConfigError(f"rlhpc config {args.action} takes no --ignore-unknown, which is for rlhpc config import")
     return action(args)
 
 
-def _schema(args: argparse.Namespace) -> int:
+def _print_schema(args: argparse.Namespace) -> int:
     import json
 
     from rlhpc.config.json_schema import SITE, site_schema, task_type_schema
@@ -61,22 +63,25 @@ def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write(text: str, output: Path | None) -> None:
+def _write(yaml_text: str, output: Path | None) -> None:
     """Writes a text to a file, or to standard output if `output` is None."""
     if output is None:
-        print(text, end="")
+        print(yaml_text, end="")
     else:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text)
+        output.write_text(yaml_text)
 
 
 def _import(args: argparse.Namespace) -> int:
+    import yaml
+
     from rlhpc.cli.foreign import format_config, format_report, translate
     from rlhpc.cli.foreign.hydra import compose
+    from rlhpc.config.constraints import null_numbers
     from rlhpc.config.load import TASK
-    from rlhpc.config.merge import parse_override
+    from rlhpc.config.merge import ConfigLayers, parse_override
     from rlhpc.config.schema import typed_value
-    from rlhpc.config.yaml_files import Scalar
+    from rlhpc.config.yaml_files import Scalar, WrittenScalars
     from rlhpc.runs.task_type import find_task_type
 
     if args.subject is None:
@@ -87,47 +92,54 @@ def _import(args: argparse.Namespace) -> int:
         raise ConfigError(f"--output is {output}, the file that is to be imported; choose another")
     composed_config = compose(path.resolve())
     translation = translate(composed_config, args.subject)
+    if not args.ignore_unknown:
+        translation.check_known_keys(args.subject, "RLinf")
     override_values = dict(map(parse_override, args.overrides))
-    schema = find_task_type(typed_value(override_values.get(TASK, translation.ours.get(TASK)), str)).schema
-    for key, keys in translation.origin.items():
+    task_type = find_task_type(typed_value(override_values.get(TASK, translation.ours.get(TASK)), str))
+    schema = task_type.schema
+    for key, origin_keys in translation.origin.items():
         if (
-            len(keys) == 1
-            and keys[0] in composed_config.texts
-            and translation.ours[key] == composed_config.leaves[keys[0]]
+            len(origin_keys) == 1
+            and origin_keys[0] in composed_config.texts
+            and translation.ours[key] == composed_config.leaves[origin_keys[0]]
         ):
             translation.ours[key] = typed_value(
-                Scalar(translation.ours[key], composed_config.texts[keys[0]]), schema.type_of(key)
+                Scalar(translation.ours[key], composed_config.texts[origin_keys[0]]), schema.type_of(key)
             )
-    for key, value in override_values.items():
-        translation.ours[key], translation.origin[key] = typed_value(value, schema.type_of(key)), []
+    for key, key_value in override_values.items():
+        translation.ours[key], translation.origin[key] = typed_value(key_value, schema.type_of(key)), []
     config_text = format_config(translation, args.subject, "RLinf")
+    # Refuses values whose type the key does not take, before anything is written.
+    layers = ConfigLayers(schema, null_numbers=null_numbers(task_type.keys.by_path))
+    layers.add(yaml.load(config_text, WrittenScalars), args.subject)
     sys.stderr.write(
         format_report(
             translation,
             args.subject,
             "RLinf",
             composed_config.files,
-            _describe_validity(config_text, str(output or args.subject)),
+            _describe_validity(config_text, str(output or args.subject), training=translation.training),
         )
     )
     _write(config_text, output)
     return 0
 
 
-def _describe_validity(text: str, name: str) -> str:
+def _describe_validity(config_text: str, name: str, *, training: bool) -> str:
     """Describes whether rlhpc accepts the translated configuration, by the checks that every command makes."""
+    command = "rlhpc plan" if training else "rlhpc eval"
     import tempfile
 
     from rlhpc.runs.configuration import load_config
 
     with tempfile.TemporaryDirectory(prefix="rlhpc-import-") as folder:
         file = Path(folder) / "imported.yaml"
-        file.write_text(text)
+        file.write_text(config_text)
         try:
-            load_config(file, site="")
-        except ConfigError as error:
-            return f"rlhpc plan does not accept it yet: {str(error).replace(str(file), name)}"
-    return "its keys and values are right; rlhpc plan also looks at the files that they name"
+            load_config(file, site="", training=training)
+        except (ConfigError, PlacementError) as error:
+            return f"{command} does not accept it yet: {str(error).replace(str(file), name)}"
+    return f"its keys and values are right; {command} also looks at the files that they name"
 
 
 def add_commands(commands: Any) -> None:
@@ -152,5 +164,10 @@ def add_commands(commands: Any) -> None:
             "of schema: a task type, or site for site files (default: all task types); of show: a key or section",
         ),
         *words(),
+        argument(
+            "--ignore-unknown",
+            action="store_true",
+            help="import: leave out keys that the importer does not know (default: refuse the file)",
+        ),
         argument("-o", "--output", help="file to write (default: standard output; the report goes to standard error)"),
     )

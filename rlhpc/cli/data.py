@@ -1,4 +1,4 @@
-"""`data`: inspects, merges, splits and converts datasets of trajectories."""
+"""`data` and `replay`: inspect, measure, merge, split and convert datasets of trajectories, and replay buffers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ from rlhpc.runtime.errors import ConfigError
 _EXAMPLES = (
     "rlhpc data info demos/push_cube.h5",
     "rlhpc data show demos/push_cube.h5 --output push_cube.html",
+    "rlhpc data stats lerobot/pusht --output norm_stats.json",
     "rlhpc data merge demos/round_0.h5 demos/round_1.h5 --output demos/all.h5",
     "rlhpc data split demos/all.h5 --parts 2 --output demos/halves",
     "rlhpc data convert demos/push_cube.h5 --to lerobot --videos --task 'push the cube' --output lerobot/push_cube",
+)
+_REPLAY_EXAMPLES = (
+    "rlhpc replay inspect runs/pendulum_sac/checkpoints/global_step_60",
+    "rlhpc replay merge runs/a/checkpoints/global_step_60 runs/b/checkpoints/global_step_60 --output prior",
+    "rlhpc replay split prior --parts 4 --output pieces",
 )
 
 
@@ -54,6 +60,12 @@ def _data(args: argparse.Namespace) -> int:
         return 0
     if not args.output:
         raise ConfigError(f"rlhpc data {args.action} needs --output")
+    if args.action == "stats":
+        output = check_file("--output", Path(args.output))
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(datasets.norm_stats(args.paths), indent=1) + "\n")
+        print(f"{output}: statistics of state and actions")
+        return 0
     if args.action == "show":
         output = check_file("--output", Path(args.output))
         dataset_facts = datasets.inspect(args.paths)
@@ -67,10 +79,33 @@ def _data(args: argparse.Namespace) -> int:
     else:
         check_folder("--output", Path(args.output))
     if args.action == "split":
-        for name, count in datasets.split(args.paths, args.output, args.parts, options):
-            print(f"{name}: {count} episodes")
+        for name, num_episodes in datasets.split(args.paths, args.output, args.parts, options):
+            print(f"{name}: {num_episodes} episodes")
     else:
         print(f"{args.output}: {datasets.convert(args.paths, args.output, options)} episodes")
+    return 0
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from rlhpc.embodied.data import replay_buffer
+
+    if args.overrides:
+        raise ConfigError(f"rlhpc replay takes no overrides ({args.overrides[0]})")
+    if args.action != "merge" and len(args.folders) > 1:
+        raise ConfigError(
+            f"rlhpc replay {args.action} takes one folder, {len(args.folders)} are given; merge them first"
+        )
+    require_positive(args, "parts")
+    if args.action == "inspect":
+        print(json.dumps(replay_buffer.inspect(args.folders[0]), indent=1))
+        return 0
+    if not args.output:
+        raise ConfigError(f"rlhpc replay {args.action} needs --output FOLDER")
+    if args.action == "merge":
+        print(f"{args.output}: {replay_buffer.merge(args.folders, args.output)} transitions")
+        return 0
+    for index, num_transitions in enumerate(replay_buffer.split(args.folders[0], args.output, args.parts)):
+        print(f"{Path(args.output) / str(index)}: {num_transitions} transitions")
     return 0
 
 
@@ -80,11 +115,11 @@ def add_commands(commands: Any) -> None:
         commands,
         "data",
         _data,
-        "show, merge, split and convert datasets of trajectories",
+        "show, measure, merge, split and convert datasets of trajectories",
         _EXAMPLES,
-        argument("action", choices=("info", "show", "merge", "split", "convert"), help="what to do"),
+        argument("action", choices=("info", "show", "stats", "merge", "split", "convert"), help="what to do"),
         argument("paths", nargs="+", help="files of trajectories, folders of them, Minari's or LeRobot's datasets"),
-        argument("--output", help="page (show), file (hdf5) or folder to write"),
+        argument("--output", help="page (show), JSON (stats), file (hdf5) or folder to write"),
         argument(
             "--to",
             choices=("hdf5", "lerobot", "minari"),
@@ -94,4 +129,15 @@ def add_commands(commands: Any) -> None:
         argument("--parts", type=int, default=2, help="datasets to deal the episodes out to (split; default 2)"),
         argument("--episodes", type=int, default=10, help="episodes to show (show; default 10)"),
         *FORMAT,
+    )
+    add_command(
+        commands,
+        "replay",
+        _replay,
+        "inspect, merge and split replay buffers",
+        _REPLAY_EXAMPLES,
+        argument("action", choices=("inspect", "merge", "split"), help="what to do"),
+        argument("folders", nargs="+", help="checkpoints of off-policy runs, or folders that merge and split wrote"),
+        argument("--output", help="folder to write (merge, split)"),
+        argument("--parts", type=int, default=2, help="parts to split into, oldest first (default 2)"),
     )

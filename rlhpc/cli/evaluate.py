@@ -1,11 +1,12 @@
-"""Commands on checkpoints: `eval`, `play`, `record`, `pairs`, `convert`; and `dagger`, which clones an expert."""
+"""Commands on checkpoints: `eval`, `check-policy`, `play`, `record`, `pairs`, `convert`; and `dagger`, to clone an expert."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.arguments import check_file, check_folder, checkpoint_of, require_positive
 from rlhpc.cli.data import FORMAT, format_options
@@ -14,12 +15,19 @@ from rlhpc.jobs.paths import CONFIG, RunPaths, step_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.trust import Trust, without_variables
 
+if TYPE_CHECKING:
+    from rlhpc.embodied.config import EmbodiedConfig
+
 _EXAMPLES = {
     "eval": (
         "rlhpc eval --run runs/quickstart --step latest",
         "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
         "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
         "rlhpc eval --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --suite test",
+    ),
+    "check-policy": (
+        "rlhpc check-policy runs/push_cube_bc --demos demos/push_cube.h5",
+        "rlhpc check-policy configs/embodied/libero_openvla_oft.yaml --demos lerobot/libero_goal --control-hz 20",
     ),
     "play": (
         "rlhpc play runs/quickstart",
@@ -56,19 +64,21 @@ _INTERVENE = "who watches and takes over: keyboard, gamepad, scripted, or one wi
 
 
 def _source(
-    args: argparse.Namespace, alternative: str = "", purpose: str = ""
+    args: argparse.Namespace, alternative_option: str = "", model_purpose: str = ""
 ) -> tuple[Path | None, Path, Trust | None]:
     """Returns the checkpoint, the configuration file, and the code that a checkpoint's configuration may import.
 
     The third value is None for a configuration file that the user names, which may import any code.
 
     Args:
-        alternative: Option that replaces the checkpoint, which is then None; "" without such an option.
-        purpose: Purpose of the configuration, for the message.
+        alternative_option: Option that replaces the checkpoint, which is then None; "" if there is no such option.
+        model_purpose: Purpose of the configuration, for the message.
     """
-    if alternative and getattr(args, alternative) is not None:
+    if alternative_option and getattr(args, alternative_option) is not None:
         if args.config is None or args.checkpoint or args.run:
-            raise ConfigError(f"--{alternative} needs --config RUN.yaml, which {purpose}; and no checkpoint")
+            raise ConfigError(
+                f"--{alternative_option} needs --config RUN.yaml, which {model_purpose}; and no checkpoint"
+            )
         return None, Path(args.config), None
     checkpoint = checkpoint_of(args)
     if args.config is not None:
@@ -76,14 +86,14 @@ def _source(
     config = checkpoint / CONFIG
     if not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    return checkpoint, config, Trust.of_words(args.overrides, _trusts_code(args, checkpoint))
+    return checkpoint, config, Trust.of_words(args.overrides, _may_import_code(args, checkpoint))
 
 
-def _trusts_code(args: argparse.Namespace, checkpoint: Path | None) -> bool:
+def _may_import_code(args: argparse.Namespace, checkpoint: Path | None) -> bool:
     """Returns whether code that the checkpoint names may be imported: the user allows it, or a run of the
     user wrote the checkpoint.
     """
-    from rlhpc.checkpoint.trusted_digests import is_trusted
+    from rlhpc.checkpoint.manifest import is_trusted
 
     return bool(args.trust_checkpoint_code) or (checkpoint is not None and is_trusted(checkpoint))
 
@@ -93,22 +103,22 @@ def _eval(args: argparse.Namespace) -> int:
     from rlhpc.runs.task_type import task_type_of
 
     require_positive(args, "episodes")
-    suite = args.suite or "default"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", suite):
-        raise ConfigError(f"--suite is {suite!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
-    checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
+    suite_name = args.suite or "default"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", suite_name):
+        raise ConfigError(f"--suite is {suite_name!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
+    checkpoint, config, code_trust = _source(args, "model", "says how it is asked and judged")
     if checkpoint is None:
-        return _eval_model(args, config, suite)
-    cfg = load_config(config, args.overrides, training=False, trust=trust)
-    if suite_overrides := list(cfg.workflow.suites.get(suite, ())):
-        if trust is not None and not trust.everything:
+        return _eval_model(args, config, suite_name)
+    cfg = load_config(config, args.overrides, training=False, trust=code_trust)
+    if suite_overrides := list(cfg.workflow.suites.get(suite_name, ())):
+        if code_trust is not None and not code_trust.everything:
             # These overrides come from the checkpoint, not from the user.
-            without_variables({"suites": suite_overrides}, trust, str(config))
-        cfg = load_config(config, [*suite_overrides, *args.overrides], training=False, trust=trust)
+            without_variables({"suites": suite_overrides}, code_trust, str(config))
+        cfg = load_config(config, [*suite_overrides, *args.overrides], training=False, trust=code_trust)
     run = RunPaths.around(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
-        output = run.eval_result(step, suite)
+        output = run.eval_result(step, suite_name)
         suite_changes = [*args.overrides, *([] if args.episodes is None else [f"--episodes {args.episodes}"])]
         if suite_changes and args.suite is None:
             raise ConfigError(
@@ -116,13 +126,18 @@ def _eval(args: argparse.Namespace) -> int:
                 "--suite whose result it is (a new name keeps both), or name a file with --output"
             )
     summary = task_type_of(cfg).offline.evaluate(
-        cfg, checkpoint, suite=suite, episodes=args.episodes, output=output, trust_code=_trusts_code(args, checkpoint)
+        cfg,
+        checkpoint,
+        suite=suite_name,
+        episodes=args.episodes,
+        output=output,
+        trust_code=_may_import_code(args, checkpoint),
     )
     print(f"{checkpoint.name}: {summary}" + (f" → {output}" if output else ""))
     return 0
 
 
-def _model_overrides(args: argparse.Namespace) -> list[str]:
+def _list_model_overrides(args: argparse.Namespace) -> list[str]:
     return [*args.overrides, *([f"actor.model.model_path={args.model}"] if args.model else [])]
 
 
@@ -132,12 +147,57 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.task_type import task_type_of
 
-    cfg = load_config(config, _model_overrides(args), training=False)
+    cfg = load_config(config, _list_model_overrides(args), training=False)
     output = check_file("--output", Path(args.output)) if args.output else None
     summary = task_type_of(cfg).offline.evaluate_model(cfg, suite=suite, output=output)
     name = Path(str(select(cfg, "actor.model.model_path"))).name
     print(f"{name}: {summary}" + (f" → {output}" if output else ""))
     return 0
+
+
+def _check_policy(args: argparse.Namespace) -> int:
+    """Checks a policy against demonstrations; returns 1 if something is wrong with its inputs or outputs."""
+    require_positive(args, "episodes", "frames")
+    if args.control_hz is not None and not 0 < args.control_hz < math.inf:
+        raise ConfigError(f"--control-hz is {args.control_hz}; it must be a number above 0")
+    policy_source, code_trust = Path(args.path), None
+    cfg: EmbodiedConfig | None = None
+    if policy_source.suffix in (".yaml", ".yml"):
+        from rlhpc.embodied.config import plays
+        from rlhpc.runs.configuration import load_config
+
+        loaded_cfg = load_config(policy_source, args.overrides, training=False)
+        if not plays(loaded_cfg):
+            raise ConfigError(
+                f"{policy_source}: a run of kind {loaded_cfg.runner.task_type} has no environment (section env)"
+            )
+        cfg = loaded_cfg
+    else:
+        from rlhpc.checkpoint.start import find_weights
+
+        if args.overrides:
+            raise ConfigError(
+                f"overrides ({args.overrides[0]}) belong to a configuration, and {policy_source} is a folder"
+            )
+        policy_source = find_weights(args.path, "PATH")
+        code_trust = Trust(_may_import_code(args, policy_source))
+    from rlhpc.embodied.evaluation.open_loop import format_check
+    from rlhpc.embodied.preflight import check_against_demonstrations
+    from rlhpc.embodied.python_env import call_where_importable
+
+    policy_check = call_where_importable(
+        policy_source,
+        check_against_demonstrations,
+        policy_source,
+        args.demos,
+        num_episodes=args.episodes,
+        num_frames=args.frames,
+        control_hz=args.control_hz,
+        cfg=cfg,
+        trust=code_trust,
+    )
+    print(format_check(policy_check))
+    return 1 if policy_check.faults else 0
 
 
 def _play(args: argparse.Namespace) -> int:
@@ -149,9 +209,9 @@ def _play(args: argparse.Namespace) -> int:
     require_positive(args, "episodes", "max_tokens")
     if args.seed is not None and args.seed < 0:
         raise ConfigError(f"--seed is {args.seed}; it must be 0 or more")
-    checkpoint, config, trust = _source(args)
+    checkpoint, config, code_trust = _source(args)
     assert checkpoint is not None
-    cfg = load_config(config, args.overrides, training=False, trust=trust)
+    cfg = load_config(config, args.overrides, training=False, trust=code_trust)
     run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
     default_film = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
     summary = task_type_of(cfg).offline.play(
@@ -163,7 +223,7 @@ def _play(args: argparse.Namespace) -> int:
             seed=args.seed,
             system=args.system,
             max_tokens=args.max_tokens,
-            trust_code=_trusts_code(args, checkpoint),
+            trust_code=_may_import_code(args, checkpoint),
         ),
     )
     if summary:
@@ -177,9 +237,9 @@ def _record(args: argparse.Namespace) -> int:
     require_positive(args, "episodes")
     options = format_options(args)
     output = (check_file if args.to == "hdf5" else check_folder)("--output", Path(args.output))
-    checkpoint, config, trust = _source(args, "expert", "names the environment")
-    cfg = load_config(config, args.overrides, training=False, trust=trust)
-    mode = "train" if args.sample else "eval"
+    checkpoint, config, code_trust = _source(args, "expert", "names the environment")
+    cfg = load_config(config, args.overrides, training=False, trust=code_trust)
+    policy_mode = "train" if args.sample else "eval"
     from rlhpc.embodied.config import plays
 
     if not plays(cfg):
@@ -187,30 +247,30 @@ def _record(args: argparse.Namespace) -> int:
     from rlhpc.embodied.evaluation.evaluate import record_episodes
     from rlhpc.embodied.python_env import call_where_importable
 
-    source = str(checkpoint or args.expert)
+    policy_source = str(checkpoint or args.expert)
     record_summary = call_where_importable(
-        source,
+        policy_source,
         record_episodes,
-        source,
+        policy_source,
         cfg,
         output,
         episodes=args.episodes,
         only_success=args.only_success,
-        mode=mode,
+        mode=policy_mode,
         teacher=args.teacher,
         intervene=args.intervene,
-        trust_code=_trusts_code(args, checkpoint),
+        trust_code=_may_import_code(args, checkpoint),
         options=options,
     )
-    success = f", success_once {record_summary['success_once']:.1%}" if "success_once" in record_summary else ""
+    success_text = f", success_once {record_summary['success_once']:.1%}" if "success_once" in record_summary else ""
     print(
         f"{record_summary['episodes']} of {record_summary['played']} episodes of {record_summary['env_id']} "
-        f"({record_summary['steps']} steps, mean return {record_summary['return_mean']:.2f}{success}) → {args.output}"
+        f"({record_summary['steps']} steps, mean return {record_summary['return_mean']:.2f}{success_text}) → {args.output}"
     )
     return 0
 
 
-def _pairs(args: argparse.Namespace) -> int:
+def _write_pairs(args: argparse.Namespace) -> int:
     """Writes scored answers of a language model as data for a reward model."""
     from rlhpc.runs.configuration import load_config
 
@@ -218,8 +278,8 @@ def _pairs(args: argparse.Namespace) -> int:
         raise ConfigError(f"--samples is {args.samples}; it must be at least 2: a pair needs two responses")
     if not 0 < args.temperature < float("inf"):
         raise ConfigError(f"--temperature is {args.temperature}; it must be above 0: a pair needs different responses")
-    checkpoint, config, trust = _source(args, "model", "says how it is asked and judged")
-    cfg = load_config(config, _model_overrides(args), training=False, trust=trust)
+    checkpoint, config, code_trust = _source(args, "model", "says how it is asked and judged")
+    cfg = load_config(config, _list_model_overrides(args), training=False, trust=code_trust)
     output = check_file("--output", Path(args.output))
     from rlhpc.language.config.run import answers
 
@@ -230,7 +290,7 @@ def _pairs(args: argparse.Namespace) -> int:
     from rlhpc.language.evaluation.preference_pairs import describe, make_pairs
 
     pairs_result = make_pairs(
-        cfg, checkpoint, output, suite=args.suite, samples=args.samples, temperature=args.temperature,
+        cfg, checkpoint, output, suite=args.suite, num_samples=args.samples, temperature=args.temperature,
         form="labels" if args.labels else "pairs", shuffled=args.shuffle,
     )  # fmt: skip
     print(f"{describe(pairs_result)} → {args.output}")
@@ -252,13 +312,13 @@ def _convert(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         critic=args.critic,
         released=args.released,
-        trust_code=_trusts_code(args, checkpoint),
+        trust_code=_may_import_code(args, checkpoint),
     )
     print(task_type_of_checkpoint(checkpoint).offline.export(checkpoint, output, options))
     return 0
 
 
-def _dagger(args: argparse.Namespace) -> int:
+def _run_dagger(args: argparse.Namespace) -> int:
     from rlhpc.embodied.runners.dagger import dagger
 
     if args.rounds < 1 or args.episodes < 1:
@@ -267,7 +327,7 @@ def _dagger(args: argparse.Namespace) -> int:
         raise ConfigError(
             "name who labels: --expert for every step that the clone plays, or --intervene for those it is led in"
         )
-    rounds = dagger(args.config, args.overrides, expert=args.expert, rounds=args.rounds, episodes=args.episodes,
+    rounds = dagger(args.config, args.overrides, expert=args.expert, num_rounds=args.rounds, num_episodes=args.episodes,
                   intervene=args.intervene, trust_code=args.trust_checkpoint_code,
                   options=format_options(args))  # fmt: skip
     print(rounds[-1]["checkpoint"])
@@ -304,6 +364,30 @@ def add_commands(commands: Any) -> None:
         argument("--episodes", type=int, help="default: env.eval.num_episodes"),
         argument("--config", help="configuration to use instead of the checkpoint's own"),
         argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"),
+    )
+    add_command(
+        commands,
+        "check-policy",
+        _check_policy,
+        "compare a policy's predictions with demonstrations: cameras, statistics, chunk and frame rate, before it trains",
+        _EXAMPLES["check-policy"],
+        argument(
+            "path",
+            metavar="PATH",
+            help=f"{RUN}, checkpoint or export; or the YAML file of a run with pretrained weights",
+        ),
+        *words(),
+        argument(
+            "--demos",
+            nargs="+",
+            required=True,
+            metavar="DATA",
+            help="files of trajectories, or LeRobot's or Minari's datasets",
+        ),
+        argument("--episodes", type=int, default=20, help="most episodes to read (default 20)"),
+        argument("--frames", type=int, default=256, help="frames to compare, drawn from all of them (default 256)"),
+        argument("--control-hz", type=float, help="rate at which the policy acts (default: not compared)"),
+        TRUST,
     )
     add_command(
         commands,
@@ -352,7 +436,7 @@ def add_commands(commands: Any) -> None:
     add_command(
         commands,
         "pairs",
-        _pairs,
+        _write_pairs,
         "let a language model answer, and write a right answer beside each wrong one: data for a reward model",
         _EXAMPLES["pairs"],
         *CHECKPOINT,
@@ -389,12 +473,14 @@ def add_commands(commands: Any) -> None:
             help="with LoRA or frozen parts: where the model is now that training began from (default: where it was)",
         ),
         argument("--license", help="for the model card, such as apache-2.0 (default: it says other)"),
-        argument("--dtype", choices=("float32", "bfloat16"), help="of a language model (default: as trained)"),
+        argument(
+            "--dtype", choices=("float32", "bfloat16", "float16"), help="of a language model (default: as trained)"
+        ),
     )
     add_command(
         commands,
         "dagger",
-        _dagger,
+        _run_dagger,
         "clone an expert, let the clone play, label what it sees, and clone again",
         _EXAMPLES["dagger"],
         *words(config="YAML file of a run of behaviour cloning (runner.task_type: bc)"),

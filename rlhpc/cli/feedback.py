@@ -20,11 +20,11 @@ _EXAMPLES = ("rlhpc feedback runs/assistant chatcmpl-6f0c… 1.0", "rlhpc feedba
 _ANSWER_S = 15.0
 
 
-def _feedback(args: argparse.Namespace) -> int:
+def _send_feedback(args: argparse.Namespace) -> int:
     paths = run_paths(args.run)
     reward = _parse_reward(args.reward)
     num_unaware, errors = 0, list[str]()
-    for name, scorer in _reward_addresses(paths).items():
+    for name, scorer in _read_reward_addresses(paths).items():
         try:
             reason = _send_reward(scorer, args.completion, reward)
         except (OSError, http.client.HTTPException) as error:
@@ -45,17 +45,17 @@ def _feedback(args: argparse.Namespace) -> int:
     )
 
 
-def _parse_reward(text: str) -> float:
+def _parse_reward(reward_text: str) -> float:
     try:
-        reward = float(text)
+        reward = float(reward_text)
     except ValueError:
         reward = math.nan
     if not math.isfinite(reward):
-        raise ConfigError(f"{text} is no reward; give a finite number, such as 1.0")
+        raise ConfigError(f"{reward_text} is no reward; give a finite number, such as 1.0")
     return reward
 
 
-def _reward_addresses(paths: RunPaths) -> dict[str, dict[str, str]]:
+def _read_reward_addresses(paths: RunPaths) -> dict[str, dict[str, str]]:
     """Returns, for each rollout rank, the addresses at which the rank accepts rewards.
 
     Raises:
@@ -101,7 +101,7 @@ def add_commands(commands: Any) -> None:
     add_command(
         commands,
         "feedback",
-        _feedback,
+        _send_feedback,
         "give a completion its reward, after the agent that asked for it is done",
         _EXAMPLES,
         argument("run", help=RUN),

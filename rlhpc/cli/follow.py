@@ -61,12 +61,12 @@ class RuleJob:
 
         Returns whether the line has wildcards or a log path.
         """
-        if match := _LOG.match(line):
-            self.log = folder / match[1].rstrip(",")
+        if log_match := _LOG.match(line):
+            self.log = folder / log_match[1].rstrip(",")
             return True
         if line.strip().startswith("wildcards: "):
             assignments = (assignment.partition("=") for assignment in line.split(": ", 1)[1].split(", "))
-            self.wildcards = {name: value for name, _, value in assignments}
+            self.wildcards = {name: wildcard_value for name, _, wildcard_value in assignments}
             return True
         return False
 
@@ -113,17 +113,17 @@ class WorkflowLog:
         return self.started_jobs
 
     def _parse_line(self, line: str) -> None:
-        if match := _RULE.match(line):
+        if rule_match := _RULE.match(line):
             self._end_block()
-            self._block, self._is_failure = RuleJob(match[1]), False
-        elif match := _FAILED.match(line):
+            self._block, self._is_failure = RuleJob(rule_match[1]), False
+        elif rule_match := _FAILED.match(line):
             self._end_block()
-            self._block, self._is_failure = RuleJob(match[1]), True
-        elif match := _FINISHED.match(line):
+            self._block, self._is_failure = RuleJob(rule_match[1]), True
+        elif rule_match := _FINISHED.match(line):
             self._end_block()  # the end of a short job may directly follow its start
-            self._change_count(match[1], -1)
-        elif match := _QUEUED_JOB.match(line):
-            self.queued_job = match[1]
+            self._change_count(rule_match[1], -1)
+        elif rule_match := _QUEUED_JOB.match(line):
+            self.queued_job = rule_match[1]
         elif self._block is not None and self._block.read_line(line, self._folder):
             pass
         elif not line.startswith(" ") or _BLOCK_END.match(line):
@@ -140,8 +140,8 @@ class WorkflowLog:
             self.started_jobs.append(job)
             self._change_count(job.rule, 1)
 
-    def _change_count(self, rule: str, change: int) -> None:
-        self.running_counts[rule] = max(0, self.running_counts.get(rule, 0) + change)
+    def _change_count(self, rule: str, count_change: int) -> None:
+        self.running_counts[rule] = max(0, self.running_counts.get(rule, 0) + count_change)
 
 
 @dataclass
@@ -165,15 +165,15 @@ class Track:
         if row and result_files:
             with contextlib.suppress(OSError, ValueError):
                 row.setdefault("eval/return_mean", json.loads(result_files[-1].read_text()).get("return_mean"))
-        return {name: value for name, value in row.items() if isinstance(value, int | float)}
+        return {name: metric_value for name, metric_value in row.items() if isinstance(metric_value, int | float)}
 
 
-def last_row(path: Path, size: int = 1 << 16) -> dict[str, Any]:
-    """Returns the last complete row of a metrics file, read from its last `size` bytes; {} without such a row."""
+def last_row(path: Path, tail_bytes: int = 1 << 16) -> dict[str, Any]:
+    """Returns the last complete row of a metrics file, read from its last `tail_bytes` bytes; {} without such a row."""
     try:
         with path.open("rb") as file:
             file_size = file.seek(0, 2)
-            file.seek(max(0, file_size - size))
+            file.seek(max(0, file_size - tail_bytes))
             lines = file.read().split(b"\n")[:-1]
         row = json.loads(lines[-1]) if lines else {}
     except (OSError, ValueError):
@@ -198,7 +198,7 @@ class WorkflowFollower:
         self._track = ""
         self._rows_at_start = {name: last_row(track.paths.metrics) for name, track in tracks.items()}
         self._job: RuleJob | None = None
-        self._printed: set[str] = set()
+        self._printed_errors: set[str] = set()
         self._is_line_open = False
         self._started_at = time.monotonic()
 
@@ -252,8 +252,8 @@ class WorkflowFollower:
         """Prints the name of the current phase."""
         self._job = job
         phase_text = job.phase_text()
-        if phase_text not in self._printed:
-            self._printed.add(phase_text)
+        if phase_text not in self._printed_errors:
+            self._printed_errors.add(phase_text)
             self._end_line()
             self._stream.write(f"  {phase_text}" + ("" if self._is_terminal else "\n"))
             self._is_line_open = self._is_terminal
@@ -264,8 +264,8 @@ class WorkflowFollower:
         if self._job is None:
             return
         waiting_text = self._log.queued_job if self._job.rule in _TRACKS_BY_RULE else ""
-        if not self._is_terminal and waiting_text and waiting_text not in self._printed:
-            self._printed.add(waiting_text)
+        if not self._is_terminal and waiting_text and waiting_text not in self._printed_errors:
+            self._printed_errors.add(waiting_text)
             self._stream.write(f"  {waiting_text}\n")
             self._stream.flush()
         if not self._is_line_open:
@@ -296,20 +296,20 @@ class WorkflowFollower:
         self._stream.flush()
 
 
-def find_error(log: WorkflowLog, path: Path, lines: int = 15) -> tuple[str, Path]:
+def find_error(log: WorkflowLog, path: Path, num_lines: int = 15) -> tuple[str, Path]:
     """Returns the error of a failed workflow, and the file with the error: a failed rule's log, otherwise Snakemake's log."""
     for file in (*(job.log for job in log.failed_jobs if job.log is not None), path):
         with contextlib.suppress(OSError):
             if log_text := file.read_text(errors="replace").strip():
-                return _error_excerpt(log_text, lines), file
+                return _extract_error_excerpt(log_text, num_lines), file
     return "", path
 
 
-def _error_excerpt(text: str, lines: int) -> str:
-    """Returns up to `lines` lines from the last recognised error on; the last lines if no error is recognised."""
-    text_lines = text.splitlines()
+def _extract_error_excerpt(log_text: str, num_lines: int) -> str:
+    """Returns up to `num_lines` lines from the last recognised error on; the last lines if no error is recognised."""
+    text_lines = log_text.splitlines()
     error_lines = [
         n for n, line in enumerate(text_lines) if re.search(r"rlhpc: error: |^\w*(Error|Exception)\b.*:", line)
     ]
-    first_line = error_lines[-1] if error_lines else max(0, len(text_lines) - lines)
-    return "\n".join(text_lines[first_line : first_line + lines])
+    first_line = error_lines[-1] if error_lines else max(0, len(text_lines) - num_lines)
+    return "\n".join(text_lines[first_line : first_line + num_lines])

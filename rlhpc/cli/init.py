@@ -17,7 +17,7 @@ from rlhpc import share
 from rlhpc.cli.parser import add_command, argument, documentation_root
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.plugins import suggest_name
 from rlhpc.runtime.text import short_repr
 
 _EXAMPLES = {
@@ -78,8 +78,8 @@ Environments, models and rewards of your own: a module beside the Snakefile, nam
 _BASE_ROW = "| `configs/base/` | what it starts from |\n"
 
 
-def _templates() -> dict[str, Path]:
-    """Returns name → folder of the example projects, which have code of a user.
+def _find_templates() -> dict[str, Path]:
+    """Returns the folders of the example projects, which contain user code, by name.
 
     A folder holds only the files that are specific to the project.
     """
@@ -90,31 +90,31 @@ def _templates() -> dict[str, Path]:
     }
 
 
-def _configs() -> dict[str, Path]:
-    """Returns name → file of the configurations that a project can start from."""
+def _find_configs() -> dict[str, Path]:
+    """Returns the files of the configurations that a project can start from, by name."""
     folder = share.path("configs")
     paths = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.yaml"))}
     return {name: path for name, path in paths.items() if not name.startswith(("base/", "site/"))}
 
 
 def _read_chain(name: str, files: dict[str, str]) -> dict[str, str]:
-    """Returns path → text of a configuration and of all configurations that its `defaults:` and `workflow.sft` name.
+    """Returns the text of a configuration, and of all that its `defaults:` and `workflow.sft` name, by path.
 
     Args:
         name: Path of the configuration in the project.
         files: The project's own files, which have precedence over those of rlhpc.
     """
     yaml_text = files[name] if name in files else share.path(*PurePosixPath(name).parts).read_text()
-    content = yaml.safe_load(yaml_text)
-    sft = (content.get("workflow") or {}).get("sft")
+    yaml_content = yaml.safe_load(yaml_text)
+    sft = (yaml_content.get("workflow") or {}).get("sft")
     texts_by_name = {name: yaml_text}
-    for base_name in (*(content.get("defaults") or ()), *([sft] if sft else [])):
+    for base_name in (*(yaml_content.get("defaults") or ()), *([sft] if sft else [])):
         texts_by_name |= _read_chain(posixpath.normpath(posixpath.join(posixpath.dirname(name), base_name)), files)
     return texts_by_name
 
 
 def project_files(name: str, config: str) -> dict[str, str]:
-    """Returns name → content of a new project's files.
+    """Returns the content of a new project's files, by name.
 
     Args:
         name: Name of the project.
@@ -123,10 +123,10 @@ def project_files(name: str, config: str) -> dict[str, str]:
     Raises:
         ConfigError: The configuration does not exist.
     """
-    configs, templates = _configs(), _templates()
+    configs, templates = _find_configs(), _find_templates()
     if config not in configs and config not in templates:
-        names = [*templates, *configs]
-        raise ConfigError(f"--config is {config!r}; {meant(config, names)}allowed: {', '.join(names)}")
+        file_names = [*templates, *configs]
+        raise ConfigError(f"--config is {config!r}; {suggest_name(config, file_names)}allowed: {', '.join(file_names)}")
     template: dict[str, str] = {}
     run_config = f"configs/{config}.yaml"
     if folder := templates.get(config):
@@ -150,17 +150,17 @@ def project_files(name: str, config: str) -> dict[str, str]:
     return files
 
 
-def _project_folder(text: str | None) -> Path:
+def _make_project_folder(folder_text: str | None) -> Path:
     """Returns the folder of a new project.
 
     Raises:
         ConfigError: The name is missing, or modules in it could not be imported.
     """
-    if not text:
+    if not folder_text:
         raise ConfigError(
             "init needs a folder: rlhpc init myproject; rlhpc init --list shows what it can start from; see rlhpc init --help"
         )
-    folder = expand_home(text).absolute()
+    folder = expand_home(folder_text).absolute()
     if os.pathsep in str(folder) or not str(folder).isprintable():
         raise ConfigError(
             f"{short_repr(str(folder))}: modules in it cannot be imported, because of {os.pathsep!r} or a character "
@@ -169,13 +169,13 @@ def _project_folder(text: str | None) -> Path:
     return folder
 
 
-def _check_free(folder: Path, names: Iterable[str]) -> None:
+def _check_free(folder: Path, file_names: Iterable[str]) -> None:
     """Checks that none of a new project's files exists.
 
     Raises:
         ConfigError: A file exists; the message names the first one.
     """
-    for name in names:
+    for name in file_names:
         for ancestor in (folder / name, *(folder / name).parents):
             if os.path.lexists(ancestor) and (ancestor == folder / name or not ancestor.is_dir()):
                 raise ConfigError(f"{ancestor} is there already; give another folder, nothing is overwritten")
@@ -189,7 +189,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
     """
     written_paths: list[Path] = []
     try:
-        for name, content in files.items():
+        for name, file_content in files.items():
             target = folder / name
             for parent in reversed(target.parents):
                 if not parent.is_dir():
@@ -197,7 +197,7 @@ def _write(folder: Path, files: dict[str, str]) -> None:
                     written_paths.append(parent)
             with target.open("x", encoding="utf-8") as file:
                 written_paths.append(target)
-                file.write(content)
+                file.write(file_content)
     except BaseException as error:
         for path in reversed(written_paths):
             with contextlib.suppress(OSError):
@@ -212,8 +212,8 @@ def _write(folder: Path, files: dict[str, str]) -> None:
 
 def _print_choices() -> int:
     """Prints the configurations and projects to start from, with the first sentence of each."""
-    titles = {name: (folder / "README.md").read_text().splitlines()[0] for name, folder in _templates().items()}
-    titles |= {name: path.read_text().splitlines()[0] for name, path in _configs().items()}
+    titles = {name: (folder / "README.md").read_text().splitlines()[0] for name, folder in _find_templates().items()}
+    titles |= {name: path.read_text().splitlines()[0] for name, path in _find_configs().items()}
     width = max(map(len, titles))
     for name, line in titles.items():
         title = line.lstrip("# ") if line.startswith("#") else ""
@@ -226,7 +226,7 @@ def _init(args: argparse.Namespace) -> int:
         raise ConfigError(f"init takes no key=value words: {' '.join(args.overrides)}")
     if args.list:
         return _print_choices()
-    folder = _project_folder(args.folder)
+    folder = _make_project_folder(args.folder)
     files = project_files(folder.name, args.config)
     _check_free(folder, files)
     _write(folder, files)
@@ -236,7 +236,7 @@ def _init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _completion(args: argparse.Namespace) -> int:
+def _print_completion(args: argparse.Namespace) -> int:
     import shtab
 
     print(shtab.complete(args.parser, shell=args.shell))
@@ -263,7 +263,7 @@ def add_commands(commands: Any) -> None:
     add_command(
         commands,
         "completion",
-        _completion,
+        _print_completion,
         "print a script by which a shell completes commands and options",
         _EXAMPLES["completion"],
         argument("shell", choices=_SHELLS, help="the shell"),

@@ -28,24 +28,26 @@ _REASONS: dict[int, str] = {
 
 
 def _join(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.state import RunEndCheck
+    from rlhpc.jobs.state import SharedRunFiles
     from rlhpc.runtime.allocation import granted_cpus, visible_accelerators
     from rlhpc.runtime.joining import LeaveEvent, join_request, stay
 
-    for name, value in (("--patience", args.patience), ("--accelerators", args.accelerators)):
-        if value is not None and value < 0:
-            raise ConfigError(f"{name} is {value}; it must be 0 or more")
+    for name, option_value in (("--patience", args.patience), ("--accelerators", args.accelerators)):
+        if option_value is not None and option_value < 0:
+            raise ConfigError(f"{name} is {option_value}; it must be 0 or more")
     paths = run_paths(args.run, args.overrides)
     num_visible = len(visible_accelerators(os.environ))
     accelerators = min(num_visible, 1) if args.accelerators is None else args.accelerators
     if accelerators > num_visible:
         raise ConfigError(f"--accelerators is {accelerators}, and this process sees {num_visible}")
-    threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
+    num_threads = max(1, int(os.environ.get("SLURM_CPUS_PER_TASK", granted_cpus())))
     leave_event = LeaveEvent()
-    for number in _REASONS:
-        signal.signal(number, lambda signum, _: leave_event.because(_REASONS[signum]))
-    request, ending = join_request(args.group, threads, accelerators), RunEndCheck(paths)
-    stay(paths.registry, request, leave_event, tell, ending, patience_s=args.patience, await_driver=args.await_driver)
+    for signal_number in _REASONS:
+        signal.signal(signal_number, lambda signum, _: leave_event.set_reason(_REASONS[signum]))
+    request, run_files = join_request(args.group, num_threads, accelerators), SharedRunFiles(paths)
+    stay(
+        paths.registry, request, leave_event, tell, run_files, patience_s=args.patience, await_driver=args.await_driver
+    )
     return 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import rlhpc
+from rlhpc.runtime.similar_names import similar_names
 from rlhpc.runtime.standard_streams import tell
 from rlhpc.runtime.text import readable
 from rlhpc.runtime.trust import FLAG
@@ -50,13 +50,13 @@ class TopParser(_Parser):
 
     def format_help(self) -> str:
         summaries = {name: command.description or "" for name, command in self.commands.items()}
-        grouped_names = [name for names in self.groups.values() for name in names]
+        grouped_names = [name for command_names in self.groups.values() for name in command_names]
         ungrouped_names = [name for name in summaries if name not in grouped_names]
         width = max(map(len, summaries)) + 4
         lines = ["usage: rlhpc command [arguments] [key=value …]", "", str(self.description), ""]
-        for title, names in {**self.groups, **({"Other": ungrouped_names} if ungrouped_names else {})}.items():
+        for title, command_names in {**self.groups, **({"Other": ungrouped_names} if ungrouped_names else {})}.items():
             lines.append(f"{title}:")
-            for name in names:
+            for name in command_names:
                 summary_lines = textwrap.wrap(summaries[name], 100 - width)
                 lines += [
                     f"  {name:<{width - 2}}{summary_lines[0]}",
@@ -65,14 +65,14 @@ class TopParser(_Parser):
             lines.append("")
         lines += [
             "rlhpc help COMMAND shows a command's arguments and examples; rlhpc --version, the version.",
-            f"Documentation: {_documentation_page()}",
+            f"Documentation: {_find_documentation_page()}",
         ]
         return "\n".join(lines) + "\n"
 
     def suggestion(self, word: str) -> str:
-        """Returns a hint at the command most similar to a word that is no command; "" if no command is similar."""
-        matches = difflib.get_close_matches(word, self.commands, 1, 0.5)
-        return f"; did you mean rlhpc {matches[0]}?" if matches else ""
+        """Returns a hint at the command most similar to a word that is not a command; "" if no command is similar."""
+        close_matches = similar_names(word, self.commands, 1, 0.5)
+        return f"; did you mean rlhpc {close_matches[0]}?" if close_matches else ""
 
     def check_command(self, words: Sequence[str]) -> None:
         """Ends with an error for a command that does not exist, with a hint at the most similar command.
@@ -99,15 +99,15 @@ def documentation_root() -> str:
     return (urls.get("Documentation") or urls.get("Homepage") or "docs").rstrip("/")
 
 
-def _documentation_page() -> str:
+def _find_documentation_page() -> str:
     """Returns the first page of the documentation."""
     root = documentation_root()
     return root if "://" in root else f"{root}/README.md{'' if Path(root).is_absolute() else ' of the project'}"
 
 
-def argument(*names: str, **options: Any) -> _Argument:
+def argument(*flag_names: str, **options: Any) -> _Argument:
     """Declares an argument of a command, with the parameters of `argparse.ArgumentParser.add_argument`."""
-    return names, options
+    return flag_names, options
 
 
 def words(**positionals: str) -> list[_Argument]:
@@ -148,6 +148,6 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(function=function, overrides=[])
-    for names, options in arguments:
-        parser.add_argument(*names, **options)
+    for flag_names, options in arguments:
+        parser.add_argument(*flag_names, **options)
     return parser

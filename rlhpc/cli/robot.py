@@ -29,7 +29,7 @@ def _robot(args: argparse.Namespace) -> int:
     if not args.what:
         required_argument = "the run's folder" if args.action == "invite" else "the key's file"
         raise ConfigError(f"rlhpc robot {args.action} needs {required_argument}")
-    return _invite(args) if args.action == "invite" else _serve(args)
+    return _write_invitation(args) if args.action == "invite" else _serve(args)
 
 
 def _resume(args: argparse.Namespace) -> int:
@@ -48,21 +48,21 @@ def _resume(args: argparse.Namespace) -> int:
     return 0
 
 
-def _registration_folder(text: str) -> Path:
+def _find_registration_folder(folder_text: str) -> Path:
     """Returns the folder in which robots register: in a run's registry, or the named folder if a command waits there."""
     from rlhpc.cli.arguments import is_run, require_driver
     from rlhpc.jobs.paths import RunPaths
     from rlhpc.runtime.registry import ROBOTS
 
-    paths = RunPaths(expand_home(text).absolute())
+    paths = RunPaths(expand_home(folder_text).absolute())
     if is_run(paths):
         return require_driver(paths) / ROBOTS
     if any(paths.root.glob("slot_*.json")):
         return paths.root
-    raise ConfigError(f"{text} is no run folder, and in no such folder a robot is waited for (kwargs.folder)")
+    raise ConfigError(f"{folder_text} is no run folder, and in no such folder a robot is waited for (kwargs.folder)")
 
 
-def _invite(args: argparse.Namespace) -> int:
+def _write_invitation(args: argparse.Namespace) -> int:
     from rlhpc.embodied.robots.joining import invite
 
     if not args.output:
@@ -71,18 +71,18 @@ def _invite(args: argparse.Namespace) -> int:
         raise ConfigError(f"--minutes is {args.minutes:g} and --wait {args.wait:g}; above 0 and at least 0 are wanted")
     output = check_file("--output", Path(args.output))
     key = invite(
-        _registration_folder(args.what), output, slot=args.slot, minutes=args.minutes, wait_s=args.wait, run=args.what
+        _find_registration_folder(args.what), output, slot=args.slot, minutes=args.minutes, wait_s=args.wait, run=args.what
     )  # fmt: skip
     address = key.place
     print(
         f"{output}: a key for {address.robot} (slot {address.slot}), for one joining within {args.minutes:g} minutes. "
         f"Take it there (scp {output} ROBOT:), and there:\n"
-        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_ssh_host(address)}"
+        f"  rlhpc robot serve {output.name} --robot MODULE:CLASS --ssh {_choose_ssh_host(address)}"
     )
     return 0
 
 
-def _ssh_host(address: Any) -> str:
+def _choose_ssh_host(address: Any) -> str:
     return f"{address.node}" if address.address.startswith("127.") else "LOGIN_NODE"
 
 
@@ -106,7 +106,7 @@ def _serve(args: argparse.Namespace) -> int:
             f"--kwargs is {args.kwargs!r}; it must be as YAML has it: 'address: 192.168.1.5, port: 5'"
         ) from None
     user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
-    bounds = {name: positive_number(name, value) for name, value in user_bounds.items()}
+    bounds = {name: positive_number(name, bound_value) for name, bound_value in user_bounds.items()}
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
     robot = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
     try:

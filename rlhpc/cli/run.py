@@ -23,7 +23,7 @@ from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, argument, words
 from rlhpc.jobs.paths import RunPaths, refuse_braces
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.plugins import suggest_name
 from rlhpc.runtime.standard_streams import tell
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ def find_profile(name: str) -> str:
         return str(folder)
     if os.sep in name:
         raise ConfigError(f"--profile is {name}: there is no such folder")
-    local_profile, packaged = Path.cwd() / "profiles" / name, share.path("profiles", name)
+    local_profile, packaged_profile = Path.cwd() / "profiles" / name, share.path("profiles", name)
     # A profile determines what Snakemake runs: another user's profile in a shared folder is not used.
     if local_profile.is_dir() and local_profile.stat().st_uid in (0, os.getuid()):
         return str(local_profile)
-    if packaged.is_dir():
-        return str(packaged)
+    if packaged_profile.is_dir():
+        return str(packaged_profile)
     config_homes = [
         os.environ.get("XDG_CONFIG_HOME") or "~/.config",
         *os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":"),
@@ -86,7 +86,7 @@ def find_profile(name: str) -> str:
         return name  # Snakemake finds it there
     profile_names = sorted(path.name for path in share.path("profiles").iterdir())
     raise ConfigError(
-        f"--profile is {name!r}; {meant(name, profile_names)}there are: {', '.join(profile_names)}, a folder's "
+        f"--profile is {name!r}; {suggest_name(name, profile_names)}there are: {', '.join(profile_names)}, a folder's "
         "path, and what lies in ~/.config/snakemake or /etc/xdg/snakemake"
     )
 
@@ -162,26 +162,26 @@ def _run(args: argparse.Namespace) -> int:
         sft_cfg = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
         sft_paths = RunPaths.of(sft_cfg.runner.run_dir, sft_cfg.runner.name)
         tracks["sft"] = Track(sft_cfg.runner.name, sft_paths, total_steps(sft_cfg))
-    with _workflow_log(paths.logs) as path:
+    with _open_workflow_log(paths.logs) as path:
         saved_steps = paths.complete_steps()
         start_text = f", from step {saved_steps[-1][0]} on" if saved_steps else ""
-        say(
+        print_line(
             f"{cfg.runner.name}: {total_steps(cfg)} steps into {relative(paths.root)}{start_text}; "
             f"Snakemake log: {relative(path)}"
         )
         log = WorkflowLog(path, Path.cwd())
         started_at = time.monotonic()
-        code = _follow(
+        exit_code = _follow(
             command,
             path,
             WorkflowFollower(log, tracks),
             lambda process, interrupt: _stop(process, interrupt, args, tracks),
         )
-        if code == 0:
+        if exit_code == 0:
             print("\n".join(render_ending(cfg, paths, args, time.monotonic() - started_at)), flush=True)
-        elif not isinstance(code, InterruptedCode):
-            code = _print_failure(log, path, args, code)
-    return code
+        elif not isinstance(exit_code, InterruptedCode):
+            exit_code = _print_failure(log, path, args, exit_code)
+    return exit_code
 
 
 def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
@@ -198,24 +198,26 @@ def _run_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     command[index:index] = ["--keep-going"]
     if args.dry_run:
         return subprocess.run(command, check=False).returncode
-    with _workflow_log(sweep.paths.logs) as path:
-        say(f"{sweep.name}: {len(sweep.runs)} runs into {relative(sweep.paths.root)}; Snakemake log: {relative(path)}")
+    with _open_workflow_log(sweep.paths.logs) as path:
+        print_line(
+            f"{sweep.name}: {len(sweep.runs)} runs into {relative(sweep.paths.root)}; Snakemake log: {relative(path)}"
+        )
         log = WorkflowLog(path, Path.cwd())
         tracks = {run.point.name: Track(run.point.name, run.paths, total_steps(run.cfg)) for run in sweep.runs}
         tracks |= {folder.name: Track(folder.name, RunPaths(folder), 0) for folder in sweep.paths.root.glob("sft-*")}
-        code = _follow(
+        exit_code = _follow(
             command, path, SweepFollower(log, sweep), lambda process, interrupt: _stop(process, interrupt, args, tracks)
         )
-        if isinstance(code, InterruptedCode):
-            return code
-        if not log.started_jobs and not log.failed_jobs and code != 0 and not sweep.paths.is_there:
-            return _print_failure(log, path, args, code)  # nothing started
+        if isinstance(exit_code, InterruptedCode):
+            return exit_code
+        if not log.started_jobs and not log.failed_jobs and exit_code != 0 and not sweep.paths.is_there:
+            return _print_failure(log, path, args, exit_code)  # nothing started
         print("\n".join(["", *render_sweep_ending(sweep)]))
         if sweep.paths.page.is_file():
             print(f"  page    {relative(sweep.paths.page)}", flush=True)
-        if code != 0:
-            code = _print_failure(log, path, args, code)
-    return code
+        if exit_code != 0:
+            exit_code = _print_failure(log, path, args, exit_code)
+    return exit_code
 
 
 class InterruptedCode(int):
@@ -223,7 +225,7 @@ class InterruptedCode(int):
 
 
 @contextlib.contextmanager
-def _workflow_log(logs: Path) -> Iterator[Path]:
+def _open_workflow_log(logs: Path) -> Iterator[Path]:
     """Yields an empty log file for Snakemake: `snakemake.log`, or `snakemake-2.log` and so on while other commands hold the
     earlier ones.
     """
@@ -246,11 +248,11 @@ def _workflow_log(logs: Path) -> Iterator[Path]:
         lease.release()
 
 
-def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop: Stop) -> int:
+def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFollower, stop_process: Stop) -> int:
     """Runs Snakemake and displays its progress.
 
     Returns:
-        Snakemake's exit code; after an interrupt, the exit code of `stop` as an `InterruptedCode`.
+        Snakemake's exit code; after an interrupt, the exit code of `stop_process` as an `InterruptedCode`.
     """
     from rlhpc.metrics.logger import quiet_terminal
 
@@ -264,11 +266,11 @@ def _follow(command: list[str], path: Path, follower: WorkflowFollower | SweepFo
             follower.close()
         except KeyboardInterrupt as interrupt:
             follower.close()
-            return InterruptedCode(stop(process, interrupt))
+            return InterruptedCode(stop_process(process, interrupt))
     return process.returncode
 
 
-def _print_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code: int) -> int:
+def _print_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, exit_code: int) -> int:
     """Prints the error of a failed workflow and the command that continues it.
 
     Returns:
@@ -276,27 +278,27 @@ def _print_failure(log: WorkflowLog, path: Path, args: argparse.Namespace, code:
     """
     from rlhpc.cli.follow import find_error
 
-    if code < 0:
-        signal_name = signal.Signals(-code).name
-        say(
+    if exit_code < 0:
+        signal_name = signal.Signals(-exit_code).name
+        print_line(
             f"Snakemake was killed by {signal_name}; jobs in Slurm go on\n  the same command finds them: {same_command(args)}"
         )
-        return 128 - code
+        return 128 - exit_code
     error_text, error_log = find_error(log, path)
-    print(error_text or f"Snakemake ended with exit code {code} and said nothing", file=sys.stderr)
+    print(error_text or f"Snakemake ended with exit code {exit_code} and said nothing", file=sys.stderr)
     if not log.failed_jobs and error_text.startswith("rlhpc: error: "):
         return 2
     more_text = f"; Snakemake's: {relative(path)}" if error_log != path else ""
-    say(
+    print_line(
         f"failed; log: {relative(error_log)}{more_text}\n"
         f"  the same command goes on from the last checkpoint: {same_command(args)}"
     )
-    return code
+    return exit_code
 
 
-def say(text: str) -> None:
+def print_line(message: str) -> None:
     """Prints a message with the prefix `rlhpc: `."""
-    tell(f"rlhpc: {text}")
+    tell(f"rlhpc: {message}")
 
 
 def relative(path: Path) -> str:
@@ -304,7 +306,7 @@ def relative(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-def render_ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, seconds: float) -> list[str]:
+def render_ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, elapsed_s: float) -> list[str]:
     """Returns the lines to print about a finished run: its result, its files, and the next commands."""
     from rlhpc.jobs.status import duration
     from rlhpc.metrics.provenance import last_result
@@ -318,7 +320,7 @@ def render_ending(cfg: RunConfig, paths: RunPaths, args: argparse.Namespace, sec
     next_name = shlex.quote(f"{cfg.runner.name}-2")
     return [
         "",
-        f"{cfg.runner.name}: done in {duration(seconds)}{', ' if result_text else ''}{result_text}",
+        f"{cfg.runner.name}: done in {duration(elapsed_s)}{', ' if result_text else ''}{result_text}",
         f"  report  {relative(paths.report)}",
         *([f"  policy  {relative(paths.export(step))}"] if paths.export(step).is_dir() else []),
         "next",
@@ -339,60 +341,63 @@ def interrupt_on_signals() -> Iterator[None]:
         raise Interrupted(signum)
 
     previous_handlers = {
-        number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+        signal_number: signal.signal(signal_number, handle)
+        for signal_number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     }
     try:
         yield
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, handler)
 
 
 def _stop(
     process: subprocess.Popen[bytes], interrupt: KeyboardInterrupt, args: argparse.Namespace, tracks: dict[str, Track]
 ) -> int:
-    """Ends Snakemake and the jobs of this machine; prints what is saved and how to continue."""
+    """Ends Snakemake and the jobs of this machine; prints the saved steps and the command that continues the run."""
     signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
-    say("interrupted: saving; Ctrl-C again ends at once")
+    print_line("interrupted: saving; Ctrl-C again ends at once")
     is_hurried = False
     try:
         _end_process_group(process)
         for message in _end_drivers(tracks):
-            say(message)
+            print_line(message)
     except KeyboardInterrupt:
         is_hurried = True
         _end_process_group(process, immediately=True)
         with contextlib.suppress(KeyboardInterrupt):
             _end_drivers(tracks, grace_s=0.0)
     except RlhpcError as error:
-        say(f"error: {error}")
+        print_line(f"error: {error}")
     if "run" in tracks:
         _print_saved(tracks["run"], is_hurried)
     else:
-        from rlhpc.jobs.status import run_state
+        from rlhpc.jobs.state import run_state
 
         num_saved = sum(bool(track.paths.complete_steps()) for track in tracks.values())
         running_names = [
             name for name, track in tracks.items() if run_state(track.paths)[0] in ("running", "waiting", "pending")
         ]
         root = next(iter(tracks.values())).paths.root.parent
-        say(f"interrupted; {num_saved} of {len(tracks)} runs have saved something")
+        print_line(f"interrupted; {num_saved} of {len(tracks)} runs have saved something")
         if running_names and not is_hurried:
-            say(f"the jobs of {len(running_names)} runs go on; stop them: rlhpc cancel {shlex.quote(relative(root))}")
-    say(f"go on: {same_command(args)}")
+            print_line(
+                f"the jobs of {len(running_names)} runs go on; stop them: rlhpc cancel {shlex.quote(relative(root))}"
+            )
+    print_line(f"go on: {same_command(args)}")
     return 128 + signum
 
 
 def _print_saved(track: Track, is_hurried: bool) -> None:
     """Prints the progress of an interrupted run, and whether its job continues."""
-    from rlhpc.jobs.status import run_state
+    from rlhpc.jobs.state import run_state
 
     saved_text = describe_saved(track.paths, track.total, relative(track.paths.root))
     if not is_hurried and run_state(track.paths)[0] in ("running", "waiting"):
-        say(f"interrupted; its job goes on ({saved_text})")
-        say(f"stop it: rlhpc cancel {shlex.quote(relative(track.paths.root))}")
+        print_line(f"interrupted; its job goes on ({saved_text})")
+        print_line(f"stop it: rlhpc cancel {shlex.quote(relative(track.paths.root))}")
     else:
-        say(f"interrupted; {saved_text}")
+        print_line(f"interrupted; {saved_text}")
 
 
 def _end_drivers(tracks: dict[str, Track], grace_s: float = _SAVE_S) -> list[str]:
@@ -433,7 +438,7 @@ def _end_local_driver(paths: RunPaths, grace_s: float = _SAVE_S) -> list[str]:
     from rlhpc.jobs.shared_files import read_json_file
     from rlhpc.jobs.submit import cancel
 
-    records = [read_json_file(SegmentJournal(paths, segment).record) or {} for segment in paths.submitted()]
+    records = [read_json_file(SegmentJournal(paths, segment).record) or {} for segment in paths.submitted_segments()]
     if not any(record.get("executor") == "local" for record in records):
         return []
     return cancel(paths, grace_s=grace_s)

@@ -15,7 +15,7 @@ _AUTO = "auto"
 
 
 def _scale(args: argparse.Namespace) -> int:
-    from rlhpc.jobs.elastic.records import HelperRecord, stays
+    from rlhpc.jobs.elastic.records import HelperRecord, read_stays
     from rlhpc.jobs.shared_files import read_json_file, write_json
 
     paths = run_paths(args.run)
@@ -38,17 +38,18 @@ def _scale(args: argparse.Namespace) -> int:
     )
     live_jobs = HelperRecord.read(paths).live()
     for group, num_requested in requested_ranks.items():
-        num_present = sum(stay.left_at is None and stay.group == group for stay in stays(paths))
-        queued = sum(job.started is None and job.group == group for job in live_jobs)
+        num_present = sum(rank_stay.left_at is None and rank_stay.group == group for rank_stay in read_stays(paths))
+        num_queued = sum(job.started is None and job.group == group for job in live_jobs)
         number_text = "as many as the rule says" if num_requested is None else f"{num_requested}"
         print(
-            f"{paths.root.name}: {number_text} ranks of {group} are asked for; {num_present} there, {queued} jobs in the queue"
+            f"{paths.root.name}: {number_text} ranks of {group} are asked for; {num_present} there, {num_queued} jobs "
+            f"in the queue"
         )
     return 0
 
 
 def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
-    """Returns group → minimum and maximum number of ranks, from the run's configuration.
+    """Returns each group's minimum and maximum number of ranks, from the run's configuration.
 
     Raises:
         ConfigError: The run accepts no ranks from separate jobs.
@@ -57,10 +58,10 @@ def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
     from rlhpc.runtime.cluster import read_key
     from rlhpc.runtime.files import read_yaml
 
-    content: Any = {}
+    bounds_content: Any = {}
     if paths.config.is_file():
-        content = read_yaml(paths.config.read_bytes(), UniqueKeys)
-    helper_sections = read_key(read_key(content, "cluster"), "elastic", ())
+        bounds_content = read_yaml(paths.config.read_bytes(), UniqueKeys)
+    helper_sections = read_key(read_key(bounds_content, "cluster"), "elastic", ())
     bounds = {
         str(read_key(helper_section, "group", "rollout")): (int(helper_section["min"]), int(helper_section["max"]))
         for helper_section in helper_sections
@@ -73,16 +74,16 @@ def _bounds(paths: RunPaths) -> dict[str, tuple[int, int]]:
     return bounds
 
 
-def _parse_request(word: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, int | None]:
-    group, _, number_text = word.partition("=")
+def _parse_request(group_request: str, bounds: dict[str, tuple[int, int]]) -> tuple[str, int | None]:
+    group, _, number_text = group_request.partition("=")
     if group not in bounds:
-        raise ConfigError(f"{word}: groups of this run that can be scaled: {', '.join(bounds)}")
+        raise ConfigError(f"{group_request}: groups of this run that can be scaled: {', '.join(bounds)}")
     if number_text == _AUTO:
         return group, None
     min_ranks, max_ranks = bounds[group]
     if not number_text.isascii() or not number_text.isdigit() or not min_ranks <= int(number_text) <= max_ranks:
         raise ConfigError(
-            f"{word}: give a number from {min_ranks} to {max_ranks} (cluster.elastic), or {group}={_AUTO}"
+            f"{group_request}: give a number from {min_ranks} to {max_ranks} (cluster.elastic), or {group}={_AUTO}"
         )
     return group, int(number_text)
 

@@ -1,8 +1,11 @@
-"""Commands that inspect runs: `status`, `logs`, `report`, `compare`."""
+"""Commands that inspect runs: `status`, `watch`, `serve`, `logs`, `report`, `compare`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,16 @@ _EXAMPLES = {
         "rlhpc status runs",
         "rlhpc status runs/cartpole-lr",
         "rlhpc status configs/quickstart.yaml runner.name=try",
+        "rlhpc status configs/quickstart.yaml --test-alert runner.alerts.command=[logger,-t,rlhpc]",
+    ),
+    "serve": (
+        "rlhpc serve",
+        "rlhpc serve runs/cartpole-lr",
+        "rlhpc serve runs --port 0",
+    ),
+    "watch": (
+        "rlhpc watch",
+        "rlhpc watch runs/quickstart runs/cartpole-lr",
     ),
     "logs": (
         "rlhpc logs runs/quickstart",
@@ -36,11 +49,13 @@ _EXAMPLES = {
 }
 
 
-def _status(args: argparse.Namespace) -> int:
+def _print_status(args: argparse.Namespace) -> int:
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs, render_status
     from rlhpc.runs.headlines import run_headlines
 
+    if args.test_alert:
+        return _test_alert(args)
     folder = expand_home(args.run).absolute()
     if (sweep := sweep_paths(args.run, args.overrides)) is not None:
         print(render_sweep(sweep))
@@ -50,6 +65,33 @@ def _status(args: argparse.Namespace) -> int:
         return 0
     print(render_status(run_paths(args.run, args.overrides), headlines=run_headlines))
     return 0
+
+
+def _test_alert(args: argparse.Namespace) -> int:
+    """Sends a test alert by the hooks of a configuration, without a record; prints the result."""
+    from rlhpc.config.files import find_config
+    from rlhpc.jobs.alerts import TEST, Alert, AlertTargets, delivery_errors
+    from rlhpc.runs.configuration import load_config
+
+    location = expand_home(args.run)
+    config_source = RunPaths(location).config if location.is_dir() else find_config(args.run)
+    cfg = load_config(config_source, args.overrides, check=False)
+    targets = AlertTargets.from_config(cfg.runner.alerts)
+    if not targets:
+        raise ConfigError(
+            f"{config_source}: runner.alerts has neither a command nor a webhook; set runner.alerts.command, or "
+            "runner.alerts.webhook to ${oc.env:NAME}"
+        )
+    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    alert = Alert(TEST, TEST, cfg.runner.name, str(paths.root), "a test, nothing has happened", reporter="user")
+    errors = delivery_errors(alert, targets)
+    hooks = [name for name, is_set in (("command", targets.command), ("webhook", targets.url)) if is_set]
+    for error in errors:
+        print(f"rlhpc: error: {error}", file=sys.stderr)
+    for hook in hooks:
+        if not any(error.startswith(f"runner.alerts.{hook}:") for error in errors):
+            print(f"runner.alerts.{hook}: delivered: {alert.text}")
+    return 1 if errors else 0
 
 
 def _logs(args: argparse.Namespace) -> int:
@@ -62,7 +104,7 @@ def _logs(args: argparse.Namespace) -> int:
     if args.start not in ("last", "all") and not (args.start.isdecimal() and int(args.start)):
         raise ConfigError(f"--start is {args.start!r}; allowed: 1, 2, …, last or all")
     print_logs(
-        run_paths(args.run, args.overrides), group=args.group, rank=args.rank, follow=args.follow, lines=args.lines,
+        run_paths(args.run, args.overrides), group=args.group, rank=args.rank, follows=args.follow, num_lines=args.lines,
         start=args.start,
     )  # fmt: skip
     return 0
@@ -120,15 +162,77 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(args: argparse.Namespace) -> int:
+    from rlhpc.live.server import RunsApp, default_socket, serve_on_port, serve_on_socket, stop_event
+
+    if args.port is not None and not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; it must be between 0 and 65535, or 0 for any")
+    folder = expand_home(args.folder)
+    app, host = RunsApp(folder), socket.getfqdn()
+    stop_request = stop_event()
+    if args.port is not None:
+        with contextlib.closing(app), serve_on_port(app, args.port) as address:
+            print(f"{address}\nfrom your own machine: ssh -N -L PORT:127.0.0.1:PORT {host}, with this port", flush=True)
+            stop_request.wait()
+        return 0
+    path = (expand_home(args.socket) if args.socket else default_socket(folder)).absolute()
+    with contextlib.closing(app), serve_on_socket(app, path):
+        print(
+            f"serving {app.index.folder} on {path}\n"
+            f"on your own machine: ssh -N -L 8080:{path} {host}\n"
+            "then open http://localhost:8080 there; Ctrl-C here ends it",
+            flush=True,
+        )
+        stop_request.wait()
+    return 0
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from rlhpc.live.run_index import RunIndex
+
+    folders = [expand_home(folder) for folder in args.folders or ["runs"]]
+    indices = [RunIndex(folder) for folder in folders]
+    if not sys.stdin.isatty() or not sys.stdout.isatty():
+        raise ConfigError(f"watch needs a terminal; rlhpc status {folders[0]} prints the same once")
+    from rlhpc.live.watch import WatchApp
+
+    WatchApp(indices).run()
+    return 0
+
+
 def add_commands(commands: Any) -> None:
     """Adds the commands of this module to the command line."""
     add_command(
         commands,
         "status",
-        _status,
+        _print_status,
         "show where a run is, or all runs below a folder",
         _EXAMPLES["status"],
         *words(run=f"{RUN}; or a folder with runs below it"),
+        argument("--test-alert", action="store_true", help="send a test alert by the hooks of runner.alerts instead"),
+    )
+    add_command(
+        commands,
+        "serve",
+        _serve,
+        "show runs in a browser while they train: curves, samples, films, logs; read-only, without a daemon or a port",
+        _EXAMPLES["serve"],
+        argument("folder", nargs="?", default="runs", metavar="DIR", help="folder with the runs (default: runs)"),
+        argument("--socket", metavar="PATH", help="UNIX socket (default: one in a folder that only you can open)"),
+        argument(
+            "--port",
+            type=int,
+            metavar="N",
+            help="instead of a socket, a port of 127.0.0.1 with a token; 0 takes any",
+        ),
+    )
+    add_command(
+        commands,
+        "watch",
+        _watch,
+        "show runs on one terminal screen while they train: states, progress, ranks, a curve, the end of a log",
+        _EXAMPLES["watch"],
+        argument("folders", nargs="*", metavar="DIR", help="run folders, or folders with runs (default: runs)"),
     )
     add_command(
         commands,

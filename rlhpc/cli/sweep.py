@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _UPDATE_INTERVAL_S = 2.0
 
 
-def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
+def sweep_paths(sweep_text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
     """Returns the sweep that the user names by its folder, or by its configuration; None if the user names a run."""
-    location = expand_home(text).absolute()
+    location = expand_home(sweep_text).absolute()
     if location.is_dir():
         paths = SweepPaths(location)
         return paths if paths.is_there and not overrides else None
@@ -38,7 +38,7 @@ def sweep_paths(text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
         return None
     if not sweep.paths.is_there:
         raise ConfigError(
-            f"{sweep.paths.root}: the sweep of {text} has not begun; start it: rlhpc run {shlex.quote(text)}"
+            f"{sweep.paths.root}: the sweep of {sweep_text} has not begun; start it: rlhpc run {shlex.quote(sweep_text)}"
         )
     return sweep.paths
 
@@ -53,10 +53,10 @@ def render_sweep(sweep: SweepPaths) -> str:
     names = [str(run["name"]) for run in read_sweep(sweep)["runs"]]
     run_names = {paths.root.name for paths in find_runs(sweep.root, depth=1)}
     notes = {name: "not in the sweep any more" for name in run_names - set(names) if not name.startswith("sft-")}
-    order = [*(name for name in sorted(run_names) if name.startswith("sft-")), *names, *sorted(notes)]
-    cancelled_text = "; cancelled, rlhpc run goes on with it" if sweep.cancelled.exists() else ""
+    ordered_names = [*(name for name in sorted(run_names) if name.startswith("sft-")), *names, *sorted(notes)]
+    cancelled_text = "; cancelled, rlhpc run goes on with it" if sweep.cancel_mark.exists() else ""
     return f"sweep {sweep.root.name}: {len(names)} runs{cancelled_text}\n" + render_runs(
-        sweep.root, [sweep.run(name) for name in order], notes, headlines=run_headlines
+        sweep.root, [sweep.run(name) for name in ordered_names], notes, headlines=run_headlines
     )
 
 
@@ -76,9 +76,9 @@ def cancel_sweep(sweep: SweepPaths) -> list[str]:
     for paths in runs:
         require_ownership(paths)
     try:
-        sweep.cancelled.touch()
+        sweep.cancel_mark.touch()
     except OSError as error:
-        raise RlhpcError(f"{sweep.cancelled}: cannot be written: {error.strerror}") from error
+        raise RlhpcError(f"{sweep.cancel_mark}: cannot be written: {error.strerror}") from error
     messages: list[str] = []
     errors: list[RlhpcError] = []
 
@@ -105,24 +105,25 @@ def render_sweep_plan(sweep: Sweep, launcher: str) -> str:
     from rlhpc.jobs.accelerators import with_likely_accelerators
     from rlhpc.jobs.plan import build_plan, count_noun, render_plan
 
-    plans = [build_plan(with_likely_accelerators(run.cfg, launcher), launcher=launcher) for run in sweep.runs]
-    jobs = sum(map(_count_jobs, sweep.runs), Counter[str]())
-    seeds = len({run.point.seed for run in sweep.runs})
+    job_plans = [build_plan(with_likely_accelerators(run.cfg, launcher), launcher=launcher) for run in sweep.runs]
+    job_counts = sum(map(_count_jobs, sweep.runs), Counter[str]())
+    num_seeds = len({run.point.seed for run in sweep.runs})
     limit_text = f", at most {sweep.section.max_queued} training jobs queued or running at once"
     lines = [
-        f"sweep {sweep.name}: {count_noun(len(sweep.runs), 'run')} ({count_noun(len(sweep.runs) // seeds, 'configuration')}, "
-        f"{count_noun(seeds, 'seed')}){limit_text if sweep.section.max_queued else ''}",
-        "jobs         " + ", ".join(f"{count} {job_type}" for job_type, count in jobs.items() if count),
+        f"sweep {sweep.name}: {count_noun(len(sweep.runs), 'run')} ("
+        f"{count_noun(len(sweep.runs) // num_seeds, 'configuration')}, {count_noun(num_seeds, 'seed')})"
+        f"{limit_text if sweep.section.max_queued else ''}",
+        "jobs         " + ", ".join(f"{num_jobs} {job_type}" for job_type, num_jobs in job_counts.items() if num_jobs),
     ]
     lines += [
         f"shared       {run.point.name} makes {' and '.join(sorted(run.prepares))} for those that need the same"
         for run in sweep.runs
         if run.prepares
     ]
-    if plans[0].launcher == "slurm":
-        lines.append(f"at most      {_cost(sweep, plans)}")
+    if job_plans[0].launcher == "slurm":
+        lines.append(f"at most      {_cost(sweep, job_plans)}")
     lines += ["", *(f"  {run.point.name}" for run in sweep.runs), "", f"# {sweep.runs[0].point.name}, as an example"]
-    return "\n".join([*lines, render_plan(plans[0])])
+    return "\n".join([*lines, render_plan(job_plans[0])])
 
 
 def _count_jobs(run: SweepRun) -> Counter[str]:
@@ -131,28 +132,28 @@ def _count_jobs(run: SweepRun) -> Counter[str]:
 
     cfg, task_type = run.cfg, task_type_of(run.cfg)
     preparation = task_type.offline.preparation(cfg)
-    suites, prepares_sft = len(cfg.workflow.eval_suites), "sft" in run.prepares
+    num_suites, prepares_sft = len(cfg.workflow.eval_suites), "sft" in run.prepares
     return Counter(
         training=cfg.runner.segments + prepares_sft,
-        evaluation=suites * (cfg.runner.segments + preparation.evaluates_start),
+        evaluation=num_suites * (cfg.runner.segments + preparation.evaluates_start),
         export=1 + prepares_sft,
         recording=("demos" in run.prepares) + bool(task_type.offline.recording(cfg)[0]),
     )
 
 
-def _cost(sweep: Sweep, plans: Sequence[JobPlan]) -> str:
+def _cost(sweep: Sweep, job_plans: Sequence[JobPlan]) -> str:
     """Formats the maximum node hours and GPU hours of the training jobs: each job may use its complete walltime."""
     from rlhpc.jobs.slurm import minutes_of
 
     nodes = accelerators = 0.0
-    for run, plan in zip(sweep.runs, plans, strict=True):
+    for run, plan in zip(sweep.runs, job_plans, strict=True):
         for component in plan.components:
             time_limit = dict(component.options).get("time")
             if time_limit is None:
                 return "unknown: no walltime (cluster.time, or a site file) says how long a job may take"
-            hours = run.cfg.runner.segments * minutes_of(time_limit) / 60
-            nodes += hours * len(component.nodes)
-            accelerators += hours * sum(plan.nodes[n].accelerators for n in component.nodes)
+            job_hours = run.cfg.runner.segments * minutes_of(time_limit) / 60
+            nodes += job_hours * len(component.nodes)
+            accelerators += job_hours * sum(plan.nodes[n].accelerators for n in component.nodes)
     return f"{nodes:.4g} node hours and {accelerators:.4g} GPU hours of training, if every job takes its whole walltime"
 
 
@@ -177,7 +178,7 @@ class SweepFollower:
         self._prefixes = rule_prefixes([run.point.name for run in sweep.runs])
         self._totals = {run.point.name: total_steps(run.cfg) for run in sweep.runs}
         self._paths = {run.point.name: run.paths for run in sweep.runs}
-        self._printed: set[tuple[str, str]] = set()
+        self._printed_failures: set[tuple[str, str]] = set()
         self._failures: dict[str, int] = {}
         self._progress_text, self._next_update = "", 0.0
         self.finished_names: list[str] = []
@@ -205,28 +206,28 @@ class SweepFollower:
 
     def split_rule(self, rule: str) -> tuple[str, str]:
         """Returns the run of a rule ("" for a rule of the sweep itself), and the rule's name without the run's prefix."""
-        matches = {prefix: name for name, prefix in self._prefixes.items() if rule.startswith(prefix)}
-        prefix = max(matches, key=len, default="")
-        return matches.get(prefix, ""), rule.removeprefix(prefix)
+        matching_names = {prefix: name for name, prefix in self._prefixes.items() if rule.startswith(prefix)}
+        prefix = max(matching_names, key=len, default="")
+        return matching_names.get(prefix, ""), rule.removeprefix(prefix)
 
     def _print_line(self, name: str, text: str) -> None:
-        if (name, text) not in self._printed:
-            self._printed.add((name, text))
+        if (name, text) not in self._printed_failures:
+            self._printed_failures.add((name, text))
             self._clear_progress()
             self._stream.write(f"  {f'{name}: ' if name else ''}{text}\n")
             self._stream.flush()
 
     def _print_progress(self) -> None:
-        training = [
+        training_jobs = [
             name for name, prefix in self._prefixes.items() if self._log.running_counts.get(f"{prefix}train_segment")
         ]
         steps = {name: int(last_row(path.metrics).get("step", 0)) for name, path in self._paths.items()}
-        finished_fraction = sum(min(steps[name], total) for name, total in self._totals.items()) / max(
+        finished_fraction = sum(min(steps[name], total_steps) for name, total_steps in self._totals.items()) / max(
             1, sum(self._totals.values())
         )
         self._clear_progress()
         self._progress_text = (
-            f"  {len(self.finished_names)} of {len(self._paths)} runs done, {len(training)} training, "
+            f"  {len(self.finished_names)} of {len(self._paths)} runs done, {len(training_jobs)} training, "
             f"{finished_fraction:.0%} of all steps"
         )
         self._stream.write(self._progress_text[:110])
@@ -249,13 +250,16 @@ def render_sweep_ending(sweep: Sweep) -> list[str]:
     """Returns the lines to print after a sweep: the runs that did not finish, and each configuration with its score."""
     from rlhpc.jobs.state import states
 
-    run_states = [state for _, state in states([run.paths for run in sweep.runs])]
+    run_states = [run_state for _, run_state in states([run.paths for run in sweep.runs])]
     failed_runs = [
-        (run.point.name, state) for run, state in zip(sweep.runs, run_states, strict=True) if state.state != "finished"
+        (run.point.name, run_state)
+        for run, run_state in zip(sweep.runs, run_states, strict=True)
+        if run_state.state != "finished"
     ]
     lines = [f"{sweep.name}: {len(run_states) - len(failed_runs)} of {len(run_states)} runs finished"]
     lines += [
-        f"  {name}: {state.state}{f', {state.reason}' if state.reason else ''}" for name, state in failed_runs[:10]
+        f"  {name}: {run_state.state}{f', {run_state.reason}' if run_state.reason else ''}"
+        for name, run_state in failed_runs[:10]
     ]
     lines += [f"  and {len(failed_runs) - 10} more"] if len(failed_runs) > 10 else []
     if sweep.paths.is_there:

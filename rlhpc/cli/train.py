@@ -61,7 +61,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--nodes and --partitions are alternatives for --when; add it")
     resources = FILES_ALONE | {Need.PROCESS} if args.processes else FILES_ALONE
     if sweep is not None:
-        skipped_checks = [check for run in sweep.runs for check in check_planned(run.cfg, resources)]
+        skipped_checks = [skipped_check for run in sweep.runs for skipped_check in check_planned(run.cfg, resources)]
         print(render_sweep_plan(sweep, args.launcher))
         _print_skipped(skipped_checks)
         return 0
@@ -80,7 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Check]) -> JobPlan:
+def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped_checks: Sequence[Check]) -> JobPlan:
     """Prints the processes of a run, their memory, and the skipped checks; returns the plan."""
     from rlhpc.jobs.plan import build_plan, render_plan
     from rlhpc.runs.conditional_keys import find_unused
@@ -88,12 +88,12 @@ def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped: Sequence[Chec
 
     plan = build_plan(cfg, launcher=args.launcher)
     print(render_plan(plan))
-    if unused_entries := find_unused(args.config, args.overrides, site=args.site):
+    if unused_keys := find_unused(args.config, args.overrides, site=args.site):
         print("\nno effect in this configuration:")
-        print("\n".join(f"  {key}" for key in unused_entries))
-    if memory := render_memory(memory_plan(cfg, plan, measure=args.measure), measure=args.measure):
+        print("\n".join(f"  {key}" for key in unused_keys))
+    if memory := render_memory(memory_plan(cfg, plan, measure=args.measure), is_measured=args.measure):
         print(f"\n{memory}")
-    _print_skipped(skipped)
+    _print_skipped(skipped_checks)
     if plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
         print(
             "\nThis is the job of `rlhpc submit` and profiles/slurm; `rlhpc train` here starts the ranks on this machine."
@@ -112,15 +112,16 @@ def _print_start_estimates(args: argparse.Namespace) -> int:
     from rlhpc.runs.start_estimate import estimate_starts, render
     from rlhpc.runs.tuning.tune import TuneRequest
 
-    node_counts, partitions = (
-        [word.strip() for word in (option or "").split(",") if word.strip()] for option in (args.nodes, args.partitions)
+    node_counts, partition_names = (
+        [list_item.strip() for list_item in (option_text or "").split(",") if list_item.strip()]
+        for option_text in (args.nodes, args.partitions)
     )
     if invalid_counts := [argument for argument in node_counts if not argument.isdigit() or int(argument) < 1]:
         raise ConfigError(f"--nodes has {invalid_counts[0]!r}; write numbers of nodes, such as 1,2,4")
     if args.launcher == "local" or shutil.which("sbatch") is None:
         raise ConfigError("--when asks Slurm, and there is no sbatch here; run it on a login node of the cluster")
     request = TuneRequest(args.config, tuple(args.overrides), args.site or os.environ.get("RLHPC_SITE"))
-    print(render(estimate_starts(request, [*map(int, node_counts)], partitions)))
+    print(render(estimate_starts(request, [*map(int, node_counts)], partition_names)))
     return 0
 
 
@@ -130,12 +131,12 @@ def _train(args: argparse.Namespace) -> int:
 
     cfg = load_for_training(args.config, args.overrides, segment=args.segment)
     try:
-        code = int(train(cfg, segment=args.segment, resume_with=args.resume_with)["exit_code"])
+        exit_code = int(train(cfg, segment=args.segment, resume_with=args.resume_with)["exit_code"])
     except KeyboardInterrupt:
-        code = 130
-    if code != 0:
+        exit_code = 130
+    if exit_code != 0:
         print(_describe_stop(args, cfg), file=sys.stderr)
-    return code
+    return exit_code
 
 
 def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
@@ -152,7 +153,7 @@ def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
         "rlhpc",
         "train",
         args.config,
-        *(word for word in args.overrides if not word.startswith("runner.resume_dir=")),
+        *(override_word for override_word in args.overrides if not override_word.startswith("runner.resume_dir=")),
         *(resume if args.segment is None else ["--segment", str(args.segment)]),
     ]
     return f"{message}\nrlhpc: go on: {shlex.join(command_words)}"
@@ -193,13 +194,13 @@ def _submit(args: argparse.Namespace) -> int:
     check_planned(planned_cfg)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     enclosing_sweep = SweepPaths.around(paths)
-    if args.asked_by is not None and enclosing_sweep is not None and enclosing_sweep.cancelled.exists():
+    if args.asked_by is not None and enclosing_sweep is not None and enclosing_sweep.cancel_mark.exists():
         raise SubmitError(
             f"{paths.root}: not submitted, because the sweep {enclosing_sweep.root} was cancelled; rlhpc run goes on with it"
         )
     check_same_run(paths, cfg, resume_with=args.resume_with)
     make_longer(paths, cfg, args.segment, wait=True)
-    submitted_config = SubmittedConfig(SegmentJournal(paths, args.segment), cfg, args.config)
+    submitted_config = SubmittedConfig(SegmentJournal(paths, args.segment), cfg, args.config, args.overrides)
     flags = ["--resume-with"] if args.resume_with else []
     as_json = not sys.stdout.isatty()  # for scripts
 
@@ -214,13 +215,13 @@ def _submit(args: argparse.Namespace) -> int:
         attempt=args.attempt,
         on_decision=submitted_config,
     )
-    wait = WaitOptions(
+    wait_options = WaitOptions(
         enabled=not args.no_wait,
         deadline_s=args.deadline,
         requester=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
         hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=as_json)) if args.whole_process else None,
     )
-    print_outcome(Submission(request, wait).run(), as_json=as_json)
+    print_outcome(Submission(request, wait_options).run(), as_json=as_json)
     return 0
 
 

@@ -34,15 +34,15 @@ def _tune(args: argparse.Namespace) -> int:
 
     started_at = time.monotonic()
 
-    def say(text: str) -> None:
-        print(f"rlhpc: [{time.monotonic() - started_at:.0f} s] {text}", file=sys.stderr, flush=True)
+    def print_line(message: str) -> None:
+        print(f"rlhpc: [{time.monotonic() - started_at:.0f} s] {message}", file=sys.stderr, flush=True)
 
     request = TuneRequest(
         args.config, tuple(args.overrides), args.site, args.nodes, args.gpus, args.verify, args.max_staleness, args.samples,
         args.steps, args.deadline,
     )  # fmt: skip
     with interrupt_on_signals():
-        record = tune(request, say)
+        record = tune(request, print_line)
     cfg = load_config(args.config, args.overrides, site=args.site, check=False)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     command_words = [

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.config.load import ALWAYS_SAVED
 from rlhpc.config.merge import ConfigLayers
-from rlhpc.config.typed import plain, select, untouched
+from rlhpc.config.typed import default_section, plain, select
 from rlhpc.runtime.text import short_repr
 
 
@@ -56,12 +56,12 @@ class UnusedKey:
         return f"{self.key}={short_repr(self.value)} ({self.source}): it is read {self.reason}"
 
 
-def is_none_of(key: str, *names: str) -> Callable[[Any], bool]:
+def is_none_of(key: str, *excluded_values: str) -> Callable[[Any], bool]:
     """Returns a condition that the value of `key` is none of the given built-in names, regardless of case.
 
     The given names do not read the conditional keys. All other names may read them, because a plugin may read any key.
     """
-    return lambda cfg: str(select(cfg, key)).lower() not in names
+    return lambda cfg: str(select(cfg, key)) not in excluded_values
 
 
 def unused_keys(
@@ -76,18 +76,18 @@ def unused_keys(
         defaults: Key → its default. A key that was set to its default is not reported.
     """
     rows = list(table)
-    unused_entries = []
+    unused = []
     for key, source in sorted(sources.items()):
         user_value = plain(select(cfg, key))
         if key in defaults and user_value == defaults[key]:
             continue
         if row := next((row for row in rows if row.matches(key) and not row.holds(cfg)), None):
-            unused_entries.append(UnusedKey(key, user_value, source, row.reason))
-    return unused_entries
+            unused.append(UnusedKey(key, user_value, source, row.reason))
+    return unused
 
 
-def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) -> dict[str, str]:
-    """Returns key → source of the keys that the user's file or an override sets.
+def user_sources(layers: ConfigLayers, path: str, file_content: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the sources of the keys that the user's file or an override sets.
 
     Keys from other sources are omitted: files under `defaults` are templates, site files describe clusters, and a run's saved
     configuration sets every key.
@@ -95,19 +95,19 @@ def user_sources(layers: ConfigLayers, path: str, content: Mapping[str, Any]) ->
     Args:
         layers: The configuration.
         path: Name of the user's file in the layers.
-        content: Content of that file.
+        file_content: Content of that file.
     """
-    runner = content.get("runner")
+    runner = file_content.get("runner")
     is_saved_config = isinstance(runner, Mapping) and runner.keys() >= ALWAYS_SAVED
     files = () if is_saved_config else (path,)
     return {key: source for key, source in layers.sources.items() if source in files or source.startswith("override ")}
 
 
-def defaults_of(root: type, keys: Iterable[str]) -> dict[str, Any]:
+def defaults_of(root: type, key_paths: Iterable[str]) -> dict[str, Any]:
     """Returns the defaults of a task type's configuration as plain values, without keys whose default follows another key."""
-    cfg = untouched(root)
+    cfg = default_section(root)
     defaults = {}
-    for key in keys:
+    for key in key_paths:
         section, _, name = key.rpartition(".")
         node = OmegaConf.select(cfg, section) if section else cfg
         if not OmegaConf.is_interpolation(node, name) and not OmegaConf.is_missing(node, name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ import yaml
 
 from rlhpc import share
 from rlhpc.config.schema import typed_value
-from rlhpc.config.yaml_files import UniqueKeys, WrittenScalars, dump_yaml, plain_value
+from rlhpc.config.yaml_files import Scalar, UniqueKeys, WrittenScalars, dump_yaml, plain_value
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_yaml, read_yaml_file
+from rlhpc.runtime.similar_names import similar_names
 from rlhpc.runtime.text import cut, short_repr
 from rlhpc.runtime.trust import Trust, without_variables
 
@@ -84,27 +84,27 @@ def _reread(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _read_with_defaults(path: Path, chain: tuple[Path, ...], trust: Trust | None) -> list[tuple[str, dict[str, Any]]]:
     if path in chain or len(chain) > _MAX_DEPTH:
         raise ConfigError(f"{path}: `defaults` go round in a circle: {' → '.join(p.name for p in (*chain, path))}")
-    content = _read_mapping(path, f"{chain[-1]}: defaults: " if chain else "")
-    return _resolve_defaults(str(path), content, path.parent, (*chain, path), trust)
+    file_content = _read_mapping(path, f"{chain[-1]}: defaults: " if chain else "")
+    return _resolve_defaults(str(path), file_content, path.parent, (*chain, path), trust)
 
 
 def _resolve_defaults(
-    path: str, content: dict[str, Any], folder: Path, chain: tuple[Path, ...], trust: Trust | None
+    path: str, file_content: dict[str, Any], folder: Path, chain: tuple[Path, ...], trust: Trust | None
 ) -> list[tuple[str, dict[str, Any]]]:
     """Returns (path, content) of each file named under `defaults`, and last of the configuration that names them.
 
     Args:
         path: Path of the configuration, for messages.
-        content: Content of the configuration; `defaults` is removed from it.
+        file_content: Content of the configuration; `defaults` is removed from it.
         folder: Folder to which relative names refer.
         chain: Files that led here through their `defaults`.
-        trust: Limits for a configuration that comes with a checkpoint; None for none.
+        trust: Limits for a configuration that comes with a checkpoint; None if there are no limits.
     """
     if trust is not None and not trust.everything:
-        content = without_variables(content, trust, path)
-        if "defaults" in content:
+        file_content = without_variables(file_content, trust, path)
+        if "defaults" in file_content:
             raise ConfigError(f"{path}: defaults: a configuration that comes with a checkpoint names no other files")
-    defaults = typed_value(content.pop("defaults", None), list[str]) or []
+    defaults = typed_value(file_content.pop("defaults", None), list[str]) or []
     if isinstance(defaults, str) or not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults is {short_repr(defaults)}; give a list of files")
     if invalid_names := [name for name in defaults if not isinstance(name, str)]:
@@ -114,7 +114,7 @@ def _resolve_defaults(
     included_files = [
         file for name in defaults for file in _read_with_defaults((folder / str(name)).resolve(), chain, trust)
     ]
-    return [*included_files, (path, content)]
+    return [*included_files, (path, file_content)]
 
 
 def _read_mapping(path: Path, includer: str) -> dict[str, Any]:
@@ -123,19 +123,20 @@ def _read_mapping(path: Path, includer: str) -> dict[str, Any]:
         if path.is_dir():
             raise ConfigError(f"{includer}{path} is a folder; give a .yaml file in it")
         if not path.exists():
-            similar_names = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
-            hint = f"; did you mean {path.parent / similar_names[0]}?" if similar_names else ""
+            matches = similar_names(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.4)
+            hint = f"; did you mean {path.parent / matches[0]}?" if matches else ""
             raise ConfigError(f"{includer}no configuration file {path}{hint}")
     except OSError as error:
         raise ConfigError(f"{includer}{cut(str(path))}: cannot be read: {error.strerror}") from None
-    content = read_content(path, includer, WrittenScalars)
-    if content is None:
+    file_content = read_content(path, includer, WrittenScalars)
+    if file_content is None:
         raise ConfigError(f"{path} is empty; see configs/quickstart.yaml for a start")
-    if not isinstance(content, dict):
+    if not isinstance(file_content, dict):
+        value = file_content.value if isinstance(file_content, Scalar) else file_content
         raise ConfigError(
-            f"{path}: found a {type(content).__name__} at the top; a configuration is a mapping of sections"
+            f"{path}: found a {type(value).__name__} at the top; a configuration is a mapping of sections"
         )
-    return content
+    return file_content
 
 
 def read_content(path: Path, includer: str = "", loader: type[UniqueKeys] = UniqueKeys) -> Any:
@@ -153,8 +154,8 @@ def read_content(path: Path, includer: str = "", loader: type[UniqueKeys] = Uniq
         return read_yaml_file(path, loader)
     except yaml.MarkedYAMLError as error:
         error_mark = error.problem_mark
-        position = f", line {error_mark.line + 1}, column {error_mark.column + 1}" if error_mark else ""
-        raise ConfigError(f"{path}{position}: not valid YAML: {error.problem or error}") from None
+        error_position = f", line {error_mark.line + 1}, column {error_mark.column + 1}" if error_mark else ""
+        raise ConfigError(f"{path}{error_position}: not valid YAML: {error.problem or error}") from None
     except OSError as error:
         raise ConfigError(f"{includer}{cut(str(path))}: cannot be read: {error.strerror}") from None
     except (ValueError, yaml.YAMLError) as error:

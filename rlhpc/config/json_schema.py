@@ -39,32 +39,38 @@ def task_type_schema(task_types: Sequence[SchemaKeys]) -> Schema:
     (`defaults`).
     """
     sections = _Sections()
-    references = {keys.schema.name: sections.root(keys.schema.name, keys.schema.root, keys.tree) for keys in task_types}
-    head = {"$schema": DRAFT, "title": f"rlhpc configuration ({', '.join(references)})", "type": "object"}
-    if len(references) == 1:
-        return {**head, **next(iter(references.values())), "$defs": sections.definitions}
+    schema_references = {
+        schema_keys.schema.name: sections.root(schema_keys.schema.name, schema_keys.schema.root, schema_keys.tree)
+        for schema_keys in task_types
+    }
+    head = {"$schema": DRAFT, "title": f"rlhpc configuration ({', '.join(schema_references)})", "type": "object"}
+    if len(schema_references) == 1:
+        return {**head, **next(iter(schema_references.values())), "$defs": sections.definitions}
     is_named = {"properties": {"runner": {"required": ["task_type"]}}, "required": ["runner"]}
     branches = [
         {
             "if": {"properties": {"runner": {"properties": {"task_type": {"const": name}}}}},
             "then": reference,
         }
-        for name, reference in references.items()
+        for name, reference in schema_references.items()
     ]
     return {
         **head,
         "if": is_named,
         "then": {
-            "allOf": [{"properties": {"runner": {"properties": {"task_type": _task_type(references)}}}}, *branches]
+            "allOf": [
+                {"properties": {"runner": {"properties": {"task_type": _task_type(schema_references)}}}},
+                *branches,
+            ]
         },
-        "else": {"anyOf": list(references.values())},
+        "else": {"anyOf": list(schema_references.values())},
         "$defs": sections.definitions,
     }
 
 
-def _task_type(names: Iterable[str]) -> Schema:
+def _task_type(task_type_names: Iterable[str]) -> Schema:
     """Returns the schema of `runner.task_type`: a name, or the import path of a task type with unknown keys."""
-    return {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": r":|\$\{"}]}
+    return {"anyOf": [{"enum": list(task_type_names)}, {"type": "string", "pattern": r":|\$\{"}]}
 
 
 def site_schema() -> Schema:
@@ -87,14 +93,14 @@ class _Sections:
 
     def root(self, name: str, config: type, tree: Mapping[str, ConfigKey]) -> Schema:
         """Adds the schema of a file and returns a reference to it."""
-        schema = self._section_schema(config, "", tree)
+        schema = self._build_section_schema(config, "", tree)
         schema["properties"]["defaults"] = {
             "description": "Files that are read first, relative to this one.",
             "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}],
         }
         if name != SITE:
             sweep = self._add_definition(
-                SweepConfig.__name__, self._section_schema(SweepConfig, "", tree_of(SweepConfig))
+                SweepConfig.__name__, self._build_section_schema(SweepConfig, "", tree_of(SweepConfig))
             )
             schema["properties"][SWEEP] = {"anyOf": [sweep, {"type": "null"}]}
             task_type = schema["properties"]["runner"] = dict(schema["properties"]["runner"])
@@ -108,48 +114,58 @@ class _Sections:
             suffix += 1
         return {"$ref": f"#/$defs/{label}"}
 
-    def _section_schema(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
+    def _build_section_schema(self, cls: type, prefix: str, tree: Mapping[str, ConfigKey]) -> Schema:
         """Returns the schema of a section, whose keys begin with `prefix` in `tree`."""
-        properties = {name: self._key_schema(tree[f"{prefix}{name}"], tree) for name in fields_of(cls)}
+        properties = {name: self._build_key_schema(tree[f"{prefix}{name}"], tree) for name in fields_of(cls)}
         schema = {"type": "object", "properties": properties, "additionalProperties": False}
         keys_with_options = [key for name in fields_of(cls) if (key := tree[f"{prefix}{name}"]).options]
         return schema | (
-            {"allOf": [rule for key in keys_with_options for rule in self._option_rules(key)]}
+            {"allOf": [rule for key in keys_with_options for rule in self._build_option_rules(key)]}
             if keys_with_options
             else {}
         )
 
-    def _option_rules(self, key: ConfigKey) -> list[Schema]:
+    def _build_option_rules(self, key: ConfigKey) -> list[Schema]:
         """Returns a rule for each component that declares options; the rule lists the keys that `kwargs` may have."""
         assert key.options is not None
         rules = []
         for name, options in key.option_keys().items():
-            declaration = key.options_of(name)
-            assert declaration is not None
+            options_type = key.options_of(name)
+            assert options_type is not None
             section: Schema = {
                 "type": "object",
-                "properties": {option: self._key_schema(o, options) for option, o in options.items()},
+                "properties": {option_name: self._build_key_schema(o, options) for option_name, o in options.items()},
                 "additionalProperties": False,
             }
-            reference = self._add_definition(declaration.__name__, section)
-            condition = {"properties": {key.options.selector: {"const": name}}, "required": [key.options.selector]}
-            rules.append({"if": condition, "then": {"properties": {key.name: _any_of([reference, _INTERPOLATION])}}})
+            reference = self._add_definition(options_type.__name__, section)
+            selector_condition = {
+                "properties": {key.options.selector: {"const": name}},
+                "required": [key.options.selector],
+            }
+            rules.append(
+                {
+                    "if": selector_condition,
+                    "then": {"properties": {key.name: _combine_any_of([reference, _INTERPOLATION])}},
+                }
+            )
         return rules
 
-    def _key_schema(self, key: ConfigKey, tree: Mapping[str, ConfigKey]) -> Schema:
+    def _build_key_schema(self, key: ConfigKey, tree: Mapping[str, ConfigKey]) -> Schema:
         """Returns the schema of a key or section."""
         if key.is_section:
-            section = self._add_definition(key.type.__name__, self._section_schema(key.type, f"{key.path}.", tree))
+            section = self._add_definition(
+                key.type.__name__, self._build_section_schema(key.type, f"{key.path}.", tree)
+            )
             return {"description": key.doc, **section}
         if (element := element_of(key.type)) is not None:
             element_schema = self._add_definition(
-                element.__name__, self._section_schema(element, f"{key.path}[].", tree)
+                element.__name__, self._build_section_schema(element, f"{key.path}[].", tree)
             )
             return {"description": describe(key), "type": "array", "items": element_schema}
         return {
             "description": describe(key),
             **({} if key.default == MISSING else {"default": key.default}),
-            **_value_schema(key),
+            **_build_value_schema(key),
         }
 
 
@@ -163,57 +179,69 @@ def describe(key: ConfigKey) -> str:
     return " ".join(sentences)
 
 
-def _value_schema(key: ConfigKey) -> Schema:
+def _build_value_schema(key: ConfigKey) -> Schema:
     """Returns the schema of a key's value; {} if the key allows any type."""
     value_type, is_nullable = without_null(key.type)
-    union = [option for option in typing.get_args(key.type) if option is not type(None)] if value_type is Any else []
+    union = (
+        [union_type for union_type in typing.get_args(key.type) if union_type is not type(None)]
+        if value_type is Any
+        else []
+    )
     if value_type is Any and not union:
         return {}
-    names = key.names()
+    choice_names = key.names()
     if key.choices:
-        any_case = "|".join("".join(_any_case(letter) for letter in choice) for choice in key.choices)
-        options: list[Schema] = [{"enum": list(key.choices)}, {"type": "string", "pattern": rf"^({any_case})$|\$\{{"}]
+        any_case_pattern = "|".join("".join(_match_any_case(letter) for letter in choice) for choice in key.choices)
+        options: list[Schema] = [
+            {"enum": list(key.choices)},
+            {"type": "string", "pattern": rf"^({any_case_pattern})$|\$\{{"},
+        ]
     else:
-        types = [schema for option in union or [value_type] for schema in _type_schemas(option, key.range)]
-        options = [*([{"enum": names}] if names else []), *types]
+        type_schemas = [
+            schema for union_type in union or [value_type] for schema in _build_type_schemas(union_type, key.range)
+        ]
+        options = [*([{"enum": choice_names}] if choice_names else []), *type_schemas]
     if key.range is not None and key.range.also is not None:
         options += [{"const": key.range.also[0], "description": key.range.also[1]}, {"type": "null"}]
     elif is_nullable:
         options.append({"type": "null"})
-    return _any_of(options)
+    return _combine_any_of(options)
 
 
-def _any_case(letter: str) -> str:
+def _match_any_case(letter: str) -> str:
     if letter.isalpha():
         return f"[{letter.upper()}{letter.lower()}]"
     return letter if letter.isalnum() or letter in "_-" else f"\\{letter}"
 
 
-def _type_schemas(value_type: Any, value_range: Range | None) -> list[Schema]:
+def _build_type_schemas(value_type: Any, value_range: Range | None) -> list[Schema]:
     """Returns the schemas of the forms in which a value of a type may be written."""
     if value_type in _TYPES:
         return [
-            {"type": _TYPES[value_type], **_range_keywords(value_range)},
+            {"type": _TYPES[value_type], **_build_range_keywords(value_range)},
             {"type": "string", "pattern": rf"{_TEXTS[value_type]}|\$\{{"},
         ]
     if value_type is str:
         return [{"type": ["string", "number", "boolean"]}]  # a number without quotes is a text
     if typing.get_origin(value_type) is list:
         return [
-            {"type": "array", "items": _any_of(_type_schemas(typing.get_args(value_type)[0], value_range))},
+            {
+                "type": "array",
+                "items": _combine_any_of(_build_type_schemas(typing.get_args(value_type)[0], value_range)),
+            },
             _INTERPOLATION,
         ]
     if typing.get_origin(value_type) is dict:
-        values = _type_schemas(typing.get_args(value_type)[1], None)
-        return [{"type": "object", "additionalProperties": _any_of(values)}, _INTERPOLATION]
+        value_schemas = _build_type_schemas(typing.get_args(value_type)[1], None)
+        return [{"type": "object", "additionalProperties": _combine_any_of(value_schemas)}, _INTERPOLATION]
     return [{}]
 
 
-def _any_of(options: Sequence[Schema]) -> Schema:
+def _combine_any_of(options: Sequence[Schema]) -> Schema:
     return options[0] if len(options) == 1 else {"anyOf": list(options)}
 
 
-def _range_keywords(value_range: Range | None) -> Schema:
+def _build_range_keywords(value_range: Range | None) -> Schema:
     """Returns the bounds of a range as keywords of JSON schema."""
     if value_range is None:
         return {}

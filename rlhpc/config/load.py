@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.constraints import null_numbers
+from rlhpc.config.constraints import normalize_words, null_numbers
 from rlhpc.config.files import ConfigSource, read_files, source_name
 from rlhpc.config.merge import ConfigLayers, parse_override, reason
 from rlhpc.config.schema import ConfigKey, Schema, SchemaKeys, typed_value
@@ -96,7 +96,7 @@ def read_layers(
     site = os.environ.get("RLHPC_SITE") if site is None else site
     if site:
         apply_site(layers, find_site(site))
-    check_complete(layers, task_type, name)
+    complete(layers, task_type, name)
     if trust is not None:
         trust.check(OmegaConf.to_container(layers.cfg, resolve=True), name)
     return layers
@@ -112,26 +112,31 @@ def _drop_sweep(
             f"plan, status, cancel and compare; {SWEEP}=null makes the single run of the rest of it"
         )
     run_files = [
-        (name, {key: value for key, value in content.items() if key != SWEEP} if SWEEP in content else content)
-        for name, content in files
+        (
+            name,
+            {key: key_value for key, key_value in file_content.items() if key != SWEEP}
+            if SWEEP in file_content
+            else file_content,
+        )
+        for name, file_content in files
     ]
     return run_files, [override_text for override_text in overrides if not is_about_sweep(override_text)]
 
 
-def _drop_removed_keys(content: Any, schema: Schema) -> Any:
+def _drop_removed_keys(file_content: Any, schema: Schema) -> Any:
     """Returns a saved configuration without the keys that this task type no longer has; any other configuration unchanged."""
-    runner = content.get("runner") if isinstance(content, dict) else None
+    runner = file_content.get("runner") if isinstance(file_content, dict) else None
     if not isinstance(runner, dict) or not set(runner) >= ALWAYS_SAVED:
-        return content
-    remaining = copy.deepcopy(content)
+        return file_content
+    remaining_content = copy.deepcopy(file_content)
     for key in _REMOVED_KEYS:
         *path, leaf_name = key.split(".")
-        section: Any = remaining
+        section: Any = remaining_content
         for section_name in path:
             section = section.get(section_name) if isinstance(section, dict) else None
         if isinstance(section, dict) and key not in schema:
             section.pop(leaf_name, None)
-    return remaining
+    return remaining_content
 
 
 def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -> tuple[str | None, str]:
@@ -154,8 +159,10 @@ def read_task_type(files: Sequence[tuple[str, Any]], overrides: Sequence[str]) -
     return task_type_name, task_source
 
 
-def check_complete(layers: ConfigLayers, task_type: TaskTypeInfo, source: str) -> None:
-    """Refuses missing required values and `${...}` references that cannot be resolved.
+def complete(layers: ConfigLayers, task_type: TaskTypeInfo, source: str) -> None:
+    """Completes a configuration after its last layer: puts words whose case does not matter into lower case.
+
+    Refuses missing required values and `${...}` references that cannot be resolved.
 
     Raises:
         ConfigError: Names the first of them.
@@ -174,6 +181,7 @@ def check_complete(layers: ConfigLayers, task_type: TaskTypeInfo, source: str) -
         elif match := re.search(r"Interpolation key '(\w+)' not found", message):
             message += f"; an environment variable is written ${{oc.env:{match[1]}}}"
         raise ConfigError(f"{layers.sources.get(key, source)}: {f'{key}: ' if key else ''}{message}") from None
+    normalize_words(cfg, task_type.by_path)
 
 
 def config_to_yaml(cfg: object) -> str:
@@ -192,12 +200,12 @@ def total_steps(cfg: RunConfig) -> int:
     return steps if steps >= 0 else cfg.runner.max_epochs
 
 
-def segment_end(total: int, segment: int, segments: int) -> int:
+def segment_end(total: int, segment: int, num_segments: int) -> int:
     """Returns the step at which a segment ends."""
-    return math.ceil(total * (segment + 1) / segments)
+    return math.ceil(total * (segment + 1) / num_segments)
 
 
 def segment_ends(cfg: RunConfig) -> list[int]:
     """Returns the planned last step of each segment of the run."""
-    count = cfg.runner.segments
-    return [segment_end(total_steps(cfg), k, count) for k in range(count)]
+    num_segments = cfg.runner.segments
+    return [segment_end(total_steps(cfg), k, num_segments) for k in range(num_segments)]

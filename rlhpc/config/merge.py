@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.schema import Schema, element_of, fields_of, is_section, typed_value, with_variables, words_of
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
@@ -43,7 +43,7 @@ class ConfigLayers:
         null_numbers: Mapping[str, int] | None = None,
     ) -> None:
         self.schema, self._explain_foreign_key, self._null_numbers = schema, explain_foreign_key, null_numbers or {}
-        self.cfg: DictConfig = untouched(schema.root)
+        self.cfg: DictConfig = default_section(schema.root)
         self.sources: dict[str, str] = {}
         self.element_keys: dict[str, list[set[str]]] = {}
 
@@ -67,7 +67,7 @@ class ConfigLayers:
             variables: Let paths name environment variables, `$NAME`.
 
         Raises:
-            ConfigError: An unknown key, or a value of another type.
+            ConfigError: An unknown key, or a value of a different type.
         """
         try:
             content = typed_value(content, self.schema.root)
@@ -100,13 +100,13 @@ class ConfigLayers:
                 raise ConfigError(f"{source}: {path} is {value_text}; it must be {name}{reason_text}") from None
 
     def override(self, text: str) -> None:
-        """Merges `a.b=c` on top.
+        """Merges an override `a.b=c` into the layers.
 
         Raises:
             ConfigError: `text` does not have this form, or the key or value is not allowed.
         """
-        key, value = parse_override(text)
-        self.set(key, value, f"override {short_repr(text)}")
+        key, override_value = parse_override(text)
+        self.set(key, override_value, f"override {short_repr(text)}")
 
     def set(self, key: str, value: Any, source: str) -> None:
         """Sets a value at a dotted key, on top of the layers so far.
@@ -114,43 +114,44 @@ class ConfigLayers:
         Raises:
             ConfigError: The key or value is not allowed.
         """
-        self.add(self._nest_value(key, value, source), source)
+        self.add(self._nest_key_value(key, value, source), source)
 
-    def _nest_value(self, key: str, value: Any, source: str) -> dict[str, Any]:
+    def _nest_key_value(self, key: str, override_value: Any, source: str) -> dict[str, Any]:
         """Returns a nested mapping with the value at the key.
 
         Within a mapping whose keys the user chooses (`env.train.kwargs.x=1`), returns that mapping with one entry changed.
         """
         parent = next((path for path in self.schema.open if key.startswith(f"{path}.")), None)
         if parent is None:
-            return _nest(key.split("."), value)
+            return _nest(key.split("."), override_value)
         subkey = key.removeprefix(f"{parent}.")
         if not all(key_part.strip() for key_part in subkey.split(".")):
             raise ConfigError(f"{source}: {cut(key)} has an empty part; write {parent}.name=value")
         node = OmegaConf.select(self.cfg, parent)
         components = typing.cast(dict[str, Any], OmegaConf.to_container(node) if node else {})
         if parent == "cluster.component_placement":
-            components = _move_components(components, subkey, value)
+            components = _move_components(components, subkey, override_value)
         elif parent == "sweep.grid":
-            components[subkey] = value  # its keys contain dots
+            components[subkey] = override_value  # its keys contain dots
         else:
             *path, leaf_name = subkey.split(".")
-            branch = components
+            component_branch = components
             for key_part in path:
-                if not isinstance(branch.get(key_part), dict):
-                    branch[key_part] = {}
-                branch = branch[key_part]
-            branch[leaf_name] = value
+                if not isinstance(component_branch.get(key_part), dict):
+                    component_branch[key_part] = {}
+                component_branch = component_branch[key_part]
+            component_branch[leaf_name] = override_value
         return _nest(parent.split("."), components)
 
-    def _check_content(self, content: Any, cls: type, prefix: str, source: str) -> None:
+    def _check_content(self, layer_content: Any, cls: type, prefix: str, source: str) -> None:
         """Refuses unknown keys, with a hint at the most similar key, and values whose form does not fit their key."""
         fields = fields_of(cls)
-        if not isinstance(content, dict):
+        if not isinstance(layer_content, dict):
             raise ConfigError(
-                f"{source}: {prefix.rstrip('.')} is {short_repr(content)}; it is a section with the keys {', '.join(fields)}"
+                f"{source}: {prefix.rstrip('.')} is {short_repr(layer_content)}; it is a section with the keys "
+                f"{', '.join(fields)}"
             )
-        for key, value in content.items():
+        for key, key_value in layer_content.items():
             path = f"{prefix}{key}"
             if key not in fields:
                 if foreign_reason := self._explain_foreign_key(path):
@@ -159,56 +160,60 @@ class ConfigLayers:
                 raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
             field_type = fields[key]
             if is_section(field_type):
-                self._check_content(value, field_type, f"{path}.", source)
+                self._check_content(key_value, field_type, f"{path}.", source)
             elif (element := element_of(field_type)) is not None:
-                if not isinstance(value, list):
-                    raise ConfigError(f"{source}: {path} is {short_repr(value)}; it is a list")
-                for index, list_item in enumerate(value):
+                if not isinstance(key_value, list):
+                    raise ConfigError(f"{source}: {path} is {short_repr(key_value)}; it is a list")
+                for index, list_item in enumerate(key_value):
                     self._check_content(list_item, element, f"{path}[{index}].", source)
-            elif isinstance(value, dict) and field_type is not Any and typing.get_origin(field_type) is not dict:
-                raise ConfigError(f"{source}: {path} is {short_repr(value)}; it must be {self.schema.type_name(path)}")
+            elif isinstance(key_value, dict) and field_type is not Any and typing.get_origin(field_type) is not dict:
+                raise ConfigError(
+                    f"{source}: {path} is {short_repr(key_value)}; it must be {self.schema.type_name(path)}"
+                )
 
-    def _iter_leaves(self, content: dict[str, Any], parent: str = "", node: str = "") -> Iterable[tuple[str, str, Any]]:
+    def _iter_leaves(
+        self, content: dict[str, Any], parent_path: str = "", node: str = ""
+    ) -> Iterable[tuple[str, str, Any]]:
         """Yields each value with its dotted key and its OmegaConf path, in which a name that contains dots is in brackets."""
-        for key, value in content.items():
-            path = f"{parent}.{key}" if parent else str(key)
+        for key, key_value in content.items():
+            path = f"{parent_path}.{key}" if parent_path else str(key)
             node_path = f"{node}[{key}]" if "." in str(key) else f"{node}.{key}" if node else str(key)
-            if isinstance(value, dict) and value and path not in self.schema.open:
-                yield from self._iter_leaves(value, path, node_path)
+            if isinstance(key_value, dict) and key_value and path not in self.schema.open:
+                yield from self._iter_leaves(key_value, path, node_path)
             else:
-                yield path, node_path, value
+                yield path, node_path, key_value
 
 
-def parse_override(text: str) -> tuple[str, Any]:
+def parse_override(override_text: str) -> tuple[str, Any]:
     """Splits `key=value`; the value is YAML, and its scalars keep their text.
 
     Raises:
-        ConfigError: `text` does not have this form, or the value is not valid YAML.
+        ConfigError: `override_text` does not have this form, or the value is not valid YAML.
     """
-    key, equals, raw_value = text.partition("=")
+    key, equals, raw_value = override_text.partition("=")
     key = key.strip()
     if not equals or not key:
-        raise ConfigError(f"override {short_repr(text)}: write key=value, for example runner.max_steps=20")
+        raise ConfigError(f"override {short_repr(override_text)}: write key=value, for example runner.max_steps=20")
     try:
         return key, _parse_override_value(raw_value.strip()) if raw_value.strip() else None
     except ValueError as error:
         raise ConfigError(f"override {cut(key)}=…: the value is {error}") from None
     except yaml.YAMLError:
         raise ConfigError(
-            f"override {short_repr(text)}: the value {short_repr(raw_value)} is not valid YAML; quote it"
+            f"override {short_repr(override_text)}: the value {short_repr(raw_value)} is not valid YAML; quote it"
         ) from None
 
 
-def _parse_override_value(text: str) -> Any:
+def _parse_override_value(value_text: str) -> Any:
     """Reads an override's value. A plain scalar is taken literally to the end of the text: YAML comments and line breaks have
     no meaning in it.
     """
-    value, node = read_yaml(text, WrittenScalars), yaml.compose(text, WrittenScalars)
-    if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None or text[0] in "!&"):
-        return value
-    if isinstance(value, Scalar):
-        return Scalar(value.value, text)
-    return None if value is None and node is not None and node.value else text
+    parsed_value, node = read_yaml(value_text, WrittenScalars), yaml.compose(value_text, WrittenScalars)
+    if node is not None and (not isinstance(node, yaml.ScalarNode) or node.style is not None or value_text[0] in "!&"):
+        return parsed_value
+    if isinstance(parsed_value, Scalar):
+        return Scalar(parsed_value.value, value_text)
+    return None if parsed_value is None and node is not None and node.value else value_text
 
 
 def reason(error: OmegaConfBaseException) -> str:
@@ -216,21 +221,25 @@ def reason(error: OmegaConfBaseException) -> str:
     return cut(first_line(error), 200)
 
 
-def _select_known(content: Any, cls: Any) -> Any:
+def _select_known(nested_content: Any, cls: Any) -> Any:
     """Returns the part of a mapping for which a dataclass has fields."""
-    if isinstance(content, list):
-        return [_select_known(list_item, element_of(cls)) for list_item in content]
-    if not isinstance(content, dict) or not is_section(cls):
-        return content
+    if isinstance(nested_content, list):
+        return [_select_known(list_item, element_of(cls)) for list_item in nested_content]
+    if not isinstance(nested_content, dict) or not is_section(cls):
+        return nested_content
     fields = fields_of(cls)
-    return {key: _select_known(value, fields[key]) for key, value in content.items() if key in fields}
+    return {
+        key: _select_known(nested_content, fields[key])
+        for key, nested_content in nested_content.items()
+        if key in fields
+    }
 
 
-def _build_list_item(item: dict[str, Any], cls: type, path: str, source: str) -> DictConfig:
+def _build_list_item(list_item: dict[str, Any], cls: type, path: str, source: str) -> DictConfig:
     """Returns an element of a list of sections as a typed OmegaConf node."""
-    section = untouched(cls)
+    section = default_section(cls)
     fields = fields_of(cls)
-    for key, value in item.items():
+    for key, value in list_item.items():
         try:
             OmegaConf.update(section, key, value, merge=is_section(fields[key]))
         except OmegaConfBaseException as error:
@@ -241,17 +250,19 @@ def _build_list_item(item: dict[str, Any], cls: type, path: str, source: str) ->
     return section
 
 
-def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
+def _nest(key_parts: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(key_parts):
         value = {key: value}
     return typing.cast(dict[str, Any], value)
 
 
-def _move_components(placement: dict[str, Any], components: str, value: Any) -> dict[str, Any]:
+def _move_components(placement: dict[str, Any], components: str, ranks_text: Any) -> dict[str, Any]:
     """Returns a placement with some components moved: `env=1` removes env from `actor,rollout,env: 0`."""
     moved_names = {name.strip() for name in components.split(",")}
     new_placement = {}
-    for names, ranks in placement.items():
-        if remaining := [name.strip() for name in str(names).split(",") if name.strip() not in moved_names]:
-            new_placement[",".join(remaining)] = ranks
-    return {**new_placement, components: value}
+    for component_names, ranks in placement.items():
+        if remaining_names := [
+            name.strip() for name in str(component_names).split(",") if name.strip() not in moved_names
+        ]:
+            new_placement[",".join(remaining_names)] = ranks
+    return {**new_placement, components: ranks_text}

@@ -35,34 +35,34 @@ class MeshSizes:
     expert: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, ranks: int, key: str = "actor.parallel") -> MeshSizes:
+    def of(cls, parallel: ParallelConfig, num_ranks: int, key: str = "actor.parallel") -> MeshSizes:
         """Returns the sizes for a number of ranks.
 
         Args:
             parallel: The section.
-            ranks: Ranks of the group.
+            num_ranks: Ranks of the group.
             key: Name of the section in messages.
 
         Raises:
             ConfigError: The sizes do not fit the number of ranks, or each other.
         """
-        sizes = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
-        for name, size in {**sizes, "shard": parallel.shard}.items():
-            if size is not None and size < 1:
-                raise ConfigError(f"{key}.{name} is {size}; it must be at least 1")
-        expert = sizes.pop("expert")
-        fixed_size, shard = math.prod(sizes.values()), parallel.shard
-        sizes_text = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        mesh_sizes = {name: getattr(parallel, name) for name in ("replicate", "context", "tensor", "expert")}
+        for name, mesh_size in {**mesh_sizes, "shard": parallel.shard}.items():
+            if mesh_size is not None and mesh_size < 1:
+                raise ConfigError(f"{key}.{name} is {mesh_size}; it must be at least 1")
+        expert = mesh_sizes.pop("expert")
+        fixed_size, shard = math.prod(mesh_sizes.values()), parallel.shard
+        sizes_text = " × ".join(f"{name} {mesh_size}" for name, mesh_size in mesh_sizes.items())
         if shard is None:
-            if ranks % fixed_size:
-                raise ConfigError(f"{key}: {sizes_text} = {fixed_size} does not divide the group's {ranks} ranks")
-            shard = ranks // fixed_size
-        elif shard * fixed_size != ranks:
+            if num_ranks % fixed_size:
+                raise ConfigError(f"{key}: {sizes_text} = {fixed_size} does not divide the group's {num_ranks} ranks")
+            shard = num_ranks // fixed_size
+        elif shard * fixed_size != num_ranks:
             raise ConfigError(
-                f"{key}: {sizes_text} × shard {shard} = {shard * fixed_size}, but the group has {ranks} ranks; change a size, "
-                "or leave shard null for what the others leave"
+                f"{key}: {sizes_text} × shard {shard} = {shard * fixed_size}, but the group has {num_ranks} ranks; change a "
+                "size, or leave shard null for what the others leave"
             )
-        tensor, ranks_per_replica = sizes["tensor"], ranks // sizes["replicate"]
+        tensor, ranks_per_replica = mesh_sizes["tensor"], num_ranks // mesh_sizes["replicate"]
         if ranks_per_replica % expert:
             raise ConfigError(f"{key}.expert({expert}) does not divide shard × context × tensor ({ranks_per_replica})")
         if expert > 1 and expert % tensor and tensor % expert:
@@ -70,7 +70,7 @@ class MeshSizes:
                 f"{key}.expert({expert}) and tensor({tensor}): one of them must divide the other, or experts would be shared "
                 "by parts of tensor groups"
             )
-        return cls(sizes["replicate"], shard, sizes["context"], tensor, expert)
+        return cls(mesh_sizes["replicate"], shard, mesh_sizes["context"], tensor, expert)
 
     @property
     def ranks(self) -> int:
@@ -95,9 +95,9 @@ class MeshSizes:
         """Returns the position of a rank in its block. In sums over all ranks, only position 0 of each block counts."""
         return rank % self.block
 
-    def first_of(self, data: int) -> int:
+    def first_of(self, data_parallel_size: int) -> int:
         """Returns the first rank of a block."""
-        return data * self.block
+        return data_parallel_size * self.block
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Returns the rank's coordinates along replicate, shard, context and tensor."""
@@ -112,6 +112,11 @@ class MeshSizes:
         return self.replicate == self.block == self.expert == 1
 
 
+def splits_sums(parallel: ParallelConfig) -> bool:
+    """Returns whether the ranks of a mesh compute parts of a token's sums, which changes the order of the terms."""
+    return max(parallel.context, parallel.tensor, parallel.expert) > 1
+
+
 class Trained(Protocol):
     """Configuration section of a trained model."""
 
@@ -124,24 +129,24 @@ class Trained(Protocol):
         """Sizes of the mesh over which the model is divided."""
 
 
-def check_parallel(section: Trained, ranks: int, key: str, *, layers: bool = True) -> MeshSizes:
+def check_parallel(section: Trained, num_ranks: int, key: str, *, layers: bool = True) -> MeshSizes:
     """Returns the mesh sizes of a section for a number of ranks.
 
     Args:
         section: Section `actor`, or another section with these keys.
-        ranks: Number of ranks of the group.
+        num_ranks: Number of ranks of the group.
         key: Name of the section in messages.
         layers: True if the section may train a model whose layers can be divided.
 
     Raises:
         ConfigError: The sizes do not fit the ranks, or the backend cannot divide by them.
     """
-    sizes = MeshSizes.of(section.parallel, ranks, f"{key}.parallel")
-    if not sizes.plain and section.training_backend.lower() in _BACKENDS_WITHOUT_MESH:
-        raise ConfigError(unsupported_backend_sizes(key, section.training_backend, sizes))
-    if not layers and (sizes.block > 1 or sizes.expert > 1):
-        raise ConfigError(unsupported_policy_sizes(key, sizes))
-    return sizes
+    mesh_sizes = MeshSizes.of(section.parallel, num_ranks, f"{key}.parallel")
+    if not mesh_sizes.plain and section.training_backend in _BACKENDS_WITHOUT_MESH:
+        raise ConfigError(unsupported_backend_sizes(key, section.training_backend, mesh_sizes))
+    if not layers and (mesh_sizes.block > 1 or mesh_sizes.expert > 1):
+        raise ConfigError(unsupported_policy_sizes(key, mesh_sizes))
+    return mesh_sizes
 
 
 def unsupported_backend_sizes(key: str, backend: str, sizes: MeshSizes) -> str:

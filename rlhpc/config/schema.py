@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -18,6 +17,7 @@ from typing import Any, Protocol, TypeGuard
 from rlhpc.config.yaml_files import Scalar
 from rlhpc.runtime.key_metadata import EVALUATION, FREE, INTERNAL, Choices, OnResume, OptionsOf, Range, Registered
 from rlhpc.runtime.plugins import import_attribute
+from rlhpc.runtime.similar_names import similar_names
 
 #: Key names of other projects → ours, for hints.
 _ALSO_KNOWN_AS = {
@@ -41,7 +41,8 @@ _OPEN_MAPPINGS = ("kwargs", "component_placement", "env_vars", "deepspeed.config
 PATHS = frozenset(
     (
         "run_dir", "resume_dir", "init_from", "scratch", "python_interpreter", "simulator_python", "python", "path",
-        "model_path", "load_path", "reward_model", "value_model", "sft", "demos_expert",
+        "model_path", "load_path", "reward_model", "value_model", "sft", "demos_expert", "container_python",
+        "environment_archive",
     )
 )  # fmt: skip
 _VARIABLE = re.compile(r"(?<!\\)\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
@@ -52,17 +53,21 @@ def open_mapping_of(key: str) -> str | None:
     `env.train.kwargs.g`; None if there is no such mapping.
     """
     key_parts = key.split(".")
-    paths = [".".join(key_parts[: count + 1]) for count in range(len(key_parts))]
+    paths = [".".join(key_parts[: last_index + 1]) for last_index in range(len(key_parts))]
     return next((path for path in paths if path.endswith(_OPEN_MAPPINGS)), None)
 
 
 @functools.cache
-def _annotations_of(cls: type) -> Mapping[str, tuple[Any, tuple[Any, ...]]]:
+def _read_annotations(cls: type) -> Mapping[str, tuple[Any, tuple[Any, ...]]]:
     """Returns the type and the metadata of each field of a dataclass.
 
     A field that overrides a base class's field also has that field's metadata, after its own.
     """
-    bases = [typing.get_type_hints(base, include_extras=True) for base in cls.__mro__ if dataclasses.is_dataclass(base)]
+    bases = [
+        typing.get_type_hints(base_class, include_extras=True)
+        for base_class in cls.__mro__
+        if dataclasses.is_dataclass(base_class)
+    ]
     annotations = {}
     for field in dataclasses.fields(cls):
         hints = [hints[field.name] for hints in bases if field.name in hints]
@@ -76,18 +81,18 @@ def _annotations_of(cls: type) -> Mapping[str, tuple[Any, tuple[Any, ...]]]:
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, Any]:
-    """Returns name → type of a dataclass's fields."""
-    return {name: field_type for name, (field_type, _) in _annotations_of(cls).items()}
+    """Returns the types of a dataclass's fields, by name."""
+    return {name: field_type for name, (field_type, _) in _read_annotations(cls).items()}
 
 
 @functools.cache
 def docs_of(cls: type) -> Mapping[str, str]:
     """Returns the docstring under each field of a dataclass, including fields of base classes."""
     docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
+    for base_class in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base_class):
             continue
-        class_node = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        class_node = ast.parse(textwrap.dedent(inspect.getsource(base_class))).body[0]
         assert isinstance(class_node, ast.ClassDef)
         for statement, next_statement in zip(class_node.body, class_node.body[1:], strict=False):
             if (
@@ -110,7 +115,8 @@ class ConfigKey:
         section: Dataclass with the field.
         range: Range of the number, or of each number of a list.
         choices: Allowed words; empty if any value is allowed.
-        registry: Registry, as `module:NAME`, whose names the value or each element of a list may have; empty without one.
+        registry: Registry, as `module:NAME`, whose names the value or each element of a list may have; empty if
+            there is no registry.
         options: Declarations of the component options in this key; None if the key has none.
         is_free: True if the value may change when a run continues.
         is_evaluations: True if the value only affects evaluations.
@@ -149,19 +155,23 @@ class ConfigKey:
 
     def options_of(self, name: str) -> type | None:
         """Returns the dataclass of a component's options in this key; None if the component declares none."""
-        declaration = self._declarations().get(name.lower())
-        options: type | None = import_attribute(declaration, self.path) if isinstance(declaration, str) else declaration
+        options_type = self._find_options_types().get(name.lower())
+        options: type | None = (
+            import_attribute(options_type, self.path) if isinstance(options_type, str) else options_type
+        )
         return options
 
     def option_keys(self) -> dict[str, Mapping[str, ConfigKey]]:
-        """Returns component → its options, for the components that have options."""
-        trees = {name: tree_of(options) for name in self._declarations() if (options := self.options_of(name))}
-        visible = {name: {key: o for key, o in tree.items() if not o.is_internal} for name, tree in trees.items()}
-        return {name: options for name, options in visible.items() if options}
+        """Returns the options of each component that has options, by component."""
+        trees = {name: tree_of(options) for name in self._find_options_types() if (options := self.options_of(name))}
+        visible_options = {
+            name: {key: o for key, o in tree.items() if not o.is_internal} for name, tree in trees.items()
+        }
+        return {name: options for name, options in visible_options.items() if options}
 
-    def _declarations(self) -> Mapping[str, str | type]:
-        declarations: Mapping[str, str | type] = {}
-        return import_attribute(self.options.declarations, self.path) if self.options else declarations
+    def _find_options_types(self) -> Mapping[str, str | type]:
+        options_types: Mapping[str, str | type] = {}
+        return import_attribute(self.options.options_types, self.path) if self.options else options_types
 
     @property
     def is_internal(self) -> bool:
@@ -196,15 +206,15 @@ def keys_of(root: type) -> Mapping[str, ConfigKey]:
     return {path: key for path, key in tree_of(root).items() if not key.is_section}
 
 
-def _iter_keys(cls: type, prefix: str, inherited: tuple[Any, ...]) -> Iterator[ConfigKey]:
+def _iter_keys(cls: type, prefix: str, inherited_metadata: tuple[Any, ...]) -> Iterator[ConfigKey]:
     """Yields the keys and sections below a section.
 
     A section's resume rules hold for all its keys. A list of sections changes as one value, so its keys have only its rules.
     """
-    for name, (field_type, metadata) in _annotations_of(cls).items():
+    for name, (field_type, metadata) in _read_annotations(cls).items():
         is_element = "[]" in prefix
         resume_rules = (
-            *inherited,
+            *inherited_metadata,
             *(annotation for annotation in metadata if isinstance(annotation, OnResume) and not is_element),
         )
         path = f"{prefix}{name}"
@@ -239,52 +249,55 @@ def without_null(value_type: Any) -> tuple[Any, bool]:
     return (other_types[0] if len(other_types) == 1 else Any), len(other_types) < len(typing.get_args(value_type))
 
 
-def typed_value(content: Any, value_type: Any) -> Any:
+def typed_value(raw_value: Any, value_type: Any) -> Any:
     """Replaces each `Scalar` by its text if the type is `str`, otherwise by its YAML value.
 
     Args:
-        content: Value as it was written, or a section.
+        raw_value: Value as it was written, or a section.
         value_type: Type of the key.
 
     Raises:
         ValueError: Two keys of a mapping are the same.
     """
     value_type, _ = without_null(value_type)
-    if isinstance(content, Scalar):
-        return content.text if value_type is str else content.value
-    if isinstance(content, list):
+    if isinstance(raw_value, Scalar):
+        return raw_value.text if value_type is str else raw_value.value
+    if isinstance(raw_value, list):
         item_type = typing.get_args(value_type)[0] if typing.get_origin(value_type) is list else Any
-        return [typed_value(element, item_type) for element in content]
-    if not isinstance(content, dict):
-        return content
+        return [typed_value(element, item_type) for element in raw_value]
+    if not isinstance(raw_value, dict):
+        return raw_value
     fields = fields_of(value_type) if is_section(value_type) else None
     key_type, nested_type = (
         typing.get_args(value_type) if typing.get_origin(value_type) is dict else (str if fields else Any, Any)
     )
     typed_values: dict[Any, Any] = {}
-    for raw_key, value in content.items():
+    for raw_key, item_value in raw_value.items():
         key = typed_value(raw_key, key_type)
         if key in typed_values:
             raise ValueError(f"key {key!r} is given twice")
-        typed_values[key] = typed_value(value, fields.get(key, Any) if fields else nested_type)
+        typed_values[key] = typed_value(item_value, fields.get(key, Any) if fields else nested_type)
     return typed_values
 
 
-def with_variables(content: Any, value_type: Any, name: str = "") -> Any:
+def with_variables(raw_value: Any, value_type: Any, name: str = "") -> Any:
     """Replaces `$NAME` and `${NAME}` in the values of path keys by `${oc.env:NAME}`, which reads the environment variable.
 
     Args:
-        content: Typed value, or a section.
+        raw_value: Typed value, or a section.
         value_type: Type of the key.
         name: Last part of the key.
     """
-    if isinstance(content, str) and name in PATHS:
-        return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", content)
-    if isinstance(content, list):
-        return [with_variables(element, element_of(value_type), name) for element in content]
-    if isinstance(content, dict) and is_section(value_type):
-        return {key: with_variables(value, fields_of(value_type).get(key), key) for key, value in content.items()}
-    return content
+    if isinstance(raw_value, str) and name in PATHS:
+        return _VARIABLE.sub(lambda match: f"${{oc.env:{match[1] or match[2]}}}", raw_value)
+    if isinstance(raw_value, list):
+        return [with_variables(element, element_of(value_type), name) for element in raw_value]
+    if isinstance(raw_value, dict) and is_section(value_type):
+        return {
+            key: with_variables(item_value, fields_of(value_type).get(key), key)
+            for key, item_value in raw_value.items()
+        }
+    return raw_value
 
 
 def words_of(value_type: Any) -> str:
@@ -330,15 +343,15 @@ class Schema:
         """Returns whether a key or section exists; `path` has the form that `type_of` accepts."""
         return self.type_of(path) is not None
 
-    def nearest(self, key: str, allowed: Iterable[str], prefix: str) -> str:
+    def nearest(self, key: str, allowed_keys: Iterable[str], prefix: str) -> str:
         """Returns a hint with the key most similar to an unknown key below `prefix`; empty if no key is similar."""
-        allowed = list(allowed)
+        allowed_keys = list(allowed_keys)
         key = _ALSO_KNOWN_AS.get(key, key)
-        similar_names = [key] if key in allowed else difflib.get_close_matches(key, allowed, 1, 0.5)
-        if similar_names:
-            return f"did you mean {prefix}{similar_names[0]}? "
+        matches = [key] if key in allowed_keys else similar_names(key, allowed_keys, 1, 0.5)
+        if matches:
+            return f"did you mean {prefix}{matches[0]}? "
         similar_keys = [path for path in self.keys if path.rsplit(".", 1)[-1] == key]
-        similar_keys = similar_keys or difflib.get_close_matches(f"{prefix}{key}", self.keys, 1, 0.6)
+        similar_keys = similar_keys or similar_names(f"{prefix}{key}", self.keys, 1, 0.6)
         return f"did you mean {similar_keys[0]}? " if similar_keys else ""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from omegaconf import II, MISSING
 
+from rlhpc.config.alerts import AlertsConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.key_metadata import (
     COUNT,
@@ -38,6 +39,35 @@ class LoggerConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Profiles of ranks during traced steps: operators and kernels by `torch.profiler`, or the process by Nsight Systems."""
+
+    groups: list[str] = field(default_factory=list)
+    """Worker groups whose ranks record a profile with `torch.profiler` in each step of `steps`."""
+    ranks: str = "0"
+    """Ranks of these groups, such as `0` or `0-3,8`."""
+    steps: str = ""
+    """Steps to profile, such as `11`; by default those of `runner.trace.steps`."""
+    nsys: list[str] = field(default_factory=list)
+    """Worker groups whose ranks run under `nsys profile`."""
+    nsys_steps: str = ""
+    """Steps that Nsight Systems records of ranks with CUDA, such as `11-12`; by default a rank from its start to its end."""
+    nsys_options: dict[str, Any] = field(default_factory=dict)
+    """Options of `nsys profile` by name, such as `{cudabacktrace: all, python-backtrace: true}`, where true is an option
+    without a value. They replace those that rlhpc sets; `output` is not among them."""
+
+
+@dataclass
+class TraceConfig:
+    """Recording of traces: the activity of each rank in some steps, for `rlhpc trace`."""
+
+    steps: str = ""
+    """Steps to record, such as `10-12` or `3,7-9`; "" records none until `rlhpc trace RUN --steps N`."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Profiles of ranks during traced steps: operators and kernels by `torch.profiler`, or the process by Nsight Systems."""
+
+
+@dataclass
 class RunnerConfig:
     """Training loop: length, checkpoints and evaluation."""
 
@@ -50,6 +80,10 @@ class RunnerConfig:
     """Folder that contains the folders of runs."""
     seed: Annotated[int, SEED] = 1
     """Seed of all random number generators."""
+    tf32: Annotated[bool | None, FREE] = None
+    """Whether NVIDIA GPUs round the inputs of float32 matrix products and convolutions to TF32, which has 10 of the 23 bits of
+    the mantissa and is several times as fast: true in both, false in neither, null in convolutions only, as torch does.
+    Products in bfloat16 do not change."""
     max_steps: Annotated[int, INTERVAL, FREE] = -1
     """Training steps (one rollout and update each); -1 uses `max_epochs`."""
     max_epochs: Annotated[int, INTERVAL, FREE] = 1
@@ -86,6 +120,10 @@ class RunnerConfig:
     """Timeout in seconds of any wait within a step."""
     logger: Annotated[LoggerConfig, FREE] = field(default_factory=LoggerConfig)
     """Destinations of metrics."""
+    trace: Annotated[TraceConfig, FREE] = field(default_factory=TraceConfig)
+    """Recording of traces: the activity of each rank in some steps, for `rlhpc trace`."""
+    alerts: Annotated[AlertsConfig, FREE] = field(default_factory=AlertsConfig)
+    """Alerts when the run ends, stalls, diverges or loses ranks; without a command and a webhook there are none."""
 
 
 @dataclass
@@ -102,11 +140,34 @@ class AdapterConfig:
 
 
 @dataclass
+class PolicyAdapterConfig(AdapterConfig):
+    """Low-rank adapters of a policy, through peft."""
+
+    init: Annotated[str, Choices("kaiming", "gaussian")] = "kaiming"
+    """Initial values of the adapters' first matrix: `kaiming` (uniform, peft's default) or `gaussian` (normal, with a standard
+    deviation of 1 / `rank`); the second matrix is 0."""
+    path: str | None = None
+    """Folder of trained adapters in peft's format (`adapter_config.json`, `adapter_model.safetensors`), which training
+    continues; null starts new ones. Their rank, which must be `rank`, alpha and layers are the folder's."""
+
+
+@dataclass
 class LoraConfig(AdapterConfig):
     """Low-rank adapters, through peft."""
 
     dropout: Annotated[float, PART] = 0.0
     """Dropout on the adapters' input in supervised training; reinforcement learning uses no dropout."""
+
+
+@dataclass
+class GradScalerConfig:
+    """Loss scale of training in float16, which is halved when a gradient overflows; that step is skipped and counted by
+    `train/overflow_skipped`."""
+
+    init_scale: Annotated[float, Range(1), FREE] = 65536.0
+    """Scale of the first step; with `deepspeed` a power of two. A resumed run continues with the scale of its checkpoint."""
+    growth_interval: Annotated[int, COUNT, FREE] = 400
+    """Number of consecutive steps without an overflow after which the scale is doubled."""
 
 
 @dataclass
@@ -156,7 +217,7 @@ class DeepspeedConfig:
 
 @dataclass
 class OptimConfig:
-    """The optimizer."""
+    """Settings of the optimizer."""
 
     name: Annotated[str, Choices("adam", "adamw")] = "adam"
     """`adam` or `adamw`."""
@@ -172,6 +233,33 @@ class OptimConfig:
     """Weight decay (decoupled with adamw)."""
     clip_grad: Annotated[float | None, POSITIVE] = 0.5
     """Maximum gradient norm; null disables clipping."""
+    min_lr: Annotated[float, Range(0, 10)] = 0.0
+    """Learning rate at the end of a schedule that lowers it; at most `lr`. A learning rate besides `lr` falls by the same
+    factor."""
+
+
+@dataclass
+class ScheduledOptimConfig(OptimConfig):
+    """Settings of the optimizer."""
+
+    lr_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of steps over which the learning rate rises from 0; `bc` counts optimizer steps."""
+    lr_scheduler: Annotated[str, Choices("constant", "linear", "cosine")] = "constant"
+    """Schedule of the learning rate after the warm-up: constant, linear (to `min_lr`) or cosine (to `min_lr`).
+    `algorithm.anneal_lr` is linear."""
+    lr_decay_steps: Annotated[int | None, COUNT] = None
+    """Number of steps, with the warm-up, after which a schedule has reached `min_lr`, where it stays; null is the end of the
+    run. `bc` counts optimizer steps."""
+
+
+@dataclass
+class ValueOptimConfig:
+    """Optimizer keys of a model whose value head or critic is trained together with the policy."""
+
+    value_lr: Annotated[float | None, RATE] = None
+    """Learning rate of the value head or critic; null takes `lr`."""
+    critic_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of first optimizer steps that train the value head or critic alone. Not with `training_backend: deepspeed`."""
 
 
 @dataclass

@@ -17,7 +17,8 @@ from rlhpc.config.sections import JobConfig
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.launchers.srun_commands import broken_srun_rule
+from rlhpc.runtime.plugins import suggest_name
 from rlhpc.runtime.text import short_repr
 
 
@@ -43,9 +44,9 @@ def site_folders() -> list[Path]:
     They are in the working directory, in rlhpc, in the user's configuration folder and in the system's configuration folders.
     """
     config_home = expand_home(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
-    system = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
+    system_folders = [Path(p) for p in os.environ.get("XDG_CONFIG_DIRS", "/etc/xdg").split(":") if p]
     local_folders = [Path("configs/site"), share.path("configs", "site")]
-    return [*local_folders, config_home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system)]
+    return [*local_folders, config_home / "rlhpc" / "site", *(folder / "rlhpc" / "site" for folder in system_folders)]
 
 
 def find_site(name: str) -> Path:
@@ -64,7 +65,7 @@ def find_site(name: str) -> Path:
             return site_file
     site_names = sorted({path.stem for folder in site_folders() for path in folder.glob("*.yaml")})
     raise ConfigError(
-        f"no site {short_repr(name)}; {meant(name, site_names)}there are: {', '.join(site_names) or 'none'} "
+        f"no site {short_repr(name)}; {suggest_name(name, site_names)}there are: {', '.join(site_names) or 'none'} "
         f"(looked in {', '.join(str(folder) for folder in site_folders())})"
     )
 
@@ -83,19 +84,24 @@ def _read_site(path: Path) -> ConfigLayers:
     """Reads a site file, merged onto the defaults."""
     layers = ConfigLayers(Schema(SiteConfig))
     for source, content in read_files(path):
-        unknown = [key for key in content if key not in ("cluster", "workflow")]
+        unknown_keys = [key for key in content if key not in ("cluster", "workflow")]
         jobs = content.get("workflow")
         job_keys = layers.schema.type_of("workflow").__dataclass_fields__
-        unknown += [f"workflow.{key}" for key in jobs if key not in job_keys] if isinstance(jobs, dict) else []
-        if unknown:
+        unknown_keys += [f"workflow.{key}" for key in jobs if key not in job_keys] if isinstance(jobs, dict) else []
+        if unknown_keys:
             raise ConfigError(
-                f"{source}: {unknown[0]}: a site file has the sections cluster, workflow.eval_job and workflow.convert_job "
+                f"{source}: {unknown_keys[0]}: a site file has the sections cluster, workflow.eval_job and "
+                f"workflow.convert_job "
                 "only; it says where, not what"
             )
         layers.add(content, source)
     sources = layers.sources
     if run_keys := [key for key in ("component_placement", "num_nodes") if f"cluster.{key}" in sources]:
         raise ConfigError(f"{sources[f'cluster.{run_keys[0]}']}: cluster.{run_keys[0]} belongs to a run, not to a site")
+    if rule := broken_srun_rule(layers.cfg.cluster.srun):
+        raise ConfigError(
+            f"{sources['cluster.srun']}: cluster.srun is {short_repr(list(layers.cfg.cluster.srun))}; {rule}"
+        )
     return layers
 
 

@@ -26,18 +26,18 @@ def typed(section_type: type[Section], cfg: object) -> Section:
     return cast(Section, cfg)
 
 
-def untouched(section_type: type) -> DictConfig:
+def default_section(section_type: type) -> DictConfig:
     """Returns a new mapping of a section, with defaults only.
 
     OmegaConf needs 50 ms to create the mapping of a task type, a sixth of that to copy it, and a thirtieth to unpickle it.
     """
-    template, pickle_bytes = _template_of(section_type)
-    copy: DictConfig = template.copy() if pickle_bytes is None else pickle.loads(pickle_bytes)
-    return copy
+    template, pickle_bytes = _find_template_of(section_type)
+    copied_section: DictConfig = template.copy() if pickle_bytes is None else pickle.loads(pickle_bytes)
+    return copied_section
 
 
 @functools.lru_cache(maxsize=64)
-def _template_of(section_type: type) -> tuple[DictConfig, bytes | None]:
+def _find_template_of(section_type: type) -> tuple[DictConfig, bytes | None]:
     """Returns the mapping of a class and its pickle.
 
     The pickle is None if the class cannot be imported by its name, such as a class defined in a function.
@@ -61,9 +61,9 @@ def plain(section: object, *, resolve: bool = True) -> Any:
     return OmegaConf.to_container(section, resolve=resolve) if OmegaConf.is_config(section) else section
 
 
-def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(mapping_content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the values of nested mappings by dotted key; an empty mapping is a value."""
-    for key, value in content.items():
+    for key, value in mapping_content.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
@@ -71,7 +71,7 @@ def leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def alone(section: Section) -> Section:
-    """Returns a section for another process: a resolved copy, without the rest of the configuration."""
+    """Returns a resolved copy of a section without the rest of the configuration, for another process."""
     return typed(type(section), OmegaConf.create(plain(section))) if OmegaConf.is_config(section) else section
 
 
@@ -80,10 +80,10 @@ def select(cfg: object, key: str) -> Any:
     return OmegaConf.select(mapping(cfg), key)
 
 
-def changed(section: Section, key: str, value: Any) -> Section:
+def with_value(section: Section, key: str, new_value: Any) -> Section:
     """Returns a read-only copy with another value at a dotted key; the original stays unchanged."""
-    copy = mapping(section).copy()
-    OmegaConf.set_readonly(copy, False)
-    OmegaConf.update(copy, key, value, merge=False)
-    OmegaConf.set_readonly(copy, True)
-    return typed(type(section), copy)
+    copied_section = mapping(section).copy()
+    OmegaConf.set_readonly(copied_section, False)
+    OmegaConf.update(copied_section, key, new_value, merge=False)
+    OmegaConf.set_readonly(copied_section, True)
+    return typed(type(section), copied_section)

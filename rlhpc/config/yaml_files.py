@@ -32,10 +32,10 @@ class ConfigDumper(yaml.SafeDumper):
     """YAML dumper that quotes each text that `UniqueKeys` would read as another type."""
 
 
-def dump_yaml(content: Any, *, sort_keys: bool = True) -> str:
+def dump_yaml(yaml_content: Any, *, sort_keys: bool = True) -> str:
     """Formats plain values as YAML that `UniqueKeys` reads back."""
     yaml_text: str = yaml.dump(
-        content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=sort_keys
+        yaml_content, Dumper=ConfigDumper, default_flow_style=False, allow_unicode=True, sort_keys=sort_keys
     )
     return yaml_text
 
@@ -122,41 +122,41 @@ for _tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2
     WrittenScalars.add_constructor(_tag, _construct_scalar)
 
 
-def scalar_values(content: Any) -> Any:
+def scalar_values(yaml_content: Any) -> Any:
     """Replaces each scalar in mappings and lists by its value."""
-    if isinstance(content, Scalar):
-        return content.value
-    if isinstance(content, dict):
-        return {scalar_values(key): scalar_values(value) for key, value in content.items()}
-    return [scalar_values(element) for element in content] if isinstance(content, list) else content
+    if isinstance(yaml_content, Scalar):
+        return yaml_content.value
+    if isinstance(yaml_content, dict):
+        return {scalar_values(key): scalar_values(yaml_value) for key, yaml_value in yaml_content.items()}
+    return [scalar_values(element) for element in yaml_content] if isinstance(yaml_content, list) else yaml_content
 
 
-def plain_value(value: Any, key: str) -> Any:
+def plain_value(yaml_value: Any, key: str) -> Any:
     """Returns a value as mappings, lists, texts, numbers, booleans and None.
 
     Paths become texts, tuples become lists, and numbers of NumPy or PyTorch become Python numbers. References of an OmegaConf
     node to environment variables are not resolved.
 
     Args:
-        value: Value of a configuration key, or a mapping of sections.
+        yaml_value: Value of a configuration key, or a mapping of sections.
         key: The key, for messages.
 
     Raises:
-        ConfigError: A value has another type; the message names its key.
+        ConfigError: A value has a different type; the message names its key.
     """
-    value = env_references.to_plain(value)
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()  # a scalar of NumPy or PyTorch
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        if invalid_names := [name for name in value if not isinstance(name, (str, int))]:
+    yaml_value = env_references.to_plain(yaml_value)
+    if getattr(yaml_value, "shape", None) == () and hasattr(yaml_value, "item"):
+        yaml_value = yaml_value.item()  # a scalar of NumPy or PyTorch
+    if yaml_value is None or isinstance(yaml_value, (bool, int, float, str)):
+        return yaml_value
+    if isinstance(yaml_value, Mapping):
+        if invalid_names := [name for name in yaml_value if not isinstance(name, (str, int))]:
             raise ConfigError(f"{key}: {short_repr(invalid_names[0])} is not a key; keys are texts")
-        return {name: plain_value(nested_value, f"{key}.{name}") for name, nested_value in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_value(nested_value, f"{key}[{index}]") for index, nested_value in enumerate(value)]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return {name: plain_value(value, f"{key}.{name}") for name, value in yaml_value.items()}
+    if isinstance(yaml_value, (list, tuple)):
+        return [plain_value(value, f"{key}[{index}]") for index, value in enumerate(yaml_value)]
+    if isinstance(yaml_value, os.PathLike):
+        return os.fspath(yaml_value)
     raise ConfigError(
-        f"{cut(key)} is of type {type(value).__name__}; a configuration has texts, numbers, booleans, lists and mappings"
+        f"{cut(key)} is of type {type(yaml_value).__name__}; a configuration has texts, numbers, booleans, lists and mappings"
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
 from rlhpc.algorithms.registry import COMPARE_WITHIN_GROUPS
 from rlhpc.config.constraints import Fail, check_choice, check_name, check_rules
+from rlhpc.config.load import segment_ends
 from rlhpc.config.typed import select
 from rlhpc.embodied.algorithms.registry import ALGORITHMS
 from rlhpc.embodied.config import (
@@ -15,18 +15,20 @@ from rlhpc.embodied.config import (
     PlayingConfig,
     PpoConfig,
     SacConfig,
+    acts_in_actor,
     minibatch_size,
 )
 from rlhpc.embodied.envs.wrappers import parse_entry
 from rlhpc.embodied.rollout.work_sharing import divisible
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.similar_names import similar_names
 from rlhpc.training.registry import BACKENDS
 
 #: Model types of the built-in policies.
 MODELS = (
-    "mlp", "cnn", "resnet", "flow", "sac", "crossq", "td3", "iql", "dsrl", "conditioned", "success", "vla", "pi0", "openvla",
-    "lerobot",
+    "mlp", "cnn", "resnet", "resnet10", "flow", "sac", "crossq", "td3", "iql", "dsrl", "conditioned", "success", "vla", "pi0",
+    "openvla", "lerobot",
 )  # fmt: skip
 #: Policies that generate actions by a flow. Of model_type lerobot, only smolvla, pi0 and pi05 do.
 _FLOW_TYPES = ("flow", "pi0", "lerobot")
@@ -41,6 +43,8 @@ _UNCLONABLE_TYPES = {
 }
 #: Policies that support adapters.
 _ADAPTER_TYPES = ("vla", "pi0", "openvla")
+#: Policies on a pretrained model, whose value head is optional.
+_PRETRAINED_TYPES = ("vla", "pi0", "openvla", "lerobot")
 #: Policies that can recompute activations in the backward pass.
 _CHECKPOINTED = ("vla", "openvla")
 #: Environment types of robots; a robot can run only one environment at a time.
@@ -54,10 +58,10 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         ConfigError: A rule is broken; the message names the first one.
     """
     model = cfg.actor.model
-    name = model.model_type.lower()
+    name = model.model_type
     _check_normalisation(cfg, fail)
     if name in MODELS:
-        delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # off-policy runs have no such key
+        inference_delay = select(cfg, "env.eval.real_time_chunking.inference_delay")  # off-policy runs have no such key
         check_rules(
             (
                 (
@@ -67,7 +71,12 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
                     "have: false",
                 ),
                 (
-                    delay is not None and name not in _FLOW_TYPES,
+                    model.kwargs.get("temperature_eval") and select(cfg, "env.eval.noise") == "zero",
+                    "env.eval.noise",
+                    "actor.model.kwargs.temperature_eval samples action tokens, for which zero is one certain outcome: seeded",
+                ),
+                (
+                    inference_delay is not None and name not in _FLOW_TYPES,
                     "env.eval.real_time_chunking.inference_delay",
                     f"chunks are guided where a policy acts by a flow: actor.model.model_type {', '.join(_FLOW_TYPES)}; "
                     f"{model.model_type} does not",
@@ -89,7 +98,7 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
                 "env.eval.video_episodes",
             )
         _check_wrappers(f"{section}.wrappers", env_cfg.wrappers)
-        if env_cfg.env_type.lower() == "gymnasium":
+        if env_cfg.env_type == "gymnasium":
             _check_gymnasium_id(f"{section}.env_id", env_cfg.env_id, fail)
         else:
             from rlhpc.embodied.envs.registry import ENVS
@@ -116,7 +125,7 @@ def _check_gymnasium_id(key: str, env_id: str, fail: Fail) -> None:
     import gymnasium
 
     if env_id not in gymnasium.registry:
-        similar_ids = difflib.get_close_matches(env_id, list(gymnasium.registry), 3, 0.5)
+        similar_ids = similar_names(env_id, gymnasium.registry, 3, 0.5)
         hint = (
             f"did you mean {', '.join(similar_ids)}?"
             if similar_ids
@@ -142,7 +151,7 @@ def _check_normalisation(cfg: EmbodiedConfig, fail: Fail) -> None:
                     "bounds",
                 )
     keeps_statistics = (
-        select(cfg, "algorithm.adv_type") is not None and str(select(cfg, "actor.training_backend")).lower() == "local"
+        select(cfg, "algorithm.adv_type") is not None and str(select(cfg, "actor.training_backend")) == "local"
     )
     if select(cfg, "actor.model.normalize_observations") and not keeps_statistics:
         raise fail(
@@ -170,13 +179,13 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
     Raises:
         ConfigError: A rule is broken; the message names the first one.
     """
-    train, evaluation, stages = cfg.env.train, cfg.env.eval, cfg.rollout.pipeline_stage_num
-    env_type = train.env_type.lower()
-    is_shared_robot = env_type in _ROBOT_ENV_TYPES and env_type == evaluation.env_type.lower()
+    train_env, evaluation, stages = cfg.env.train, cfg.env.eval, cfg.rollout.pipeline_stage_num
+    env_type = train_env.env_type
+    is_shared_robot = env_type in _ROBOT_ENV_TYPES and env_type == evaluation.env_type
     check_rules(
         [
             (
-                cfg.rollout.weight_sync.lower() == "shards",
+                cfg.rollout.weight_sync == "shards",
                 "rollout.weight_sync",
                 "policies are sent whole: take auto (shards is for language models)",
             ),
@@ -187,17 +196,45 @@ def check_slots(cfg: PlayingConfig, fail: Fail) -> None:
                 "robot is in one place at a time; allowed: -1, and rlhpc eval --run once the run has ended; or a simulator "
                 "as env.eval (env_type, env_id, kwargs)",
             ),
-            (train.num_envs % stages, "env.train.num_envs", f"it must divide by rollout.pipeline_stage_num ({stages})"),
+            (
+                train_env.num_envs % stages,
+                "env.train.num_envs",
+                f"it must divide by rollout.pipeline_stage_num ({stages})",
+            ),
+            *_sync_interval_rules(cfg),
             *(
                 (
                     section.num_envs % section.group_size,
                     f"env.{name}.num_envs",
                     f"it must divide by env.{name}.group_size ({section.group_size})",
                 )
-                for name, section in (("train", train), ("eval", evaluation))
+                for name, section in (("train", train_env), ("eval", evaluation))
             ),
         ],
         fail,
+    )
+
+
+def _sync_interval_rules(cfg: PlayingConfig) -> tuple[tuple[object, str, str], ...]:
+    """Returns the rules of `runner.weight_sync_interval`."""
+    runner, sync_interval = cfg.runner, cfg.runner.weight_sync_interval
+    return (
+        (
+            sync_interval > 1 and cfg.algorithm.max_staleness and runner.task_type == "embodied",
+            "runner.weight_sync_interval",
+            "in on-policy runs algorithm.max_staleness bounds how old weights may be: 1, or algorithm.max_staleness=0",
+        ),
+        (
+            runner.save_interval > 0 and runner.save_interval % sync_interval,
+            "runner.save_interval",
+            f"a run that is resumed between two weight syncs would sync at once: it must divide by "
+            f"runner.weight_sync_interval ({sync_interval})",
+        ),
+        (
+            runner.segments > 1 and any(end_step % sync_interval for end_step in segment_ends(cfg)[:-1]),
+            "runner.segments",
+            f"segments must end with a weight sync, after a multiple of runner.weight_sync_interval ({sync_interval}) steps",
+        ),
     )
 
 
@@ -207,19 +244,20 @@ def check_processes(cfg: PlayingConfig, processes: Mapping[str, int]) -> None:
     Raises:
         ConfigError: A component has too many processes; the message names it and the numbers.
     """
-    train, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
-    num_slots = train.num_envs // stages
+    train_env, stages = cfg.env.train, cfg.rollout.pipeline_stage_num
+    num_slots = train_env.num_envs // stages
     slots_text = (
-        f"env.train.num_envs({train.num_envs}) / rollout.pipeline_stage_num({stages}) = {num_slots} slots of a stage"
+        f"env.train.num_envs({train_env.num_envs}) / rollout.pipeline_stage_num({stages}) = {num_slots} slots of "
+        "a stage"
     )
     for name, num_processes in processes.items():
         processes_text = f"cluster.component_placement.{name} gives {num_processes} processes"
         if name == "actor" and num_slots % num_processes:
             raise ConfigError(f"{processes_text}; they must divide the {slots_text}")
-        if name != "actor" and num_processes > num_slots // train.group_size:
+        if name != "actor" and num_processes > num_slots // train_env.group_size:
             raise ConfigError(
-                f"{processes_text}; there may be {num_slots // train.group_size}: one for each "
-                f"env.train.group_size({train.group_size}) of the {slots_text}"
+                f"{processes_text}; there may be {num_slots // train_env.group_size}: one for each "
+                f"env.train.group_size({train_env.group_size}) of the {slots_text}"
             )
 
 
@@ -275,8 +313,8 @@ def _check_pipeline(cfg: PpoConfig, fail: Fail) -> None:
     key, algorithm, num_parts = "runner.use_training_pipeline", cfg.algorithm, cfg.algorithm.rollout_parts
     part_size, batch = cfg.env.train.num_envs * algorithm.rollout_steps // num_parts, minibatch_size(cfg)
     part_text = f"with {key}, a part has {part_size} transitions"
-    normalize = algorithm.normalize_advantages.lower()
-    levels = {algorithm.logprob_type.lower(), algorithm.reward_type.lower()}
+    normalize = algorithm.normalize_advantages
+    levels = {algorithm.logprob_type, algorithm.reward_type}
     check_rules(
         (
             (
@@ -294,12 +332,22 @@ def _check_pipeline(cfg: PpoConfig, fail: Fail) -> None:
                 for name, section in (("actor", cfg.actor), ("rollout", cfg.rollout))
             ),
             (
-                cfg.runner.on_nonfinite.lower() == "skip",
+                algorithm.filter_rewards,
+                "algorithm.filter_rewards",
+                f"what is left out must be known first, which {key} does not wait for: false",
+            ),
+            (
+                algorithm.loss_agg != "token-mean",
+                "algorithm.loss_agg",
+                f"the lengths of all episodes must be known first, which {key} does not wait for: token-mean",
+            ),
+            (
+                cfg.runner.on_nonfinite == "skip",
                 "runner.on_nonfinite",
                 f"what is left out must be known first, which {key} does not wait for: stop",
             ),
             (
-                algorithm.loss_type.lower() == "decoupled_ppo",
+                algorithm.loss_type == "decoupled_ppo",
                 "algorithm.loss_type",
                 f"it asks the weights from before all updates, which {key} does not keep: ppo",
             ),
@@ -335,11 +383,11 @@ def _check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     Raises:
         ConfigError: A rule is broken; the message names the first one.
     """
-    name, backend = cfg.actor.model.model_type.lower(), cfg.actor.training_backend
+    name, backend = cfg.actor.model.model_type, cfg.actor.training_backend
     if ":" not in backend:
         check_choice("actor.training_backend", backend, BACKENDS.choices(), fail)
     is_local, is_bfloat16, has_adapters = (
-        backend.lower() == "local",
+        backend == "local",
         cfg.actor.model.dtype == "bfloat16",
         cfg.actor.lora.rank,
     )
@@ -371,14 +419,62 @@ def _check_adapters(cfg: PpoConfig | BcConfig, fail: Fail) -> None:
     )
 
 
+#: Rule of a run whose actors simulate and act themselves: whether it is broken, key, clause about these actors, allowed value.
+_ActingRule = tuple[bool, str, str, str]
+
+
+def _check_acting_actors(cfg: PlayingConfig, fail: Fail, rules: Sequence[_ActingRule] = ()) -> None:
+    """Checks a run whose actor ranks simulate and act themselves (`acts_in_actor`).
+
+    Args:
+        cfg: The configuration.
+        fail: Builds the error.
+        rules: Rules of the task type, which are checked first.
+
+    Raises:
+        ConfigError: A rule is broken; the message names the first one.
+    """
+    train_env, in_process = cfg.env.train, "simulate in their own process"
+    rules = (
+        *rules,
+        (cfg.algorithm.max_staleness > 0, "algorithm.max_staleness", "do not train at the same time", "0"),
+        (cfg.runner.weight_sync_interval > 1, "runner.weight_sync_interval", "have the newest weights", "1"),
+        (cfg.rollout.pipeline_stage_num > 1, "rollout.pipeline_stage_num", "simulate all slots at once", "1"),
+        (bool(train_env.simulators), "env.train.simulators", in_process, "0"),
+        (train_env.simulator_python is not None, "env.train.simulator_python", in_process, "null"),
+        (train_env.reward_model is not None, "env.train.reward_model", "take the simulator's rewards", "null"),
+    )
+    placement_remedy = "or give env and rollout a place (cluster.component_placement)"
+    check_rules(
+        (
+            (is_broken, key, f"actors that act {clause}: {allowed}, {placement_remedy}")
+            for is_broken, key, clause, allowed in rules
+        ),
+        fail,
+    )
+
+
+def _on_policy_acting_rules(cfg: PpoConfig) -> tuple[_ActingRule, ...]:
+    algorithm, actor, no_memory = cfg.algorithm, cfg.actor, "use all of their memory"
+    pipeline = "runner.use_training_pipeline"
+    return (
+        (actor.training_backend != "local", "actor.training_backend", "hold all weights", "local"),
+        (algorithm.rollout_parts > 1, "algorithm.rollout_parts", "play a step at once", "1"),
+        (cfg.runner.use_training_pipeline, pipeline, "do not train at the same time", "false"),
+        (algorithm.filter_rewards, "algorithm.filter_rewards", "train on all groups", "false"),
+        (actor.enable_offload, "actor.enable_offload", no_memory, "false"),
+        (cfg.rollout.enable_offload, "rollout.enable_offload", no_memory, "false"),
+    )
+
+
 def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
     """Checks on-policy settings: offloading, the model, action and reward levels, and group-based estimators.
 
     Raises:
         ConfigError: A rule is broken; the message names the first one.
     """
-    algorithm, model, train = cfg.algorithm, cfg.actor.model, cfg.env.train
-    name, estimator = model.model_type.lower(), algorithm.adv_type
+    algorithm, model, train_env = cfg.algorithm, cfg.actor.model, cfg.env.train
+    name, estimator = model.model_type, algorithm.adv_type
     check_rules(
         (
             *(
@@ -390,7 +486,7 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
                 for section_name, section in (("actor", cfg.actor), ("rollout", cfg.rollout))
             ),
             (
-                cfg.rollout.enable_offload and cfg.rollout.weight_sync.lower() == "broadcast",
+                cfg.rollout.enable_offload and cfg.rollout.weight_sync == "broadcast",
                 "rollout.enable_offload",
                 "weights are taken in on the host, which rollout.weight_sync broadcast does not",
             ),
@@ -409,18 +505,48 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
         fail,
     )
     _check_adapters(cfg, fail)
-    is_action_level = model.num_action_chunks > 1 and algorithm.reward_type.lower() == "action_level"
-    needs_values = estimator.lower() == "gae" or algorithm.value_coef > 0
-    compares_groups = estimator.lower() in COMPARE_WITHIN_GROUPS
+    if acts_in_actor(cfg):
+        _check_acting_actors(cfg, fail, _on_policy_acting_rules(cfg))
+    is_action_level = model.num_action_chunks > 1 and algorithm.reward_type == "action_level"
+    needs_values = estimator == "gae" or algorithm.value_coef > 0
+    compares_groups = estimator in COMPARE_WITHIN_GROUPS
     check_rules(
         (
+            *_list_value_optim_rules(cfg, needs_values),
             (
-                cfg.actor.training_backend.lower() == "deepspeed" and algorithm.target_kl is not None,
+                algorithm.filter_rewards and train_env.group_size < 2,
+                "env.train.group_size",
+                "algorithm.filter_rewards compares groups of slots that share a reset: it must be at least 2",
+            ),
+            (
+                algorithm.filter_rewards and algorithm.count_filtered_groups and algorithm.loss_agg == "token-mean",
+                "algorithm.count_filtered_groups",
+                "a mean over tokens counts no groups: take algorithm.loss_agg seq-mean-token-mean, or "
+                "count_filtered_groups false",
+            ),
+            (
+                algorithm.filter_rewards and train_env.auto_reset,
+                "env.train.auto_reset",
+                "algorithm.filter_rewards asks for the returns of whole episodes: it must be false",
+            ),
+            (
+                algorithm.rewards_lower_bound > algorithm.rewards_upper_bound,
+                "algorithm.rewards_lower_bound",
+                f"it must not be above algorithm.rewards_upper_bound ({algorithm.rewards_upper_bound})",
+            ),
+            (
+                algorithm.loss_agg != "token-mean" and train_env.auto_reset,
+                "algorithm.loss_agg",
+                "with env.train.auto_reset a slot plays several episodes, of which parts are cut off: take token-mean, or "
+                "auto_reset false",
+            ),
+            (
+                cfg.actor.training_backend == "deepspeed" and algorithm.target_kl is not None,
                 "algorithm.target_kl",
                 "DeepSpeed cannot take back a gradient: use null, or another training backend",
             ),
             (
-                is_action_level and algorithm.logprob_type.lower() == "chunk_level",
+                is_action_level and algorithm.logprob_type == "chunk_level",
                 "algorithm.logprob_type",
                 "algorithm.reward_type action_level needs action_level or token_level",
             ),
@@ -435,17 +561,44 @@ def check_ppo(cfg: PpoConfig, fail: Fail) -> None:
                 "it is for algorithm.reward_type action_level",
             ),
             (
-                compares_groups and train.group_size < 2,
+                compares_groups and train_env.group_size < 2,
                 "env.train.group_size",
                 f"algorithm.adv_type {estimator} compares slots that share a reset: it must be at least 2",
             ),
             (
-                compares_groups and train.auto_reset,
+                compares_groups and train_env.auto_reset,
                 "env.train.auto_reset",
                 f"algorithm.adv_type {estimator} compares whole episodes: it must be false",
             ),
         ),
         fail,
+    )
+
+
+def _list_value_optim_rules(cfg: PpoConfig, needs_values: bool) -> tuple[tuple[object, str, str], ...]:
+    """Returns the rules of the optimizer's keys for the value head or critic."""
+    optim, model = cfg.actor.optim, cfg.actor.model
+    lacks_values = model.model_type in _PRETRAINED_TYPES and not model.add_value_head
+    is_set_by_key = {"value_lr": optim.value_lr is not None, "critic_warmup_steps": optim.critic_warmup_steps > 0}
+    return (
+        *(
+            (
+                is_set and lacks_values,
+                f"actor.optim.{name}",
+                "the policy has no value head: set actor.model.add_value_head, or leave the key out",
+            )
+            for name, is_set in is_set_by_key.items()
+        ),
+        (
+            optim.critic_warmup_steps and not (needs_values and cfg.algorithm.value_coef),
+            "actor.optim.critic_warmup_steps",
+            "no value is trained: set algorithm.value_coef above 0, or take 0",
+        ),
+        (
+            optim.critic_warmup_steps and cfg.actor.training_backend == "deepspeed",
+            "actor.optim.critic_warmup_steps",
+            "DeepSpeed updates all parameters in each step: take 0, or another training backend",
+        ),
     )
 
 
@@ -456,13 +609,11 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
         ConfigError: A rule is broken; the message names the first one.
     """
     algorithm, buffer = cfg.algorithm, cfg.algorithm.replay_buffer
-    name, model_type = algorithm.name.lower(), cfg.actor.model.model_type.lower()
+    name, model_type = algorithm.name, cfg.actor.model.model_type
+    if acts_in_actor(cfg):
+        _check_acting_actors(cfg, fail)
     if model_type in MODELS and model_type not in _CRITICS:
-        raise fail(
-            "actor.model.model_type",
-            f"runner.task_type off_policy trains {', '.join(_CRITICS)}, which have critics of actions and read numbers; for "
-            "images take task_type embodied or bc",
-        )
+        raise fail("actor.model.model_type", f"off_policy trains {', '.join(_CRITICS)}; take task_type embodied or bc")
     if name not in ALGORITHMS.built_in:
         ALGORITHMS.find(algorithm.name)
     elif model_type in MODELS and model_type not in _TRAINABLE_TYPES[name]:
@@ -478,6 +629,11 @@ def check_off_policy(cfg: SacConfig, fail: Fail) -> None:
                 "algorithm.replay_buffer.size",
                 f"it must hold min_buffer_size ({buffer.min_buffer_size}) and one transition of each of the "
                 f"{cfg.env.train.num_envs} environments",
+            ),
+            (
+                (algorithm.critic_subsample_size or 0) > cfg.actor.model.num_q_heads,
+                "algorithm.critic_subsample_size",
+                f"it draws of actor.model.num_q_heads, {cfg.actor.model.num_q_heads}",
             ),
             (path and model_type == "dsrl", key, "dsrl learns of noise, and data have actions: take null"),
             (
@@ -502,7 +658,7 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
         ConfigError: A rule is broken; the message names the first one.
     """
     _check_adapters(cfg, fail)
-    name = cfg.actor.model.model_type.lower()
+    name = cfg.actor.model.model_type
     check_rules(
         (
             (name in _UNCLONABLE_TYPES, "actor.model.model_type", _UNCLONABLE_TYPES.get(name, "")),
@@ -517,7 +673,7 @@ def check_bc(cfg: BcConfig, fail: Fail) -> None:
                 "name a policy with a critic: it says which actions were improvements",
             ),
             (
-                name in ("conditioned", "success") and cfg.algorithm.bc_loss.lower() == "mse",
+                name in ("conditioned", "success") and cfg.algorithm.bc_loss == "mse",
                 "algorithm.bc_loss",
                 f"model_type {name} learns by nll",
             ),

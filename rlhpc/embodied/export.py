@@ -18,7 +18,7 @@ from rlhpc.checkpoint.export_folder import (
     checkpoint_results,
     default_output,
     filled_folder,
-    head,
+    format_card_header,
     read_object,
     require_free,
 )
@@ -41,8 +41,8 @@ def policy_card(
     results: Sequence[Mapping[str, Any]],
     *,
     licence: str | None,
-    standalone: bool = False,
-    released: bool = False,
+    is_standalone: bool = False,
+    is_released: bool = False,
 ) -> str:
     """Returns the model card of an embodied policy.
 
@@ -51,29 +51,27 @@ def policy_card(
         checkpoint: Name of the checkpoint.
         results: Evaluation results from `checkpoint_results`.
         licence: SPDX identifier of the licence.
-        standalone: Whether the folder contains `policy.pt2` and `policy.py`.
-        released: Whether the folder has the release format of the policy's family.
+        is_standalone: Whether the folder contains `policy.pt2` and `policy.py`.
+        is_released: Whether the folder has the release format of the policy's family.
     """
-    env = config["env_id"] or "the run's environment"
+    env_name = config["env_id"] or "the run's environment"
     name, version, step = config["run"] or checkpoint, config["rlhpc_version"], config["global_step"]
     tags = ["reinforcement-learning", "rlhpc", *([str(config["env_id"])] if config["env_id"] else [])]
-    card = head(
+    card = format_card_header(
         library="rlhpc", task="reinforcement-learning", licence=licence, name=str(name), tags=tags, results=results
     )
-    card += (
-        f"# {name}: a policy for {env}\n\nTrained with rlhpc {version}; global step {step}, from `{checkpoint}`.\n\n"
-    )
+    card += f"# {name}: a policy for {env_name}\n\nTrained with rlhpc {version}; global step {step}, from `{checkpoint}`.\n\n"
     if results:
         card += "| suite | episodes | mean return | 95 % interval | success once |\n|---|---|---|---|---|\n"
         for evaluation in results:
-            success = f"{evaluation['success_once']:.1%}" if "success_once" in evaluation else ""
+            success_text = f"{evaluation['success_once']:.1%}" if "success_once" in evaluation else ""
             card += (
                 f"| {evaluation.get('suite', 'default')} | {evaluation.get('episodes', '')} | "
                 f"{evaluation['return_mean']:.2f} | "
-                f"{interval_text(evaluation.get('return_ci95'), '.2f', ' to ') or '–'} | {success} |\n"
+                f"{interval_text(evaluation.get('return_ci95'), '.2f', ' to ') or '–'} | {success_text} |\n"
             )
         card += "\n"
-    if released:
+    if is_released:
         model_type = config["policy"]["model"]["model_type"]
         card += (
             f"The folder is as models of the family {model_type} are released, for their own code.\n\n## With rlhpc\n\n"
@@ -83,7 +81,7 @@ def policy_card(
         "| file | content |\n|---|---|\n| `model.safetensors` | the weights |\n"
         "| `config.json` | the policy's specification and the environment it was trained in |\n"
     )
-    if standalone:
+    if is_standalone:
         card += (
             "| `policy.pt2` | the same policy as a torch program: `[B, …]` in, actions `[B, chunk, dim]` out |\n"
             "| `policy.py` | acts with it, without rlhpc: `python policy.py` plays an episode |\n"
@@ -95,13 +93,13 @@ def policy_card(
     )
 
 
-def _describe_network(spec: Mapping[str, Any]) -> str:
+def _describe_network(policy_spec: Mapping[str, Any]) -> str:
     """Returns a text that describes the network."""
-    model, action_space = spec.get("model") or {}, spec.get("action_space") or {}
-    model_type = model.get("model_type", spec.get("model_type", "a model of its own"))
+    model, action_space = policy_spec.get("model") or {}, policy_spec.get("action_space") or {}
+    model_type = model.get("model_type", policy_spec.get("model_type", "a model of its own"))
     if model_type != "mlp":
         return f"`model_type` is `{model_type}`; `config.json` has its options."
-    layers = " → ".join(
+    layers_text = " → ".join(
         f"Linear({width}) → {model.get('activation', 'tanh')}" for width in model.get("hidden_sizes", ())
     )
     output_texts = {
@@ -111,7 +109,7 @@ def _describe_network(spec: Mapping[str, Any]) -> str:
     output_text = output_texts.get(str(action_space.get("type")), "logits for each part of the action")
     return (
         "Observations are flattened (several in the order of their names). `actor.*` of `model.safetensors`: "
-        f"{layers} → Linear: {output_text}. `critic.*`: the same layers, and the value."
+        f"{layers_text} → Linear: {output_text}. `critic.*`: the same layers, and the value."
     )
 
 
@@ -136,13 +134,13 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     config = _build_config(checkpoint, step)
     try:
         model = (checkpoint / MODEL).read_bytes()
-        standalone_files = _standalone_files(checkpoint, config)
+        standalone_files = _list_standalone_files(checkpoint, config)
         card = policy_card(
             config,
             checkpoint.name,
             checkpoint_results(checkpoint, step),
             licence=licence,
-            standalone=bool(standalone_files),
+            is_standalone=bool(standalone_files),
         )
         _write_folder(
             target,
@@ -187,7 +185,7 @@ def release_checkpoint(
     try:
         evaluations = checkpoint_results(checkpoint, step)
         card = policy_card(
-            _build_config(checkpoint, step), checkpoint.name, evaluations, licence=licence, released=True
+            _build_config(checkpoint, step), checkpoint.name, evaluations, licence=licence, is_released=True
         )
         with filled_folder(target) as staging:
             policy.release(staging, step)
@@ -235,7 +233,7 @@ def load_exported(folder: str | Path, *, trust_code: bool = False, trust: Trust 
 def _build_config(checkpoint: Path, step: int) -> dict[str, Any]:
     from rlhpc import __version__
 
-    spec = read_object(checkpoint / "model.json")
+    policy_spec = read_object(checkpoint / "model.json")
     run_config: dict[str, Any] = {}
     if (checkpoint / CONFIG).is_file():
         try:
@@ -246,8 +244,8 @@ def _build_config(checkpoint: Path, step: int) -> dict[str, Any]:
     return {
         "format": EXPORT_FORMAT,
         "architectures": ["rlhpc.models.Policy"],
-        "model_type": spec.get("model_type", "rlhpc"),
-        "policy": spec,
+        "model_type": policy_spec.get("model_type", "rlhpc"),
+        "policy": policy_spec,
         "env_id": env.get("env_id") or _get_nested(run_config, "env", "train", "env_id"),
         "env": env,
         "run": _get_nested(run_config, "runner", "name"),
@@ -256,28 +254,28 @@ def _build_config(checkpoint: Path, step: int) -> dict[str, Any]:
     }
 
 
-def _replace_nonfinite(value: Any) -> Any:
+def _replace_nonfinite(json_value: Any) -> Any:
     """Converts non-finite floats to strings, because JSON cannot store them and old checkpoints contain them."""
-    if isinstance(value, dict):
-        return {key: _replace_nonfinite(child) for key, child in value.items()}
-    if isinstance(value, list):
-        return [_replace_nonfinite(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(json_value, dict):
+        return {key: _replace_nonfinite(child) for key, child in json_value.items()}
+    if isinstance(json_value, list):
+        return [_replace_nonfinite(child) for child in json_value]
+    return str(json_value) if isinstance(json_value, float) and not math.isfinite(json_value) else json_value
 
 
-def _get_nested(tree: Any, *keys: str) -> Any:
-    for key in keys:
+def _get_nested(tree: Any, *key_path: str) -> Any:
+    for key in key_path:
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree
 
 
 def _write_folder(target: Path, files: dict[str, bytes]) -> None:
     with filled_folder(target) as staging:
-        for name, content in files.items():
-            write_durably(staging / name, content)
+        for name, file_content in files.items():
+            write_durably(staging / name, file_content)
 
 
-def _standalone_files(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
+def _list_standalone_files(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
     """Returns name and content of the files that let the policy act without rlhpc. Returns {} if torch.export cannot trace
     the policy, or if its code is not trusted.
     """

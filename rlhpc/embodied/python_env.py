@@ -30,23 +30,23 @@ def importable() -> bool:
     return importlib.util.find_spec("lerobot") is not None
 
 
-def lerobot_error(purpose: str) -> ConfigError:
+def lerobot_error(lerobot_purpose: str) -> ConfigError:
     """Returns an error that explains how to install LeRobot."""
     return ConfigError(
-        f"{purpose} needs lerobot, which has a Python of its own: make setup-lerobot, export "
+        f"{lerobot_purpose} needs lerobot, which has a Python of its own: make setup-lerobot, export "
         "RLHPC_LEROBOT_PYTHON=$PWD/.venv-lerobot/bin/python, and name it as cluster.node_groups[].python_interpreter of "
         "actor and rollout (docs/how-to/lerobot.md)"
     )
 
 
 def call_where_importable(
-    source: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
+    policy_source: str | Path, function: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs
 ) -> Result:
     """Calls a function and returns its result. The call runs in LeRobot's Python if it concerns a LeRobot policy and this
     Python does not have LeRobot.
 
     Args:
-        source: Folder of the checkpoint or export that the call concerns, or another name.
+        policy_source: Folder of the checkpoint or export that the call concerns, or another name.
         function: Top-level function of a module.
         *args, **kwargs: Arguments of the function; they and the result must be picklable.
 
@@ -54,26 +54,26 @@ def call_where_importable(
         ConfigError: LeRobot's Python is needed, but `RLHPC_LEROBOT_PYTHON` is not set or cannot be started.
         RlhpcError: The function raised this error in LeRobot's Python.
     """
-    if importable() or not _is_lerobot(Path(source)):
+    if importable() or not _is_lerobot(Path(policy_source)):
         return function(*args, **kwargs)
     python = os.environ.get(PYTHON)
     if not python:
-        raise lerobot_error(f"the policy of {source}")
+        raise lerobot_error(f"the policy of {policy_source}")
     pickled_call = pickle.dumps((function.__module__, function.__qualname__, args, kwargs))
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     with tempfile.TemporaryDirectory() as folder:
         answer_file = Path(folder, "answer")
         try:
-            completed = subprocess.run(
+            completed_process = subprocess.run(
                 [python, "-m", __name__, str(answer_file)], input=pickled_call, env=env, stdout=subprocess.DEVNULL
             )
         except OSError as error:
             raise lerobot_error(
-                f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {source}"
+                f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {policy_source}"
             ) from error
         if not answer_file.is_file():
-            raise RlhpcError(f"{python} ended with {completed.returncode} and no answer; what it said is above")
+            raise RlhpcError(f"{python} ended with {completed_process.returncode} and no answer; what it said is above")
         answer_value, raised_error = pickle.loads(answer_file.read_bytes())
     if raised_error is not None:
         raise raised_error
@@ -84,8 +84,8 @@ def _is_lerobot(folder: Path) -> bool:
     """Returns whether a checkpoint or an export contains a LeRobot policy."""
     for name in ("model.json", "config.json"):
         try:
-            spec = read_json((folder / name).read_bytes())
-            model_type = spec.get("policy", spec)["model"]["model_type"]
+            policy_config = read_json((folder / name).read_bytes())
+            model_type = policy_config.get("policy", policy_config)["model"]["model_type"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
         return str(model_type).lower() == "lerobot"

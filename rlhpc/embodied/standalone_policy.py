@@ -72,7 +72,7 @@ from pathlib import Path
 
 
 class PolicyError(Exception):
-    """A mistake of whoever uses this folder; as a command, one message and exit code 2."""
+    """Mistake of the user of this folder; a command prints its message and exits with code 2."""
 
 
 class InterfaceError(PolicyError):
@@ -267,9 +267,9 @@ def wrapper_files(env: Any) -> dict[str, bytes]:
         name = next(iter(wrapper_entry), "") if isinstance(wrapper_entry, dict) else wrapper_entry
         if str(name).lower() in _OWN_WRAPPERS:
             file, module, _ = _OWN_WRAPPERS[str(name).lower()]
-            spec = find_spec(module)
-            assert spec is not None and spec.origin is not None
-            files[file] = Path(spec.origin).read_bytes()
+            module_spec = find_spec(module)
+            assert module_spec is not None and module_spec.origin is not None
+            files[file] = Path(module_spec.origin).read_bytes()
     return files
 
 
@@ -295,7 +295,7 @@ def program_of(policy: Policy) -> bytes | None:
     batch = torch.export.Dim("batch", min=1)
     try:
         # Two rows, because torch.export would treat a dimension of size one as a constant.
-        obs = _zero_observations(policy.observation_space, 2)
+        obs = _make_zero_observations(policy.observation_space, 2)
         shapes: Any = {key: {0: batch} for key in obs} if isinstance(obs, dict) else {0: batch}
         with torch.no_grad():
             inputs: tuple[Any, ...] = (obs,)
@@ -312,8 +312,8 @@ def program_of(policy: Policy) -> bytes | None:
     return buffer.getvalue()
 
 
-def _zero_observations(space: Any, count: int) -> Any:
-    """Returns `count` zero observations of a space, as tensors."""
+def _make_zero_observations(space: Any, num_rows: int) -> Any:
+    """Returns `num_rows` zero observations of a space, as tensors."""
     if hasattr(space, "spaces"):
-        return {key: _zero_observations(subspace, count) for key, subspace in space.spaces.items()}
-    return torch.from_numpy(np.zeros((count, *space.shape), space.dtype))
+        return {key: _make_zero_observations(subspace, num_rows) for key, subspace in space.spaces.items()}
+    return torch.from_numpy(np.zeros((num_rows, *space.shape), space.dtype))

@@ -12,9 +12,16 @@ from rlhpc.config.constraints import Fail
 from rlhpc.config.parallel import check_parallel
 from rlhpc.config.schema import Schema
 from rlhpc.config.sections import RunConfig
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.embodied import checks, conditional_keys
-from rlhpc.embodied.config import BcConfig, DemonstratedWorkflowConfig, EmbodiedConfig, PpoConfig, SacConfig
+from rlhpc.embodied.config import (
+    BcConfig,
+    DemonstratedWorkflowConfig,
+    EmbodiedConfig,
+    PpoConfig,
+    SacConfig,
+    acts_in_actor,
+)
 from rlhpc.embodied.rollout.work_sharing import divisible, max_sharing_ranks
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.metrics.provenance import describe_result
@@ -81,11 +88,15 @@ Cfg = TypeVar("Cfg", bound=EmbodiedConfig)
 Playing = TypeVar("Playing", PpoConfig, SacConfig)
 
 
-def _python_of(cfg: RunConfig, component: str) -> str | None:
+def _find_python(cfg: RunConfig, component: str) -> str | None:
     """Returns the Python interpreter of a component's node group, or None if `cluster.node_groups` sets none."""
     placements = cfg.cluster.component_placement.items()
     placement = next(
-        (component_placement for names, component_placement in placements if component in re.split(r"\s*,\s*", names)),
+        (
+            component_placement
+            for component_names, component_placement in placements
+            if component in re.split(r"\s*,\s*", component_names)
+        ),
         None,
     )
     label = placement.get("node_group") if isinstance(placement, Mapping) else None
@@ -106,14 +117,26 @@ class PlayingGroupSpec(GroupSpec[Playing]):
 
     Attributes:
         fixed_reason: Clause of a message that states why a synchronous run cannot be elastic.
+        simulating_actor: Path of the class of actors that simulate and act themselves.
     """
 
     fixed_reason = ""
+    simulating_actor = ""
+
+    def roles_of(self, cfg: Playing) -> Mapping[str, str]:
+        """Returns the groups (`GroupSpec.roles_of`): the actor alone if its ranks simulate and act themselves."""
+        return {"actor": self.simulating_actor} if acts_in_actor(cfg) else self.roles
+
+    def components(self, cfg: Playing) -> Sequence[str]:
+        """Returns the names allowed in `cluster.component_placement` (`GroupSpec.components`)."""
+        return list(self.roles)
 
     def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
         """Returns the failure policies of the env and rollout groups. The groups are elastic if they act ahead of the actors;
-        synchronous runs stay bit-reproducible.
+        synchronous runs stay bit-reproducible. Any failure ends a run of actors alone.
         """
+        if acts_in_actor(cfg):
+            return SessionPolicies({}, max_recoveries, "its actor ranks simulate and act themselves")
         is_elastic = cfg.algorithm.max_staleness > 0
         policy = GroupPolicy(restartable=True, independent_ranks=True, min_ranks=1 if is_elastic else None)
         reason = (
@@ -122,17 +145,19 @@ class PlayingGroupSpec(GroupSpec[Playing]):
         )
         return SessionPolicies({"env": policy, "rollout": policy}, max_recoveries, "" if is_elastic else reason)
 
-    def most_useful(self, cfg: Playing, started: Mapping[str, int]) -> dict[str, int]:
+    def most_useful(self, cfg: Playing, num_started: Mapping[str, int]) -> dict[str, int]:
         """Returns the maximum useful number of ranks by elastic group.
 
         The maximum for env ranks is the number of shards of a shared step, or one rank per unit of all steps in progress. The
         maximum for rollout ranks is the number of slot groups in a stage.
         """
-        train, stages, units = cfg.env.train, cfg.rollout.pipeline_stage_num, started["env"]
-        num_sharing_ranks = max_sharing_ranks(cfg.algorithm.rollout_steps, units) if divisible(cfg) else 0
+        if acts_in_actor(cfg):
+            return {}
+        train_env, stages, num_units = cfg.env.train, cfg.rollout.pipeline_stage_num, num_started["env"]
+        num_sharing_ranks = max_sharing_ranks(cfg.algorithm.rollout_steps, num_units) if divisible(cfg) else 0
         max_ranks = {
-            "env": max((1 + cfg.algorithm.max_staleness) * units, num_sharing_ranks),
-            "rollout": train.num_envs // (stages * train.group_size),
+            "env": max((1 + cfg.algorithm.max_staleness) * num_units, num_sharing_ranks),
+            "rollout": train_env.num_envs // (stages * train_env.group_size),
         }
         return {name: max_ranks[name] for name in self.policies(cfg).elastic}
 
@@ -145,6 +170,7 @@ class PpoGroupSpec(PlayingGroupSpec[PpoConfig]):
     """Worker groups of on-policy runs."""
 
     fixed_reason = "each step's batch is fixed"
+    simulating_actor = "rlhpc.embodied.workers.tensor_actor:TensorActor"
 
     def check_placement(self, cfg: PpoConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Checks that the slots can be divided over the processes, and that `actor.parallel` fits the actors."""
@@ -156,6 +182,7 @@ class SacGroupSpec(PlayingGroupSpec[SacConfig]):
     """Worker groups of off-policy runs."""
 
     fixed_reason = "what each step adds to the buffer before its updates is fixed"
+    simulating_actor = "rlhpc.embodied.workers.tensor_actor:OffPolicyTensorActor"
 
 
 class BcGroupSpec(GroupSpec[BcConfig]):
@@ -190,7 +217,7 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
         """Returns the configuration. If the run resumes, removes `runner.init_from`, because the weights may be gone."""
         if not resumes or cfg.runner.init_from is None:
             return cfg
-        return changed(cfg, "runner.init_from", None)
+        return with_value(cfg, "runner.init_from", None)
 
     def differences(self, cfg: Cfg, checkpoint: Path) -> list[str]:
         """Returns the differences between configuration and checkpoint in environment and network shapes."""
@@ -216,6 +243,12 @@ class PlayingChecks(EmbodiedChecks[Playing]):
             return cfg.runner.stop_return
         return [cfg.runner.stop_return, *stop_keys]
 
+    def _check_intervene(self, cfg: Playing, fail: Fail) -> None:
+        if cfg.env.train.intervene.source is not None:
+            from rlhpc.embodied.interventions.sources import check_intervene
+
+            check_intervene(cfg, fail)
+
 
 class PpoChecks(PlayingChecks[PpoConfig]):
     """Rules of on-policy runs: the policy learns from its own rollouts."""
@@ -225,6 +258,7 @@ class PpoChecks(PlayingChecks[PpoConfig]):
         check_estimators(cfg.algorithm.adv_type, cfg.algorithm.loss_type)
         checks.check_common(cfg, fail)
         checks.check_ppo(cfg, fail)
+        self._check_intervene(cfg, fail)
         if training:
             checks.check_divisibility(cfg, fail)
 
@@ -232,7 +266,7 @@ class PpoChecks(PlayingChecks[PpoConfig]):
         """Yields the checks of slots, environments and policy (`ConfigChecks.preflight`)."""
         from rlhpc.embodied.preflight import ppo_checks
 
-        return ppo_checks(cfg, ranks, {name: _python_of(cfg, name) for name in ("env", "actor", "rollout")})
+        return ppo_checks(cfg, ranks, {name: _find_python(cfg, name) for name in ("env", "actor", "rollout")})
 
 
 class SacChecks(PlayingChecks[SacConfig]):
@@ -242,6 +276,7 @@ class SacChecks(PlayingChecks[SacConfig]):
         """Checks the keys that all kinds of run have, those of the replay buffer and, for training, the numbers of slots."""
         checks.check_common(cfg, fail)
         checks.check_off_policy(cfg, fail)
+        self._check_intervene(cfg, fail)
         if training:
             checks.check_slots(cfg, fail)
 
@@ -249,7 +284,7 @@ class SacChecks(PlayingChecks[SacConfig]):
         """Yields the checks of slots, environments, policy and demonstrations (`ConfigChecks.preflight`)."""
         from rlhpc.embodied.preflight import off_policy_checks
 
-        return off_policy_checks(cfg, ranks, _python_of(cfg, "env"))
+        return off_policy_checks(cfg, ranks, _find_python(cfg, "env"))
 
 
 class BcChecks(EmbodiedChecks[BcConfig]):
@@ -265,7 +300,7 @@ class BcChecks(EmbodiedChecks[BcConfig]):
         from rlhpc.embodied.preflight import bc_checks
 
         del ranks
-        return bc_checks(cfg, _python_of(cfg, "actor"))
+        return bc_checks(cfg, _find_python(cfg, "actor"))
 
     def evaluation_metrics(self, cfg: BcConfig) -> Sequence[str]:
         """Returns the metrics of evaluations and, with held-out demonstrations, the loss that is computed at every step."""
@@ -289,7 +324,7 @@ class EmbodiedOffline(Offline[Cfg]):
         from rlhpc.checkpoint import require_valid
 
         # Before torch is imported.
-        require_valid(checkpoint, hint="or evaluate another checkpoint", checksums=False)
+        require_valid(checkpoint, hint="or evaluate another checkpoint", checks_digests=False)
         from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
         from rlhpc.embodied.python_env import call_where_importable
 
@@ -305,12 +340,19 @@ class EmbodiedOffline(Offline[Cfg]):
 
         if options.system is not None or options.max_tokens is not None:
             raise ConfigError(f"--system and --max-tokens are for language models; {checkpoint} is none")
-        require_valid(checkpoint, hint="or play another checkpoint", checksums=False)
+        require_valid(checkpoint, hint="or play another checkpoint", checks_digests=False)
         from rlhpc.embodied.evaluation.window import play_checkpoint
         from rlhpc.embodied.python_env import call_where_importable
 
         playback = call_where_importable(checkpoint, play_checkpoint, checkpoint, cfg, options)
         return describe_result(playback) + (f" → {playback['video']}" if "video" in playback else "")
+
+    def load_policy(self, cfg: Cfg, checkpoint: Path, *, trust_code: bool) -> Any:
+        """Loads the policy, which acts on single observations (`ActingPolicy`)."""
+        from rlhpc.embodied.evaluation.episodes import eval_seed
+        from rlhpc.embodied.evaluation.evaluate import load_acting_policy
+
+        return load_acting_policy(checkpoint, seed=eval_seed(cfg.env.eval, cfg.runner.seed), trust_code=trust_code)
 
     def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
         """Exports the policy to a folder and returns its path."""
@@ -359,17 +401,23 @@ class BcOffline(EmbodiedOffline[BcConfig]):
         trust_code: bool,
     ) -> str:
         """Evaluates a policy on episodes, or a success model on held-out recorded episodes."""
-        if cfg.actor.model.model_type.lower() == "success":
-            from rlhpc.embodied.evaluation.success_model import evaluate_judge
+        if cfg.actor.model.model_type == "success":
+            from rlhpc.embodied.evaluation.evaluate import evaluate_judge
 
             return evaluate_judge(cfg, checkpoint, suite, episodes, output)
         return super().evaluate(cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code)
 
     def play(self, cfg: BcConfig, checkpoint: Path, options: PlayOptions) -> str:
         """Plays episodes with a policy; raises an error for a success model, which has no actions."""
-        if cfg.actor.model.model_type.lower() == "success":
+        if cfg.actor.model.model_type == "success":
             raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
         return super().play(cfg, checkpoint, options)
+
+    def load_policy(self, cfg: BcConfig, checkpoint: Path, *, trust_code: bool) -> Any:
+        """Loads a policy; raises an error for a success model, which has no actions."""
+        if cfg.actor.model.model_type == "success":
+            raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
+        return super().load_policy(cfg, checkpoint, trust_code=trust_code)
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------
@@ -380,18 +428,18 @@ class EmbodiedReporting(Reporting):
 
     def charts(self, paths: RunPaths, rows: Rows) -> dict[str, str]:
         """Returns every chart of a run as SVG, by file name."""
-        from rlhpc.embodied.reporting.report import all_curves
+        from rlhpc.embodied.reporting import all_curves
 
         return all_curves(paths, rows, self.curves)
 
     def parts(self, paths: RunPaths, rows: Rows, *, linked: bool) -> Parts:
         """Returns the parts of the report for runs with simulators."""
-        from rlhpc.embodied.reporting.report import parts
+        from rlhpc.embodied.reporting import parts
 
-        return parts(paths, rows, always=self.curves, linked=linked)
+        return parts(paths, rows, shown_metrics=self.curves, linked=linked)
 
 
-_ACCOUNT = "rlhpc.embodied.planning.memory:accounts"
+_ACCOUNT = "rlhpc.embodied.planning:accounts"
 _PLAYED_HEADLINES = (
     *_EPISODE_HEADLINES,
     Headline("train/episode_return", "training return"),
@@ -408,7 +456,7 @@ PPO = TaskType(
         },
         _PLAYING_MODULES,
     ),
-    "rlhpc.embodied.runners.rollout_runner:EmbodiedRunner",
+    "rlhpc.embodied.runners.rollout_runner:ppo_runner",
     checks=PpoChecks(PpoConfig, conditional_keys.PPO),
     offline=EmbodiedOffline("embodied"),
     reporting=EmbodiedReporting(
@@ -423,7 +471,7 @@ PPO = TaskType(
         _PLAYED_METRICS,
         _PLAYED_HEADLINES,
     ),
-    planning=Planning("rlhpc.embodied.planning.workload:ppo_workload", _ACCOUNT),
+    planning=Planning("rlhpc.embodied.planning:ppo_workload", _ACCOUNT),
 )
 SAC = TaskType(
     "off_policy",
@@ -436,7 +484,7 @@ SAC = TaskType(
         },
         (*_PLAYING_MODULES, "rlhpc.embodied.workers.off_policy"),
     ),
-    "rlhpc.embodied.runners.rollout_runner:OffPolicyRunner",
+    "rlhpc.embodied.runners.off_policy_runner:off_policy_runner",
     checks=SacChecks(SacConfig, conditional_keys.OFF_POLICY),
     offline=SacOffline("off_policy"),
     reporting=EmbodiedReporting(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rlhpc.config.sections import RunConfig
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.jobs.plan import choose_launcher
 from rlhpc.jobs.slurm import gpus_of_partition
 from rlhpc.runtime.allocation import gpus_in
@@ -56,14 +56,14 @@ def with_accelerators(cfg: Cfg, launcher: str = "slurm") -> Cfg:
     is_submission = launcher == "slurm" and "SLURM_JOB_ID" not in os.environ
     for section in _open_sections(cfg) if is_submission else ():
         try:
-            counts = gpus_of_partition(section.partition)
+            gpu_counts = gpus_of_partition(section.partition)
         except SubmitError as error:
             raise ConfigError(
                 f"{section.number_key} is null, and Slurm does not say how many GPUs the nodes of "
                 f"{_partition_words(section)} have ({error}): set {section.number_key} in the configuration or the site file "
                 "(0 computes on CPUs)"
             ) from None
-        cfg = _smallest_that_fits(cfg, section, counts)
+        cfg = _find_smallest_that_fits(cfg, section, gpu_counts)
     return cfg
 
 
@@ -85,9 +85,9 @@ def with_likely_accelerators(cfg: Cfg, launcher: str) -> Cfg:
 
 
 @functools.cache
-def _warn(text: str) -> None:
+def _warn(warning: str) -> None:
     """Prints a line once, although a sweep has many runs."""
-    print(text, file=sys.stderr)
+    print(warning, file=sys.stderr)
 
 
 def _open_sections(cfg: RunConfig) -> list[_OpenSection]:
@@ -95,37 +95,40 @@ def _open_sections(cfg: RunConfig) -> list[_OpenSection]:
     cluster, sections = cfg.cluster, []
     if cluster.accelerators_per_node is not None or gpus_in(cluster.gres) is not None:
         return []
-    planned, num_group_nodes = Cluster.planned(cluster), 0
+    planned_cluster, num_group_nodes = Cluster.planned(cluster), 0
     for index, group in enumerate(cluster.node_groups):
         if not requests_nodes(group):
             continue
         label, partition = str(group.label), group.partition or cluster.partition
-        num_group_nodes += len(planned.node_group(label).node_ranks)  # a node belongs to one group
+        num_group_nodes += len(planned_cluster.node_group(label).node_ranks)  # a node belongs to one group
         is_known = group.accelerators_per_node is not None or gpus_in(group.gres) is not None
         if not is_known and not without_accelerators(group):
             sections.append(_OpenSection(f"cluster.node_groups[{index}]", label, partition))
-    if num_group_nodes < planned.num_nodes:
+    if num_group_nodes < planned_cluster.num_nodes:
         sections.insert(0, _OpenSection("cluster", None, cluster.partition))
     return sections
 
 
-def _smallest_that_fits(cfg: Cfg, section: _OpenSection, counts: Sequence[int]) -> Cfg:
+def _find_smallest_that_fits(cfg: Cfg, section: _OpenSection, gpu_counts: Sequence[int]) -> Cfg:
     """Returns the configuration with the smallest number of accelerators that its placement needs in a section.
 
     Args:
         cfg: The configuration.
         section: The section.
-        counts: Numbers of GPUs that nodes of its partition have, in ascending order.
+        gpu_counts: Numbers of GPUs that nodes of its partition have, in ascending order.
     """
-    largest = counts[-1]
-    names_all = any(re.search(r"\ball\b", str(place), re.I) for place in cfg.cluster.component_placement.values())
-    if names_all and len(counts) > 1:
+    max_gpus = gpu_counts[-1]
+    names_all = any(
+        re.search(r"\ball\b", str(placement_value), re.I)
+        for placement_value in cfg.cluster.component_placement.values()
+    )
+    if names_all and len(gpu_counts) > 1:
         raise ConfigError(
             f"{section.number_key} is null, cluster.component_placement names all accelerators, and nodes of "
-            f"{_partition_words(section)} have {' or '.join(map(str, counts))}: set {section.number_key}"
+            f"{_partition_words(section)} have {' or '.join(map(str, gpu_counts))}: set {section.number_key}"
         )
-    for number in range(largest if names_all else 1, largest + 1):
-        candidate = changed(cfg, section.number_key, number)
+    for num_gpus in range(max_gpus if names_all else 1, max_gpus + 1):
+        candidate = with_value(cfg, section.number_key, num_gpus)
         cluster = Cluster.planned(candidate.cluster)
         try:
             placements = HybridComponentPlacement(candidate, cluster).placements()
@@ -134,8 +137,8 @@ def _smallest_that_fits(cfg: Cfg, section: _OpenSection, counts: Sequence[int]) 
         nodes = cluster.node_group(section.label or "node").node_ranks
         if any(rank.accelerators and rank.node_rank in nodes for ranks in placements.values() for rank in ranks):
             return candidate
-        return changed(cfg, section.number_key, 0)
-    return changed(cfg, section.number_key, largest)
+        return with_value(cfg, section.number_key, 0)
+    return with_value(cfg, section.number_key, max_gpus)
 
 
 def _partition_words(section: _OpenSection) -> str:

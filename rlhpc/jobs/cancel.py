@@ -47,7 +47,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
         grace_s: Maximum time for the driver to save.
 
     Returns:
-        A sentence for every cancelled job; empty without a live job.
+        A sentence for every cancelled job; empty if there is no live job.
 
     Raises:
         RlhpcError: A job runs on another host, or scancel failed.
@@ -55,9 +55,9 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     """
     require_ownership(paths)
     sentences = []
-    for number in paths.submitted() if segment is None else [segment]:
-        files = SegmentJournal(paths, number)
-        if files.marker.exists() and _ends_by_itself(files):
+    for segment_number in paths.submitted_segments() if segment is None else [segment]:
+        files = SegmentJournal(paths, segment_number)
+        if files.marker.exists() and _wait_for_ending_job(files):
             continue
         record = find_job(files)
         if record is None:
@@ -74,7 +74,7 @@ def cancel(paths: RunPaths, segment: int | None = None, *, grace_s: float = 60.0
     return sentences
 
 
-def _ends_by_itself(files: SegmentJournal) -> bool:
+def _wait_for_ending_job(files: SegmentJournal) -> bool:
     """Waits for a finished segment's job, which ends shortly after writing its marker; returns whether it has ended."""
     deadline = time.monotonic() + 3.0
     while (claim := Claim.newest(files)) is not None and claim.alive():
@@ -91,7 +91,7 @@ def _end_waiting(files: SegmentJournal) -> bool:
     """
     with files.submit_lock():
         record = JobRecord.read(files)
-        if record is None or record.phase != "waiting" or files.cancelled(record.token):
+        if record is None or record.phase != "waiting" or files.is_cancelled(record.token):
             return False
         files.mark_cancelled(record.token)
         return True
@@ -121,9 +121,11 @@ def _end_local(files: SegmentJournal, record: JobRecord, grace_s: float) -> None
         claim = Claim.newest(files)
         claim_processes = [claim.job, claim.driver] if claim is not None else []
         processes = [p for p in [*claim_processes, record.process] if p is not None]
-        foreign = [p for p in processes if p.alive() is None]
-        if foreign:
-            raise RlhpcError(f"{job_words(record)} runs on {foreign[0].host.split('/')[0]}; cancel it from there")
+        foreign_processes = [p for p in processes if p.alive() is None]
+        if foreign_processes:
+            raise RlhpcError(
+                f"{job_words(record)} runs on {foreign_processes[0].host.split('/')[0]}; cancel it from there"
+            )
         living_processes = [p for p in processes if p.alive()]
         if not living_processes:
             return

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rlhpc.jobs.alerts import AlertSender, AlertTargets, ending_name, send_requeued
 from rlhpc.jobs.lease import RENEW_S
-from rlhpc.jobs.paths import RunPaths, step_name
+from rlhpc.jobs.paths import RunPaths, segment_name, step_name
 from rlhpc.jobs.probes import ProcessId, SlurmProbe
 from rlhpc.jobs.segment import Attempts, Claim, ExitRecord, SegmentJournal
 from rlhpc.jobs.shared_files import read_json_file
@@ -31,7 +32,7 @@ ERROR_PREFIX = "rlhpc: error:"
 _TAIL_BYTES = 1 << 18
 
 
-def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
+def first_failure(err_file: Path, offset: int = 0, *, num_lines: int = 40) -> str:
     """Returns the first error message near the end of a driver's output, with the lines that follow it.
 
     Without an error message, returns the last lines. A driver prints its error last, after any output of libraries.
@@ -39,16 +40,16 @@ def first_failure(err_file: Path, offset: int = 0, *, lines: int = 40) -> str:
     Args:
         err_file: The output.
         offset: Start of this attempt's output.
-        lines: Maximum number of lines.
+        num_lines: Maximum number of lines.
     """
     text_before, prefix, message = _partition_end(err_file, offset)
     if prefix:
-        return "\n".join(message.strip().splitlines()[:lines])
-    return "\n".join(text_before.strip().splitlines()[-lines // 2 :])
+        return "\n".join(message.strip().splitlines()[:num_lines])
+    return "\n".join(text_before.strip().splitlines()[-num_lines // 2 :])
 
 
 def error_line(err_file: Path) -> str:
-    """Returns the first line of the first error message near the end of a command's output; "" without a message."""
+    """Returns the first line of the first error message near the end of a command's output; "" if there is no message."""
     return _partition_end(err_file)[2].strip().partition("\n")[0]
 
 
@@ -84,14 +85,14 @@ def start_driver(
     with files.driver_out.open("ab") as stdout_file, files.driver_err.open("ab") as stderr_file:
         return start_bound_to_parent(
             command, signal.SIGTERM, stdin=subprocess.DEVNULL, stdout=stdout_file, stderr=stderr_file,
-            env=_driver_environment(environment), **options,
+            env=_make_driver_environment(environment), **options,
         )  # fmt: skip
 
 
-def _driver_environment(extra: Mapping[str, str]) -> dict[str, str]:
+def _make_driver_environment(extra_environment: Mapping[str, str]) -> dict[str, str]:
     """Returns this process's environment without the variables that submitit added for its own use."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SUBMITIT_")}
-    return {**inherited, **extra, "PYTHONUNBUFFERED": "1"}
+    inherited_environment = {k: v for k, v in os.environ.items() if not k.startswith("SUBMITIT_")}
+    return {**inherited_environment, **extra_environment, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass
@@ -123,8 +124,17 @@ class DriverJob:
     max_stalled: int = 2
     _claim: Claim | None = field(default=None, init=False, repr=False)
     _pid: int | None = field(default=None, init=False, repr=False)
-    _terminated: bool = field(default=False, init=False, repr=False)
+    _is_terminated: bool = field(default=False, init=False, repr=False)
     _checked_at: float = field(default=0.0, init=False, repr=False)
+    _alerts: AlertSender | None = field(default=None, init=False, repr=False)
+
+    @property
+    def alerts(self) -> AlertSender:
+        """Sender of the job's alerts."""
+        if self._alerts is None:
+            targets = AlertTargets.from_file(self.files.config, {**os.environ, **self.environment})
+            self._alerts = AlertSender(self.files.paths, targets, "job")
+        return self._alerts
 
     @property
     def files(self) -> SegmentJournal:
@@ -150,6 +160,7 @@ class DriverJob:
         finally:
             self._kill_driver(0.0)
             self._release_claim()
+            self.alerts.close()
 
     def _run_attempts(self, files: SegmentJournal) -> dict[str, Any]:
         """Runs the driver, and restarts it after failures that the driver did not cause."""
@@ -157,26 +168,25 @@ class DriverJob:
         while True:
             assert self._claim is not None
             # also counts attempts of an earlier process, which may have died without recording their end
-            num_idle = attempts.idle(self._newest_step())
+            num_idle = attempts.num_idle(self._find_newest_step())
             if num_idle > max(self.max_restarts, self.max_stalled):
-                return self._record_exit(1, self._no_progress_message(num_idle))
-            attempts.begin(self._newest_step(), self._claim.job_id)
+                return self._record_exit(1, self._format_no_progress(num_idle))
+            attempts.begin(self._find_newest_step(), self._claim.job_id)
             code = self._run_driver(files)
             if files.result() is not None:
                 attempts.end("finished")
                 return {"exit_code": 0}
-            if code == EXIT_REQUEUE and not self._terminated:
+            if code == EXIT_REQUEUE and not self._is_terminated:
                 # the driver stopped by itself because the job's end is near: proceed as after the signal
                 os.kill(os.getpid(), signal.SIGUSR2)
                 time.sleep(1.0)
             message = first_failure(files.driver_err, self._claim.err_offset)
-            failure = self._restartable_status(code)
+            failure = self._find_restartable_status(code)
             attempts.end(f"failed: {message.splitlines()[0] if message else f'exit code {code}'}")
-            num_idle = attempts.idle(self._newest_step())
+            num_idle = attempts.num_idle(self._find_newest_step())
             if failure is None or num_idle > self.max_restarts or not self._claim.owns():
-                restart_note = (
-                    f"\n(restarted {num_idle - 1} times without a new checkpoint)" if failure and num_idle > 1 else ""
-                )
+                has_restarted = failure is not None and num_idle > 1
+                restart_note = f"\n(restarted {num_idle - 1} times without a new checkpoint)" if has_restarted else ""
                 return self._record_exit(code, message + restart_note)
             if self.executor == "slurm":
                 end_steps()
@@ -185,30 +195,36 @@ class DriverJob:
                     attempts.end(f"requeued without node {node}: {message.splitlines()[0] if message else ''}")
                     time.sleep(60.0)  # Slurm ends this process while it waits
             attempts.note(str(failure.get("node") or ""))
+            self.alerts.send(
+                "lost",
+                f"lost-driver-{segment_name(self.segment)}-claim_{self._claim.number}-start_{attempts.count}",
+                f"the driver failed and is started again: {message.splitlines()[0] if message else f'exit code {code}'}",
+                step=max(self._find_newest_step(), 0),
+            )
             pause_s = min(2.0 ** (num_idle - 1), 30.0)
             print(f"rlhpc: the driver failed (exit code {code}) and is started again in {pause_s:.0f} s: "
                   f"{message.splitlines()[0] if message else ''}", file=sys.stderr, flush=True)  # fmt: skip
             time.sleep(pause_s)
             self._claim = self._claim.update(err_offset=size_of(files.driver_err))
 
-    def _newest_step(self) -> int:
+    def _find_newest_step(self) -> int:
         """Returns the step of the newest complete checkpoint; -1 without one."""
         steps = [step for step, _ in self.files.paths.complete_steps()]
         return max(steps, default=-1)
 
-    def _no_progress_message(self, attempts: int) -> str:
-        newest = self._newest_step()
+    def _format_no_progress(self, num_attempts: int) -> str:
+        newest_step = self._find_newest_step()
         return (
-            f"segment {self.segment} made no progress in {attempts} attempts (newest checkpoint: "
-            f"{'none' if newest < 0 else step_name(newest)}), so it is not requeued again; "
+            f"segment {self.segment} made no progress in {num_attempts} attempts (newest checkpoint: "
+            f"{'none' if newest_step < 0 else step_name(newest_step)}), so it is not requeued again; "
             "give the job more time, or save more often (runner.save_interval)"
         )
 
-    def _restartable_status(self, code: int) -> dict[str, Any] | None:
+    def _find_restartable_status(self, exit_code: int) -> dict[str, Any] | None:
         """Returns the status of a failed driver if a restart may succeed; None if the failure would recur."""
-        if self._terminated or code == EXIT_REQUEUE:
+        if self._is_terminated or exit_code == EXIT_REQUEUE:
             return None
-        if code == 128 + signal.SIGKILL or code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):
+        if exit_code == 128 + signal.SIGKILL or exit_code in (128 + signal.SIGBUS, 128 + signal.SIGSEGV):
             return {}
         status = read_json_file(RunPaths(Path(self.run_root)).driver_state) or {}
         is_current = self._pid is not None and status.get("pid") == self._pid
@@ -220,7 +236,7 @@ class DriverJob:
         self._kill_driver(self.save_grace_s)
         if self.files.result() is not None:
             raise SystemExit(0)  # the step in progress finished the segment
-        if self._terminated:
+        if self._is_terminated:
             self._record_exit(128 + signal.SIGTERM, "")
             raise SystemExit(128 + signal.SIGTERM)
         return self._requeue_on_preemption()
@@ -235,11 +251,21 @@ class DriverJob:
 
         attempts = Attempts(self.files, self.token)
         attempts.end("requeued: the job had to end")
-        num_idle = attempts.idle(self._newest_step())
+        num_idle = attempts.num_idle(self._find_newest_step())
         if num_idle >= self.max_stalled:
-            self._record_exit(1, self._no_progress_message(num_idle))
+            self._record_exit(1, self._format_no_progress(num_idle))
             raise SystemExit(1)
+        self._report_requeue()
         return DelayedSubmission(replace(self))
+
+    def _report_requeue(self) -> None:
+        """Sends the alert of a requeue, and waits for its delivery: the requeue kills all processes."""
+        assert self._claim is not None
+        send_requeued(
+            self.alerts, self.segment, self._claim.number,
+            "the job had to end (walltime or preemption) and starts again", max(self._find_newest_step(), 0),
+        )  # fmt: skip
+        self.alerts.close()
 
     def _run_driver(self, files: SegmentJournal) -> int:
         """Runs the driver; returns its exit code, or 128 + n if signal n ended it."""
@@ -261,8 +287,8 @@ class DriverJob:
         while not self._has_driver_ended():
             self._check_owner()
             time.sleep(_POLL_S)
-        code = process.wait()
-        return 128 - code if code < 0 else code
+        exit_code = process.wait()
+        return 128 - exit_code if exit_code < 0 else exit_code
 
     def _has_driver_ended(self) -> bool:
         """Returns whether the driver has ended. Does not reap the process, because the signal handler calls this method too
@@ -290,7 +316,7 @@ class DriverJob:
 
     def _terminate(self, signum: int, frame: FrameType | None) -> None:
         """Handles SIGTERM from scancel, `rlhpc cancel` or the local controller: the driver saves and ends, no requeue."""
-        self._terminated = True
+        self._is_terminated = True
         self._signal_driver(signal.SIGTERM)
 
     def _check_owner(self) -> None:
@@ -308,18 +334,23 @@ class DriverJob:
             with contextlib.suppress(OSError):
                 self._claim = self._claim.update(released=True)
 
-    def _record_exit(self, code: int, message: str = "") -> dict[str, Any]:
+    def _record_exit(self, exit_code: int, message: str = "") -> dict[str, Any]:
         """Writes the exit record of the driver, which waiting and later processes read; returns its content."""
         assert self._claim is not None
         if not self._claim.owns():
             return {"superseded": True}
-        if self._terminated and self.executor == "slurm" and not self.files.cancelled(self.token):
+        if self._is_terminated and self.executor == "slurm" and not self.files.is_cancelled(self.token):
+            self._report_end("cancelled", "ended by SIGTERM: by scancel, or by a preemption, which starts it again")
             return {"terminated": True}  # by Slurm; only Slurm knows whether it will restart this job
-        signame = signal.Signals(code - 128).name if 128 < code < 128 + 64 and code - 128 in set(signal.Signals) else ""
-        if not message and not self._terminated:  # a driver that was asked to end has no error to report
+        signame = (
+            signal.Signals(exit_code - 128).name
+            if 128 < exit_code < 128 + 64 and exit_code - 128 in set(signal.Signals)
+            else ""
+        )
+        if not message and not self._is_terminated:  # a driver that was asked to end has no error to report
             message = first_failure(self.files.driver_err, self._claim.err_offset)
-        if code == 0:
-            code = 1
+        if exit_code == 0:
+            exit_code = 1
             message = f"the driver ended with exit code 0 but left no {self.files.marker}" + (
                 f"; its last words:\n{message}" if message else ""
             )
@@ -327,15 +358,24 @@ class DriverJob:
             token=self.token,
             job_id=self._claim.job_id,
             attempt=Attempts(self.files, self.token).count,
-            exit_code=code,
+            exit_code=exit_code,
             signal=signame,
-            cancelled=self._terminated,
+            cancelled=self._is_terminated,
             message=message,
             end_time=time.time(),
         )
         self._release_claim()  # first: a process that reads the exit record may start the next job at once
         self.files.write_exit(record)
+        if self._is_terminated:
+            self._report_end("cancelled", "the job was cancelled")
+        else:
+            self._report_end(
+                "failed", message.splitlines()[0] if message else f"the driver ended with exit code {exit_code}"
+            )
         return record.to_json()
+
+    def _report_end(self, rule: str, reason: str) -> None:
+        self.alerts.send(rule, ending_name(self.segment, self.token), reason, step=max(self._find_newest_step(), 0))
 
 
 def size_of(path: Path) -> int:

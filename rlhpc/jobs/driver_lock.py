@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,11 +27,11 @@ def sole_driver(paths: RunPaths) -> Iterator[None]:
     Raises:
         UserError: Another driver trains this run.
     """
-    lease = Lease(paths.driver_record, {"job": os.environ.get("SLURM_JOB_ID", ""), **holder()})
+    record = {"job": os.environ.get("SLURM_JOB_ID", ""), "started": time.time(), **holder()}
+    lease = Lease(paths.driver_record, record)
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
-        while not lease.take():
-            driver_record = read_json_file(paths.driver_record)
+        while (driver_record := lease.take_or_read()) is not None:
             _require_dead(paths, driver_record)
             lease.remove_dead(driver_record)
     except OSError:  # the code that opens the run's folder reports the error
@@ -53,14 +54,14 @@ def require_no_driver(paths: RunPaths) -> None:
     _require_dead(paths, read_json_file(paths.driver_record))
 
 
-def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
-    if content is None:
+def _require_dead(paths: RunPaths, lock_content: Mapping[str, Any] | None) -> None:
+    if lock_content is None:
         return
-    job = str(content.get("job") or "")
-    process = ProcessId.from_json(content.get("process"))
+    job = str(lock_content.get("job") or "")
+    process = ProcessId.from_json(lock_content.get("process"))
     if process is None or (job and job == os.environ.get("SLURM_JOB_ID") and process.alive() is None):
         return  # no process is named, or an earlier start of this job holds the lock
-    if not is_holder_alive(paths.driver_record, content, lambda: _is_running(job)):
+    if not is_holder_alive(paths.driver_record, lock_content, lambda: _is_running(job)):
         return
     holder_text = f"process {process.pid} on {process.host.split('/')[0]}"
     raise UserError(
@@ -69,19 +70,19 @@ def _require_dead(paths: RunPaths, content: dict[str, Any] | None) -> None:
     )
 
 
-def _is_running(job: str) -> bool | None:
+def _is_running(job_id: str) -> bool | None:
     """Returns whether a job is alive in Slurm; None if Slurm gives no answer, or for an empty job id."""
-    if not job:
+    if not job_id:
         return None
-    report = SlurmProbe().query_job(job)
+    report = SlurmProbe().query_job(job_id)
     return False if report.is_over else None if report.state is JobState.UNKNOWN else True
 
 
-def _end_command(paths: RunPaths, job: str) -> str:
+def _end_command(paths: RunPaths, job_id: str) -> str:
     """Returns the command that ends the driver."""
     if paths.submit.is_dir():
         return f"rlhpc cancel {paths.root}"
-    return f"scancel --batch --signal=TERM {job}" if job else "Ctrl-C there"
+    return f"scancel --batch --signal=TERM {job_id}" if job_id else "Ctrl-C there"
 
 
 def require_live_allocation(environ: Mapping[str, str] = os.environ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.errors import SubmitError
+from rlhpc.runtime.files import rename
 
 #: References to all local controllers: Python warns when it collects the Popen of a running process.
 _controllers: list[subprocess.Popen[bytes]] = []
@@ -33,6 +34,11 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
         max_num_timeout: Maximum number of times that a job may reach the limit.
     """
     from submitit.local.local import LocalExecutor, LocalJob
+
+    class SharedLocalJob(LocalJob[Any]):
+        @property
+        def paths(self) -> Any:
+            return shared_paths(super().paths)
 
     class DetachedLocalExecutor(LocalExecutor):
         def _submit_command(self, command: str) -> Any:
@@ -60,12 +66,26 @@ def make_local_executor(folder: str, *, timeout_min: float, max_num_timeout: int
                     start_new_session=True,
                 )
             _controllers.append(process)
-            return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+            return SharedLocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
-    python = f"{shlex.quote(sys.executable)} -P"
-    executor = DetachedLocalExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python)
+    python_command = f"{shlex.quote(sys.executable)} -P"
+    executor = DetachedLocalExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python_command)
     executor.update_parameters(timeout_min=timeout_min)
     return executor
+
+
+def shared_paths(paths: Any) -> Any:
+    """Returns a `JobPaths` of submitit that moves files on a filesystem which may lose the reply to a rename (`rename`)."""
+    from submitit.core.utils import JobPaths
+
+    class SharedJobPaths(JobPaths):
+        def move_temporary_file(self, tmp_path: Path | str, name: str, keep_as_symlink: bool = False) -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            target = rename(Path(tmp_path), getattr(self, name))
+            if keep_as_symlink:
+                Path(tmp_path).symlink_to(target)
+
+    return SharedJobPaths(paths._folder, paths.job_id, paths.task_id)
 
 
 def python_path() -> str:
@@ -74,7 +94,7 @@ def python_path() -> str:
     package_root = Path(__file__).resolve().parents[2]
     if package_root.name in ("site-packages", "dist-packages") or str(package_root) in inherited_path.split(os.pathsep):
         return inherited_path
-    return os.pathsep.join(path_entry for path_entry in (inherited_path, str(package_root)) if path_entry)
+    return os.pathsep.join(path for path in (inherited_path, str(package_root)) if path)
 
 
 #: Time limit in minutes for jobs without a limit, because submitit requires one.
@@ -95,8 +115,15 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
     """
     import submitit
 
+    class SharedSlurmJob(submitit.SlurmJob[Any]):
+        @property
+        def paths(self) -> Any:
+            return shared_paths(super().paths)
+
     class SlurmExecutor(submitit.SlurmExecutor):
         """Slurm executor that requests no walltime if none is configured; submitit would request five minutes."""
+
+        job_class = SharedSlurmJob
 
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             script = str(super()._make_submission_file_text(command, uid))
@@ -108,15 +135,15 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
             return script.replace(time_line, "")
 
     # "exec": the batch shell becomes this process, so that a signal for the batch shell (B:) reaches it
-    python = f"exec {shlex.quote(sys.executable)} -P"
-    executor = SlurmExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python)
+    python_command = f"exec {shlex.quote(sys.executable)} -P"
+    executor = SlurmExecutor(folder=folder, max_num_timeout=max_num_timeout, python=python_command)
     parameters = dict(slurm)
     setup = list(parameters.pop("setup", None) or [])  # may begin with the #SBATCH lines of other job components
     if python_path():
         setup.append(f"export PYTHONPATH={shlex.quote(python_path())}")
-    additional = {"signal": "B:USR2@120", **parameters.pop("additional_parameters", {})}
-    if "no-requeue" not in additional:
-        additional["requeue"] = True
+    additional_parameters = {"signal": "B:USR2@120", **parameters.pop("additional_parameters", {})}
+    if "no-requeue" not in additional_parameters:
+        additional_parameters["requeue"] = True
     executor.update_parameters(
         **{
             "job_name": job_name,
@@ -126,7 +153,7 @@ def make_slurm_executor(folder: str, job_name: str, slurm: Mapping[str, Any], *,
             "time": NO_LIMIT_MIN,
             **parameters,
             "setup": setup or None,
-            "additional_parameters": additional,
+            "additional_parameters": additional_parameters,
         }
     )
     return executor

@@ -15,6 +15,7 @@ from rlhpc.jobs.probes import JobProbe, JobState, LocalProbe, ProcessId, SlurmPr
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runtime.errors import ConfigError, SubmitError, UserError
+from rlhpc.runtime.files import rename
 
 
 def job_name(paths: RunPaths, purpose: str) -> str:
@@ -52,11 +53,11 @@ def job_words(record: JobRecord) -> str:
 
 def probe_for(record: JobRecord, files: SegmentJournal) -> JobProbe:
     if record.executor == "slurm":
-        return SlurmProbe(finished=lambda job_id: files.marker.exists())
+        return SlurmProbe(has_finished=lambda job_id: files.marker.exists())
     return LocalProbe({record.job_id: record.process} if record.process else {})
 
 
-def owner_of(files: SegmentJournal, record: JobRecord, *, alive: bool = False) -> JobRecord:
+def owner_of(files: SegmentJournal, record: JobRecord, *, must_be_alive: bool = False) -> JobRecord:
     """Returns the record of the job that owns a segment.
 
     This is the given record, unless another job holds the claim or the job's id was never recorded.
@@ -64,10 +65,10 @@ def owner_of(files: SegmentJournal, record: JobRecord, *, alive: bool = False) -
     Args:
         files: Journal of the segment.
         record: Record of the segment's last submission.
-        alive: True if the holder of the claim is known to be alive.
+        must_be_alive: True if the holder of the claim is known to be alive.
     """
     claim = Claim.newest(files)
-    if claim is None or (claim.token == record.token and record.job_id) or not (alive or claim.alive()):
+    if claim is None or (claim.token == record.token and record.job_id) or not (must_be_alive or claim.alive()):
         return record
     current_record = JobRecord.read(files)
     if current_record is not None and current_record.token == claim.token and current_record.job_id:
@@ -113,7 +114,7 @@ def find_job(files: SegmentJournal) -> JobRecord | None:
 def cancelled_submission(files: SegmentJournal) -> JobRecord | None:
     """Returns the last submission of a segment if `rlhpc cancel` or scancel ended it; otherwise None."""
     record = JobRecord.read(files)
-    if record is None or files.cancelled(record.token):
+    if record is None or files.is_cancelled(record.token):
         return record
     if (exit_record := files.exit_of(record.token)) is not None:
         return record if exit_record.cancelled else None
@@ -129,35 +130,41 @@ _POLL_S = (0.05, 2.0)
 _PLANNED_STOP_REASONS = ("max_steps", "segment_end")
 
 
-def segment_to_reopen(paths: RunPaths, ends: Sequence[int], *, goal_moved: bool = False) -> int | None:
+def segment_to_reopen(paths: RunPaths, segment_end_steps: Sequence[int], *, goal_moved: bool = False) -> int | None:
     """Returns the finished segment that must continue because the run became longer; None if no segment must continue.
 
     Args:
         paths: The run.
-        ends: New end step of each segment.
+        segment_end_steps: New end step of each segment.
         goal_moved: True if the goal `runner.stop_return` has changed, so that a segment that reached it must continue.
 
     Raises:
         ConfigError: A finished segment would get another end step, and it is not the last segment or would become shorter.
     """
     done_segments = {
-        k: marker for k in range(len(ends)) if (marker := read_json_file(paths.segment_done(k))) is not None
+        k: marker
+        for k in range(len(segment_end_steps))
+        if (marker := read_json_file(paths.segment_done(k))) is not None
     }
-    later_segments = [k for k in paths.finished_segments() if k >= len(ends)]
+    later_segments = [k for k in paths.finished_segments() if k >= len(segment_end_steps)]
     for segment, record in done_segments.items():
-        step = int(record.get("global_step", ends[segment]))
-        if step == ends[segment] or (str(record.get("stop_reason")) not in _PLANNED_STOP_REASONS and not goal_moved):
+        step = int(record.get("global_step", segment_end_steps[segment]))
+        if step == segment_end_steps[segment] or (
+            str(record.get("stop_reason")) not in _PLANNED_STOP_REASONS and not goal_moved
+        ):
             continue
-        if step < ends[segment] and segment == max([*done_segments, *later_segments]):
+        if step < segment_end_steps[segment] and segment == max([*done_segments, *later_segments]):
             return segment
         raise ConfigError(
             f"{paths.root}: segment {segment} ended at step {step}, and with this runner.max_steps and runner.segments it "
-            f"would end at {ends[segment]}. A run can only be made longer, and segments that later ones follow keep their "
+            f"would end at {segment_end_steps[segment]}. A run can only be made longer, and segments that later ones "
+            f"follow keep their "
             "ends: choose runner.max_steps and runner.segments so, or another runner.name"
         )
     if later_segments:
         raise ConfigError(
-            f"{paths.root}: segment {later_segments[-1]} is finished, but runner.segments is {len(ends)} now; keep "
+            f"{paths.root}: segment {later_segments[-1]} is finished, but runner.segments is {len(segment_end_steps)} "
+            f"now; keep "
             f"runner.segments at {later_segments[-1] + 1} or more, or choose another runner.name"
         )
     return None
@@ -188,4 +195,4 @@ def reopen(paths: RunPaths, segment: int) -> Path:
     """
     marker = paths.segment_done(segment)
     record = read_json_file(marker) or {}
-    return marker.replace(marker.with_name(f"{segment}.until_{record.get('global_step', 0)}.json"))
+    return rename(marker, marker.with_name(f"{segment}.until_{record.get('global_step', 0)}.json"))

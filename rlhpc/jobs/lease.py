@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import Any
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.shared_files import read_json_file, renewed_within
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
-from rlhpc.runtime.files import create_exclusively
+from rlhpc.runtime.files import MISSING_NAME_S, create_exclusively
 
 #: Seconds without a renewal after which a holder on another host is considered dead.
 LEASE_S = 30.0
@@ -23,7 +24,7 @@ LEASE_S = 30.0
 RENEW_S = 5.0
 
 
-def is_holder_alive(path: Path, content: Mapping[str, Any], ask: Callable[[], bool | None] = lambda: None) -> bool:
+def is_holder_alive(path: Path, lock_content: Mapping[str, Any], ask: Callable[[], bool | None] = lambda: None) -> bool:
     """Returns whether the holder of a lease is alive.
 
     Checks the process id on this host. For another host, calls `ask`; if `ask` returns None, watches whether the holder
@@ -31,14 +32,14 @@ def is_holder_alive(path: Path, content: Mapping[str, Any], ask: Callable[[], bo
 
     Args:
         path: File of the lease.
-        content: Content of the file.
+        lock_content: Content of the file.
         ask: Queries another source, such as the scheduler.
     """
-    process = ProcessId.from_json(content.get("process"))
+    process = ProcessId.from_json(lock_content.get("process"))
     if process is None:
         return False
-    for check in (process.alive, ask):
-        if (is_alive := check()) is not None:
+    for ask_if_alive in (process.alive, ask):
+        if (is_alive := ask_if_alive()) is not None:
             return is_alive
     return renewed_within(path, LEASE_S)
 
@@ -51,7 +52,7 @@ def holder() -> dict[str, Any]:
 class Lease:
     """Exclusive right of one process, held through a file that it created exclusively and renews.
 
-    Does not use filesystem locks: some filesystems do not have them, and others limit them to one node.
+    Does not use filesystem locks: some filesystems lack locks, and others limit them to one node.
 
     Args:
         path: File of the lease. Its folder must exist.
@@ -61,7 +62,7 @@ class Lease:
     def __init__(self, path: Path, content: Mapping[str, Any] | None = None) -> None:
         self.path = path
         self.content = holder() if content is None else dict(content)
-        self._released = threading.Event()
+        self._release_event = threading.Event()
 
     def take(self) -> bool:
         """Takes the lease and starts a thread that renews it; returns False if the file exists.
@@ -75,13 +76,13 @@ class Lease:
         return True
 
     def _renew(self) -> None:
-        while not self._released.wait(RENEW_S):
+        while not self._release_event.wait(RENEW_S):
             with contextlib.suppress(OSError):  # a full or stalled disk does not end the lease
                 os.utime(self.path)
 
     def end_renewal(self) -> None:
         """Stops renewing the file without removing it."""
-        self._released.set()
+        self._release_event.set()
 
     def owns(self) -> bool:
         """Returns whether the file still belongs to this holder."""
@@ -93,22 +94,53 @@ class Lease:
         Raises:
             OSError: The file cannot be written.
         """
-        if self.take():
+        holder_content = self.take_or_read()
+        if holder_content is None:
             return True
-        holder_content = read_json_file(self.path)
-        if holder_content is not None and is_holder_alive(self.path, holder_content):
+        if is_holder_alive(self.path, holder_content):
             return False
         self.remove_dead(holder_content)
         return self.take()
 
-    def remove_dead(self, content: Mapping[str, Any] | None) -> None:
-        """Removes the lease of a dead holder; restores the file if another process took the lease in the meantime."""
-        stale_path = self.path.with_suffix(f".stale-{secrets.token_hex(4)}")
-        with contextlib.suppress(FileNotFoundError, FileExistsError):
-            self.path.rename(stale_path)
-            if read_json_file(stale_path) != content:
-                os.link(stale_path, self.path)
-        stale_path.unlink(missing_ok=True)
+    def take_or_read(self) -> Mapping[str, Any] | None:
+        """Takes the lease if it is free; otherwise returns the content of the holder's file, as `holder` returns it.
+
+        A file without content is awaited for some seconds, and then counts as one of a dead holder ({}): this host may
+        remember that the file was missing, and on a filesystem without hard links, it may be half-written.
+
+        Returns:
+            None if this process has the lease now.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        deadline = time.monotonic() + MISSING_NAME_S
+        while not self.take():
+            lock_content = read_json_file(self.path)
+            if lock_content is not None or time.monotonic() > deadline:
+                return lock_content or {}
+            time.sleep(0.1)
+        return None
+
+    def remove_dead(self, lock_content: Mapping[str, Any]) -> None:
+        """Removes the lease of a dead holder. Keeps the file if another process has taken the lease in the meantime.
+
+        One process at a time may remove a holder's lease: the one that holds the lease for its removal. Without that,
+        the file could change its holder between the look at its content and its removal.
+
+        Args:
+            lock_content: Content of the dead holder's file, from `take_or_read`.
+        """
+        digest = hashlib.sha256(json.dumps(lock_content, sort_keys=True).encode()).hexdigest()[:16]
+        removal = Lease(self.path.with_suffix(f".dead-{digest}"))
+        if not removal.take_over():
+            time.sleep(0.1)  # another process removes it
+            return
+        try:
+            if (read_json_file(self.path) or {}) == lock_content:
+                self.path.unlink(missing_ok=True)
+        finally:
+            removal.release()
 
     def release(self) -> None:
         """Releases the lease. Keeps the file if another process has taken over the lease."""

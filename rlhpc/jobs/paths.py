@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.files import expand_home, is_count, read_file, read_json
 
 #: Names of files inside a checkpoint, including those copied into it from the run.
 CONFIG, COMPLETE, MANIFEST, MODEL = "config.yaml", "COMPLETE", "manifest.json", "model.safetensors"
@@ -27,8 +28,10 @@ def refuse_braces(*paths: str | Path) -> None:
         ConfigError: Snakemake would read a part of a path, relative to the working directory, as a wildcard.
     """
     for path in map(Path, paths):
-        absolute = path.absolute()
-        path_text = str(absolute.relative_to(Path.cwd()) if absolute.is_relative_to(Path.cwd()) else absolute)
+        absolute_path = path.absolute()
+        path_text = str(
+            absolute_path.relative_to(Path.cwd()) if absolute_path.is_relative_to(Path.cwd()) else absolute_path
+        )
         if "{" in path_text or "}" in path_text:
             raise ConfigError(
                 f"{path_text}: Snakemake reads braces in a path as wildcards; choose a path without them (runner.run_dir of "
@@ -37,7 +40,7 @@ def refuse_braces(*paths: str | Path) -> None:
 
 
 def step_name(step: int | str) -> str:
-    """Returns the name of the folder that belongs to a step; a pattern such as `*` may take the step's place."""
+    """Returns the name of the folder that belongs to a step; the step may also be a pattern such as `*`."""
     return f"global_step_{step}"
 
 
@@ -77,8 +80,23 @@ class RunPaths:
         return self.root / "provenance.json"
 
     @property
+    def provenance_files(self) -> Path:
+        """Folder of the files that `provenance.json` names: lists of packages, differences from commits, modules."""
+        return self.root / "provenance"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """Folder of the recorded traces: a file for each rank, `<group>-<rank>.jsonl`."""
+        return self.root / "trace"
+
+    @property
+    def nsys(self) -> Path:
+        """Folder of the reports of Nsight Systems, for groups of `runner.trace.profile.nsys`."""
+        return self.trace / "nsys"
 
     @property
     def tensorboard(self) -> Path:
@@ -93,9 +111,9 @@ class RunPaths:
     def registry(self) -> Path:
         return self.root / REGISTRY
 
-    def generation(self, job: str, restart: int) -> Path:
+    def generation(self, job_id: str, restart: int) -> Path:
         """Returns the registry folder of one generation."""
-        return self.registry / f"{job}-{restart}"
+        return self.registry / f"{job_id}-{restart}"
 
     @property
     def logs(self) -> Path:
@@ -122,7 +140,7 @@ class RunPaths:
         """Folder of submitit: job pickles, and the records by which a later process attaches to a job."""
         return self.root / "submit"
 
-    def submitted(self) -> list[int]:
+    def submitted_segments(self) -> list[int]:
         """Returns the segments that have been submitted, ascending.
 
         Raises:
@@ -144,23 +162,36 @@ class RunPaths:
         return self.checkpoints / BEST
 
     def best_step(self) -> int | None:
-        """Returns the step of the best checkpoint; None without a best checkpoint."""
+        """Returns the step of the best checkpoint; None if there is no best checkpoint."""
         step = step_of(self.best.resolve().name)
         return step if step is not None and (self.checkpoint(step) / COMPLETE).is_file() else None
 
     def chosen_step(self) -> int | None:
         """Returns the step of the checkpoint that represents the run: the best checkpoint if the run keeps it
-        (`runner.keep_best`), otherwise the last complete checkpoint. None without a checkpoint.
+        (`runner.keep_best`), otherwise the last complete checkpoint. None if there is no checkpoint.
 
         Commands and the workflow use this step for evaluation, export, recording and the displayed result.
         """
         return self.best_step() or max((step for step, _ in self.complete_steps()), default=None)
 
+    @property
+    def newest_save(self) -> Path:
+        """File with the step of the newest complete save, for hosts whose listing of the folder is outdated."""
+        return self.root / ".newest_save.json"
+
     def checkpoint_steps(self) -> list[tuple[int, Path]]:
-        """Returns all `global_step_<N>` folders, oldest first, complete or not."""
+        """Returns all `global_step_<N>` folders, oldest first, complete or not.
+
+        The listing may lack a folder that another host has just written, so the newest save is looked up by its name, too.
+        """
         if not self.checkpoints.is_dir():
             return []
-        return sorted((step, p) for p in self.checkpoints.iterdir() if (step := step_of(p.name)) is not None)
+        steps = {step for path in self.checkpoints.iterdir() if (step := step_of(path.name)) is not None}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            newest_step = read_json(read_file(self.newest_save))["global_step"]
+            if is_count(newest_step) and self.checkpoint(newest_step).is_dir():
+                steps.add(newest_step)
+        return [(step, self.checkpoint(step)) for step in sorted(steps)]
 
     def complete_steps(self) -> list[tuple[int, Path]]:
         """Returns the complete checkpoints, oldest first."""
@@ -203,12 +234,17 @@ class RunPaths:
         return self.root / "report" / "accounting.json"
 
     @property
+    def energy(self) -> Path:
+        """File with the energy of the run by role and phase, from counters of accelerators and processors."""
+        return self.root / "energy.json"
+
+    @property
     def tuning(self) -> Path:
         """Folder of the results of `rlhpc tune`: costs, candidates and the recommended configuration."""
         return self.root / "tune"
 
     @property
-    def tuned(self) -> Path:
+    def tuning_record(self) -> Path:
         """JSON file with the result of `rlhpc tune`."""
         return self.tuning / "tune.json"
 
@@ -216,6 +252,15 @@ class RunPaths:
     def tuned_config(self) -> Path:
         """File with the configuration that `rlhpc tune` recommends."""
         return self.tuning / "tuned.yaml"
+
+    @property
+    def alerts(self) -> Path:
+        """Folder of the run's alerts: a JSON file for each of them."""
+        return self.root / "alerts"
+
+    def alert(self, name: str) -> Path:
+        """Returns the file of an alert. Its existence means that the alert is delivered."""
+        return self.alerts / f"{name}.json"
 
     @property
     def attendance(self) -> Path:
@@ -278,7 +323,7 @@ class SweepPaths:
         return self.root / "sweep.json"
 
     @property
-    def cancelled(self) -> Path:
+    def cancel_mark(self) -> Path:
         """Marker file of a cancelled sweep. While it exists, no workflow starts another run of the sweep."""
         return self.root / ".cancelled"
 

@@ -12,15 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.config.constraints import format_steps, parse_steps
 from rlhpc.config.sections import JobConfig, RunConfig
 from rlhpc.jobs.elastic.helper_plan import HelperPlan, helper_plans, submitit_options
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runtime.allocation import gpus_in
 from rlhpc.runtime.cluster import Cluster, read_key, without_accelerators
 from rlhpc.runtime.cluster_config import Key, SectionSource
+from rlhpc.runtime.environment_archive import check_archive, folder_of, python_of
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.imports import run_module
-from rlhpc.runtime.launchers.srun_commands import SrunStep, job_steps
+from rlhpc.runtime.launchers.srun_commands import SrunStep, job_steps, nsys_command, nsys_options
+from rlhpc.runtime.os_resources import file_limit, open_files_of_driver
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement
 
 LAUNCHERS = ("auto", "slurm", "local")
@@ -29,6 +34,8 @@ _DIRECTIVES: tuple[Key, ...] = ("partition", "account", "qos", "constraint", "me
 #: Keys that make a node group a separate job component.
 _RESOURCES: tuple[Key, ...] = ("het_component", "cpus_per_node", *_DIRECTIVES)
 
+#: Keys of `cluster` that become options of the job's first component.
+_MAIL: tuple[Key, ...] = ("mail_type", "mail_user")
 #: Workflow sections for jobs other than training.
 _WORKFLOW_JOBS: tuple[Key, ...] = ("eval_job", "convert_job")
 
@@ -89,7 +96,9 @@ class JobPlan:
         submitit writes one component only. The `#SBATCH` lines of the other components are at the start of `setup`, where
         sbatch still reads them.
         """
-        options = [f"#SBATCH {option}" for option in self.job_options]  # Slurm applies them to one component only
+        options = [
+            f"#SBATCH {sbatch_option}" for sbatch_option in self.job_options
+        ]  # Slurm applies them to one component only
         other_lines = [line for component in self.components[1:] for line in (*component.directives, *options)]
         return {
             **submitit_options(self.components[0].options),
@@ -99,7 +108,7 @@ class JobPlan:
 
     def test_script(self) -> str:
         """Returns a batch script for `sbatch --test-only` that requests the same nodes and does nothing."""
-        options = [f"#SBATCH {option}" for option in self.job_options]
+        options = [f"#SBATCH {sbatch_option}" for sbatch_option in self.job_options]
         directive_blocks = ("\n".join((*component.directives, *options)) for component in self.components)
         return "\n".join(["#!/bin/sh", *directive_blocks, "exit 0", ""])
 
@@ -129,21 +138,33 @@ def build_plan(
     components = _build_components(groups, section, cluster)
     if is_submitted:
         _check_walltimes(components, read_key(cfg, "runner"), section)
+    unpacked_python = None
+    if launcher == "slurm" and (archive := read_key(section, "environment_archive")):
+        check_archive(expand_home(archive))
+        unpacked_python = python_of(folder_of(expand_home(archive), read_key(section, "scratch")))
     component_by_node = {node: c.index for c in components for node in c.nodes}
-    names = [n.name if cluster.source == "slurm" else f"node{n.rank}" for n in cluster.nodes]
+    node_names = [n.name if cluster.source == "slurm" else f"node{n.rank}" for n in cluster.nodes]
     nodes = tuple(
         PlannedNode(name, component_by_node[n.rank], n.cpus, len(n.accelerators))
-        for name, n in zip(names, cluster.nodes, strict=True)
+        for name, n in zip(node_names, cluster.nodes, strict=True)
     )
     steps: list[SrunStep] = []
+    runner = read_key(cfg, "runner")
+    run_folder = RunPaths.of(str(read_key(runner, "run_dir", "runs")), str(read_key(runner, "name", "run")))
+    profile = read_key(read_key(runner, "trace"), "profile")
+    profiled_groups = read_key(profile, "nsys", ())
+    options = nsys_options(
+        read_key(profile, "nsys_options", {}), parse_steps(read_key(profile, "nsys_steps", "")) or ()
+    )
     for group, ranks in placements.items():
-        interpreter = cluster.node_group(ranks[0].node_group).python_interpreter
+        interpreter = cluster.interpreter(ranks[0].node_group, in_step=launcher == "slurm") or unpacked_python
+        prefix = nsys_command(run_folder.nsys, group, options) if group in profiled_groups else ()
         if launcher == "slurm":
-            steps += job_steps(group, ranks, cluster, [n.component for n in nodes], names, interpreter)
+            steps += job_steps(group, ranks, cluster, [n.component for n in nodes], node_names, interpreter, prefix)
         else:
-            steps.append(_local_step(group, ranks, names, interpreter))
+            steps.append(_plan_local_step(group, ranks, node_names, interpreter, prefix))
     name = str(read_key(read_key(cfg, "runner"), "name", "run"))
-    warnings = tuple(_placement_warnings(nodes, placements))
+    warnings = tuple(_list_placement_warnings(nodes, placements))
     workflow = read_key(cfg, "workflow", {})
     return JobPlan(
         name, launcher, components, tuple(steps), nodes, placements, warnings,
@@ -200,8 +221,8 @@ def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> d
         section: Section `cluster` of the configuration.
         job: Section `workflow.eval_job` or `workflow.convert_job`.
     """
-    keys = _DIRECTIVES[:4]
-    options = {key: option_value for key in keys if (option_value := read_key(job, key)) is not None}
+    directive_keys = _DIRECTIVES[:4]
+    options = {key: option_value for key in directive_keys if (option_value := read_key(job, key)) is not None}
     groups = [
         raw_group for raw_group in read_key(section, "node_groups", ()) if read_key(raw_group, "partition") is not None
     ]
@@ -211,7 +232,7 @@ def job_options(section: SectionSource, job: JobConfig | Mapping[str, Any]) -> d
             (raw_group for raw_group in groups if _has_accelerators(raw_group) == needs_accelerators), groups[0]
         )
         options = {
-            **{key: option_value for key in keys if (option_value := read_key(group, key)) is not None},
+            **{key: option_value for key in directive_keys if (option_value := read_key(group, key)) is not None},
             **options,
         }
     return {key: str(option_value) for key, option_value in options.items()}
@@ -256,9 +277,9 @@ def _build_components(
         if not node_ranges or node_ranges[-1][0] != key:
             node_ranges.append((key, []))
         node_ranges[-1][1].append(node.rank)
-    keys = [key for key, _ in node_ranges]
+    node_keys = [key for key, _ in node_ranges]
     for key, ranks in node_ranges:
-        if keys.count(key) > 1:
+        if node_keys.count(key) > 1:
             raise ConfigError(
                 f"cluster.node_groups: the nodes of {key!r} do not follow one another (node {ranks[0]}): a job component "
                 f"is a row of nodes; give the groups node_ranks without gaps"
@@ -268,46 +289,54 @@ def _build_components(
         members = [raw_group for raw_group in groups if any(by_rank.get(r) is raw_group for r in ranks)]
         labels = "+".join(str(read_key(raw_group, "label")) for raw_group in members) or "cluster"
         accelerators = max(len(cluster.nodes[r].accelerators) for r in ranks)
-        options = _sbatch_options(members, section, labels, accelerators, len(ranks))
+        options = _build_sbatch_options(members, section, labels, accelerators, len(ranks))
+        if index == 0:  # one mail for the job, not one for each component
+            options += tuple(
+                (key.replace("_", "-"), str(v)) for key in _MAIL if (v := read_key(section, key)) is not None
+            )
         components.append(JobComponent(index, labels, tuple(ranks), options))
     return tuple(components)
 
 
-def _sbatch_options(
-    members: Sequence[SectionSource], section: SectionSource, labels: str, accelerators: int, nodes: int
+def _build_sbatch_options(
+    members: Sequence[SectionSource], section: SectionSource, labels: str, num_accelerators: int, num_nodes: int
 ) -> tuple[tuple[str, str], ...]:
     """Returns the sbatch options of a component from its node groups; the cluster's values are the defaults."""
 
     def common_value(key: Key) -> str | None:
-        values = {str(v) for raw_group in members if (v := read_key(raw_group, key)) is not None}
-        if len(values) > 1:
+        group_values = {str(v) for raw_group in members if (v := read_key(raw_group, key)) is not None}
+        if len(group_values) > 1:
             raise ConfigError(
-                f"cluster.node_groups[{labels}].{key} is {' and '.join(sorted(values))}: groups of one job component "
+                f"cluster.node_groups[{labels}].{key} is {' and '.join(sorted(group_values))}: groups of one job component "
                 f"share their resources; give each its own het_component"
             )
         cluster_value = read_key(section, key)
-        return next(iter(values), None if cluster_value is None else str(cluster_value))
+        return next(iter(group_values), None if cluster_value is None else str(cluster_value))
 
-    gres = common_value("gres")
-    if accelerators and gpus_in(gres) is None:
-        gres = ",".join(filter(None, (gres, f"{common_value('gres_name') or 'gpu'}:{accelerators}")))
+    gres_text = common_value("gres")
+    if num_accelerators and gpus_in(gres_text) is None:
+        gres_text = ",".join(filter(None, (gres_text, f"{common_value('gres_name') or 'gpu'}:{num_accelerators}")))
     options: dict[str, str | None] = {key: common_value(key) for key in _DIRECTIVES[:4]}
     # the only task is the driver; ranks run in steps
-    options |= {"nodes": str(nodes), "ntasks-per-node": "1", "cpus-per-task": common_value("cpus_per_node")}
-    options |= {"mem": common_value("mem"), "gres": gres, "time": common_value("time")}
+    options |= {"nodes": str(num_nodes), "ntasks-per-node": "1", "cpus-per-task": common_value("cpus_per_node")}
+    options |= {"mem": common_value("mem"), "gres": gres_text, "time": common_value("time")}
     return tuple((name, option) for name, option in options.items() if option is not None)
 
 
-def _local_step(group: str, ranks: Sequence[Placement], names: Sequence[str], interpreter: str | None) -> SrunStep:
-    """Returns the step of a group on this machine. The driver's fork server forks the ranks; with an `interpreter`, that
-    interpreter starts each rank.
+def _plan_local_step(
+    group: str, ranks: Sequence[Placement], node_names: Sequence[str], interpreter: str | None, prefix: Sequence[str]
+) -> SrunStep:
+    """Returns the step of a group on this machine. The driver's fork server forks the ranks; with an `interpreter` or a
+    `prefix`, a new interpreter starts each rank.
     """
-    module = "rlhpc.runtime.worker_process" if interpreter else "rlhpc.runtime.launchers.fork_server"
-    hosts = tuple(names[p.node_rank] for p in ranks)
-    return SrunStep(group, 0, tuple(p.rank for p in ranks), hosts, tuple(run_module(module, python=interpreter)))
+    is_forked = not interpreter and not prefix
+    module = "rlhpc.runtime.launchers.fork_server" if is_forked else "rlhpc.runtime.worker_process"
+    hosts = tuple(node_names[p.node_rank] for p in ranks)
+    argv = (*prefix, *run_module(module, python=interpreter))
+    return SrunStep(group, 0, tuple(p.rank for p in ranks), hosts, argv)
 
 
-def _placement_warnings(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
+def _list_placement_warnings(nodes: Sequence[PlannedNode], placements: Mapping[str, Sequence[Placement]]) -> list[str]:
     warnings = []
     for rank, node in enumerate(nodes):
         local_ranks = [p for ranks in placements.values() for p in ranks if p.node_rank == rank]
@@ -315,7 +344,7 @@ def _placement_warnings(nodes: Sequence[PlannedNode], placements: Mapping[str, S
             warnings.append(f"{node.name}: {len(local_ranks)} processes share {count_noun(node.cpus, 'core')}")
         indices_by_users: dict[tuple[str, ...], list[int]] = {}
         for index in range(node.accelerators):
-            users = tuple(_ranks_on(placements, rank, index))
+            users = tuple(_find_ranks_on(placements, rank, index))
             if len(users) != 1:
                 indices_by_users.setdefault(tuple(dict.fromkeys(u.rpartition("-")[0] for u in users)), []).append(index)
         for groups, indices in indices_by_users.items():
@@ -326,16 +355,23 @@ def _placement_warnings(nodes: Sequence[PlannedNode], placements: Mapping[str, S
                 warnings.append(f"{resource_name}: shared by several ranks of {groups[0]}")
             else:
                 warnings.append(f"{resource_name}: shared by {', '.join(groups)}")
+    num_ranks, open_file_limit = sum(map(len, placements.values())), file_limit()
+    if open_file_limit is not None and open_file_limit < (num_open_files := open_files_of_driver(num_ranks)):
+        warnings.append(
+            f"the driver of {count_noun(num_ranks, 'rank')} opens {num_open_files} files, and a process may open "
+            f"{open_file_limit} files "
+            "here: have the hard limit raised (ulimit -Hn) if that is so on the first node, too"
+        )
     return warnings
 
 
-def _ranks_on(placements: Mapping[str, Sequence[Placement]], node: int, index: int | None) -> list[str]:
+def _find_ranks_on(placements: Mapping[str, Sequence[Placement]], node_rank: int, index: int | None) -> list[str]:
     """Returns the ranks on one accelerator of a node; if `index` is None, the node's ranks without an accelerator."""
     return [
         f"{group}-{p.rank}"
         for group, ranks in placements.items()
         for p in ranks
-        if p.node_rank == node and (index in p.accelerators if index is not None else not p.accelerators)
+        if p.node_rank == node_rank and (index in p.accelerators if index is not None else not p.accelerators)
     ]
 
 
@@ -345,9 +381,9 @@ def _ranks_on(placements: Mapping[str, Sequence[Placement]], node: int, index: i
 def render_plan(plan: JobPlan) -> str:
     """Renders the plan as the text that `rlhpc plan` prints."""
     is_slurm = plan.launcher == "slurm"
-    size = count_noun(len(plan.nodes), "node")
+    nodes_text = count_noun(len(plan.nodes), "node")
     lines = [
-        f"run {plan.name}: {size}, "
+        f"run {plan.name}: {nodes_text}, "
         + (count_noun(len(plan.components), "job component") if is_slurm else "without Slurm")
     ]
     if is_slurm:
@@ -379,8 +415,8 @@ def render_plan(plan: JobPlan) -> str:
         cores = count_noun(node.cpus, "core") if node.cpus else "the site's number of cores"
         lines.append(f"  {node.name}: {cores}, {count_noun(node.accelerators, 'accelerator')}")
         for index in range(node.accelerators):
-            lines.append(f"    accelerator {index}: {' '.join(_ranks_on(plan.placements, rank, index)) or '-'}")
-        if (cpu_ranks := _ranks_on(plan.placements, rank, None)) or not node.accelerators:
+            lines.append(f"    accelerator {index}: {' '.join(_find_ranks_on(plan.placements, rank, index)) or '-'}")
+        if (cpu_ranks := _find_ranks_on(plan.placements, rank, None)) or not node.accelerators:
             lines.append(f"    no accelerator: {' '.join(cpu_ranks) or '-'}")
     if is_slurm and not all(node.cpus for node in plan.nodes):
         lines += ["", "--cpus-per-task=?: a node's cores, once Slurm has granted them, shared by the ranks on it"]
@@ -394,13 +430,6 @@ def count_noun(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _format_ranges(noun: str, numbers: Sequence[int]) -> str:
+def _format_ranges(noun: str, sorted_numbers: Sequence[int]) -> str:
     """Formats numbers as ranges: [0, 1, 2, 5] → `nodes 0-2,5`."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][-1] + 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    ranges = ",".join(str(r[0]) if len(r) == 1 else f"{r[0]}-{r[-1]}" for r in runs)
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {ranges}"
+    return f"{noun}{'' if len(sorted_numbers) == 1 else 's'} {format_steps(sorted_numbers)}"

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from rlhpc.jobs.slurm import QUEUE_ARGUMENTS, QueuedJob, parse_queue
 from rlhpc.jobs.submit_backoff import TemporaryRefusal
 from rlhpc.runtime.host import process_space
 from rlhpc.runtime.slurm import TIMEOUT_S, CommandOutput, ask
@@ -84,11 +85,11 @@ class JobState(Enum):
     def parse(cls, text: str) -> JobState:
         """Parses a state as squeue, sacct or scontrol prints it: `CANCELLED by 123`, `OUT_OF_ME+`, `PD`, `running`."""
         name, _, _ = text.strip().upper().partition(" ")
-        word = name.rstrip("+")
-        matches = [state for state in cls if word in (state.value, state.code)]
-        if not matches and name.endswith("+"):  # sacct cuts long words off
-            matches = [state for state in cls if state.value.startswith(word)]
-        return matches[0] if len(matches) == 1 else cls.UNKNOWN
+        state_word = name.rstrip("+")
+        matching_states = [state for state in cls if state_word in (state.value, state.code)]
+        if not matching_states and name.endswith("+"):  # sacct cuts long words off
+            matching_states = [job_state for job_state in cls if job_state.value.startswith(state_word)]
+        return matching_states[0] if len(matching_states) == 1 else cls.UNKNOWN
 
 
 _TERMINAL = frozenset(
@@ -237,6 +238,25 @@ def _has_answered(answer: CommandOutput) -> bool:
     return answer.ok or any("nvalid job id" in line for line in answer.lines)
 
 
+#: Maximum number of jobs for which one snapshot runs `scontrol show job`, once per job.
+_MAX_SCONTROL = 4
+
+
+@dataclass(frozen=True)
+class QueueSnapshot:
+    """Slurm's answer about all jobs of this user at one moment.
+
+    Attributes:
+        jobs: The jobs that Slurm's controller knows, including recently ended jobs; None if `squeue` failed.
+        reports: Reports on these jobs and on requested jobs, by job id.
+        num_commands: Number of commands that the snapshot took.
+    """
+
+    jobs: list[QueuedJob] | None
+    reports: dict[str, JobReport]
+    num_commands: int = 1
+
+
 class SlurmProbe(JobProbe):
     """Probe of Slurm jobs: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
 
@@ -250,14 +270,14 @@ class SlurmProbe(JobProbe):
 
     def __init__(
         self,
-        finished: Callable[[str], bool] | None = None,
+        has_finished: Callable[[str], bool] | None = None,
         *,
         interval_s: float = 10.0,
         max_interval_s: float = 120.0,
         command_timeout_s: float = TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._finished = finished
+        self._has_finished = has_finished
         self._interval_s = interval_s
         self._max_interval_s = max_interval_s
         self._timeout_s = command_timeout_s
@@ -276,7 +296,7 @@ class SlurmProbe(JobProbe):
         return {i: self._reports[i] for i in ids}
 
     def find(self, job_name: str) -> str | None:
-        """Returns the id of this user's waiting or running job with this name; None without such a job.
+        """Returns the id of this user's waiting or running job with this name; None if there is no such job.
 
         Raises:
             TemporaryRefusal: Slurm does not answer, so the job may exist.
@@ -294,28 +314,69 @@ class SlurmProbe(JobProbe):
         ids = [_leader(line) for line in squeue_output.lines if line.strip()]
         return ids[0] if squeue_output.ok and ids else None
 
+    def snapshot(self, job_ids: Iterable[str]) -> QueueSnapshot:
+        """Asks Slurm for all jobs of this user; asks separately about requested jobs that this list does not have.
+
+        One list of a user's jobs is cheaper for the controller than a list of job ids, for which `squeue` reads the jobs of
+        all users. It also answers later questions about other jobs of this user.
+
+        Args:
+            job_ids: Requested jobs, which may be forgotten by the controller or belong to another user.
+        """
+        output = ask("squeue", *QUEUE_ARGUMENTS, timeout_s=self._timeout_s)
+        queue = parse_queue(output.lines)
+        reports: dict[str, JobReport] = {}
+        listed_ids = [_leader(job.id) for job in queue]
+        self._add_reports(([job.id, job.state, job.reason] for job in queue), listed_ids, reports, "squeue")
+        missing_ids = [job for job in dict.fromkeys(job_ids) if job not in reports]
+        num_commands = 1
+        if missing_ids:
+            num_commands += self._ask_others(missing_ids, reports, _has_answered(output), max_scontrol=_MAX_SCONTROL)
+        return QueueSnapshot(queue if output.ok else None, reports, num_commands)
+
     def _query_slurm(self, ids: list[str]) -> None:
         reports: dict[str, JobReport] = {}
         has_answered = self._ask_squeue(ids, reports)
-        missing_ids = [i for i in ids if i not in reports]
-        sacct_answered = self._ask_sacct(missing_ids, reports) if missing_ids else True
-        missing_ids = [i for i in ids if i not in reports]
+        if any(job_id not in reports for job_id in ids):
+            self._ask_others(ids, reports, has_answered)
+        self._reports |= reports
+        # a site sees one query per interval, and fewer while its scheduler is in trouble
+        is_silent = not any(report.conclusive for report in reports.values())
+        self._pause_s = min(self._pause_s * 2, self._max_interval_s) if is_silent else self._interval_s
+
+    def _ask_others(
+        self, ids: list[str], reports: dict[str, JobReport], has_answered: bool, max_scontrol: int | None = None
+    ) -> int:
+        """Adds reports on the jobs that squeue has not reported: from sacct, scontrol and the marker files.
+
+        Args:
+            ids: Requested jobs.
+            reports: Reports so far.
+            has_answered: Whether squeue has answered.
+            max_scontrol: Maximum number of calls of scontrol; jobs beyond it get no report this time.
+
+        Returns:
+            Number of commands.
+        """
+        missing_ids = [job_id for job_id in ids if job_id not in reports]
+        sacct_answered, num_commands = self._ask_sacct(missing_ids, reports), 1
+        missing_ids = [job_id for job_id in missing_ids if job_id not in reports]
         if missing_ids:
+            missing_ids = missing_ids[:max_scontrol]
             has_answered = self._ask_scontrol(missing_ids, reports) and has_answered
-        for job_id in ids:
+            num_commands += len(missing_ids)
+        for job_id in missing_ids:
             if job_id in reports:
-                self._reports[job_id] = reports[job_id]
-            elif self._finished is not None and self._finished(job_id):
-                self._reports[job_id] = JobReport(JobState.COMPLETED, source="marker")
+                continue
+            if self._has_finished is not None and self._has_finished(job_id):
+                reports[job_id] = JobReport(JobState.COMPLETED, source="marker")
             elif has_answered:  # the controller no longer knows the job
                 reason = "Slurm does not know the job" + ("" if sacct_answered else " and has no accounting")
-                self._reports[job_id] = JobReport(JobState.UNKNOWN, reason, source="squeue")
+                reports[job_id] = JobReport(JobState.UNKNOWN, reason, source="squeue")
             else:
                 last_report = self._reports.get(job_id, JobReport(JobState.UNKNOWN))
-                self._reports[job_id] = replace(last_report, reason="Slurm does not answer", conclusive=False)
-        # a site sees one query per interval, and fewer while its scheduler is in trouble
-        is_silent = not has_answered and not reports
-        self._pause_s = min(self._pause_s * 2, self._max_interval_s) if is_silent else self._interval_s
+                reports[job_id] = replace(last_report, reason="Slurm does not answer", conclusive=False)
+        return num_commands
 
     def _ask_squeue(self, ids: list[str], reports: dict[str, JobReport]) -> bool:
         squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r",
@@ -344,7 +405,9 @@ class SlurmProbe(JobProbe):
         return has_answered
 
     @staticmethod
-    def _add_reports(rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source: str) -> None:
+    def _add_reports(
+        rows: Iterable[list[str]], ids: list[str], reports: dict[str, JobReport], source_name: str
+    ) -> None:
         """Adds reports by job id. A het job gets the report of a live component or, if all have ended, of the worst end.
 
         When one component fails, Slurm cancels the others, so a job counts as cancelled only if no component failed.
@@ -353,10 +416,10 @@ class SlurmProbe(JobProbe):
         for row in rows:
             if len(row) < 2 or _leader(row[0]) not in ids:
                 continue
-            state = JobState.parse(row[1])
-            if state is not JobState.UNKNOWN:
+            job_state = JobState.parse(row[1])
+            if job_state is not JobState.UNKNOWN:
                 reason = row[2].strip() if len(row) > 2 and row[2].strip() not in ("None", "0:0") else ""
-                reports_by_leader.setdefault(_leader(row[0]), []).append(JobReport(state, reason, source))
+                reports_by_leader.setdefault(_leader(row[0]), []).append(JobReport(job_state, reason, source_name))
         for job_id, reports_of_job in reports_by_leader.items():
             reports_of_job.sort(key=lambda r: (r.state.is_terminal, r.state.is_success, r.state is JobState.CANCELLED))
             reports[job_id] = reports_of_job[0]

@@ -24,7 +24,7 @@ from rlhpc.jobs.lease import LEASE_S, Lease, lease_lock
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.jobs.shared_files import look_again, read_json_file, renewed_within, write_json
-from rlhpc.runtime.files import is_count, is_number
+from rlhpc.runtime.files import MISSING_NAME_S, is_count, is_number, server_status
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,19 @@ class SegmentJournal:
         return read_json_file(self.marker)
 
     def exit_of(self, token: str) -> ExitRecord | None:
-        """Returns the exit record of the submission with this token; None without a record of that submission."""
-        content = read_json_file(self.exit)
-        return ExitRecord.from_json(content) if content is not None and content.get("token") == token else None
+        """Returns the exit record of the submission with this token; None if there is no record of that submission."""
+        exit_content = read_json_file(self.exit)
+        return (
+            ExitRecord.from_json(exit_content)
+            if exit_content is not None and exit_content.get("token") == token
+            else None
+        )
 
     def write_exit(self, record: ExitRecord) -> None:
         """Records how a driver ended."""
         write_json(self.exit, record.to_json())
 
-    def cancelled(self, token: str) -> bool:
+    def is_cancelled(self, token: str) -> bool:
         """Returns whether the submission with this token was cancelled."""
         return (read_json_file(self.cancel) or {}).get("token") == token
 
@@ -99,17 +103,17 @@ class SegmentJournal:
         return self.paths.submit / f"{self._name}.claim.{number}.json"
 
     def newest_claim(self) -> int:
-        """Returns the number of the newest claim; 0 without one.
+        """Returns the number of the newest claim; 0 if there is no claim.
 
         Claims are never removed and have no gaps. The folder's listing may be outdated, so the search by name starts at the
         highest number in it.
         """
         pattern = re.compile(rf"^{self._name}\.claim\.(\d+)\.json$")
         try:
-            names = os.listdir(self.paths.submit)
+            file_names = os.listdir(self.paths.submit)
         except FileNotFoundError:
             return 0
-        claim_number = max((int(match[1]) for name in names if (match := pattern.match(name))), default=0)
+        claim_number = max((int(match[1]) for name in file_names if (match := pattern.match(name))), default=0)
         while self.claim(claim_number + 1).exists():
             claim_number += 1
         return claim_number
@@ -129,7 +133,7 @@ class SegmentJournal:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """The last submission of a segment: content of `submit/segment_<k>.json`.
+    """Last submission of a segment: content of `submit/segment_<k>.json`.
 
     Attributes:
         phase: "submitting" until the job id is known, then "submitted"; "waiting" while the site accepts no more jobs;
@@ -156,7 +160,7 @@ class JobRecord:
 
     @classmethod
     def read(cls, journal: SegmentJournal) -> JobRecord | None:
-        """Returns the last submission of a segment; None without one."""
+        """Returns the last submission of a segment; None if there is no submission."""
         record_content = read_json_file(journal.record)
         return None if record_content is None else cls.from_json(record_content)
 
@@ -186,7 +190,7 @@ class ExitRecord:
     Attributes:
         token: Token of the submission.
         attempt: Number of the last attempt.
-        signal: Name of the signal that ended the driver; "" without a signal.
+        signal: Name of the signal that ended the driver; "" if there is no signal.
         cancelled: Whether the job was cancelled.
         message: First error message of the driver.
         end_time: Unix time at which the driver ended.
@@ -258,10 +262,16 @@ class Claim:
 
     @classmethod
     def newest(cls, files: SegmentJournal) -> Claim | None:
-        """Returns the claim with the highest number; None if no job has ever started."""
+        """Returns the claim with the highest number; None if no job has ever started.
+
+        Claims are never removed. One that cannot be read is therefore awaited for some seconds: on a filesystem without hard
+        links it may be half-written, and this host may remember that its name was missing. An older claim in its place would
+        let two jobs own the segment.
+        """
         look_again(files.paths.submit)
+        deadline = time.monotonic() + MISSING_NAME_S
         for claim_number in range(files.newest_claim(), 0, -1):
-            for _ in range(3):  # on a filesystem without hard links, the claim may be half-written
+            while True:
                 claim_content = read_json_file(files.claim(claim_number))
                 job = ProcessId.from_json((claim_content or {}).get("job"))
                 if claim_content is not None and job is not None:
@@ -277,6 +287,8 @@ class Claim:
                         err_offset=int(claim_content.get("err_offset") or 0),
                         released=bool(claim_content.get("released")),
                     )
+                if not _is_missing_or_empty(files.claim(claim_number)) or time.monotonic() > deadline:
+                    break
                 time.sleep(0.1)
         return None
 
@@ -289,7 +301,7 @@ class Claim:
         newest_claim = cls.newest(files)
         if newest_claim is not None and newest_claim.number > last_number:
             return None  # another job was faster
-        # a requeued Slurm job finds the claim of its own earlier start, which has ended
+        # a requeued Slurm job finds the claim of its earlier start, which has ended
         is_earlier_start = newest_claim is not None and executor == "slurm" and newest_claim.job_id == job_id
         if newest_claim is not None and not is_earlier_start and newest_claim.alive(probe):
             return None
@@ -354,6 +366,15 @@ class Claim:
         }
 
 
+def _is_missing_or_empty(path: Path) -> bool:
+    try:
+        return server_status(path).size == 0
+    except FileNotFoundError:
+        return True
+    except OSError:  # another user's file
+        return False
+
+
 _MAX_ATTEMPTS = 100
 
 
@@ -367,8 +388,8 @@ class Attempts:
 
     def __init__(self, files: SegmentJournal, token: str) -> None:
         self._path, self._token = files.attempts, token
-        content = read_json_file(self._path) or {}
-        rows = content.get("attempts") if content.get("token") == token else None
+        journal_content = read_json_file(self._path) or {}
+        rows = journal_content.get("attempts") if journal_content.get("token") == token else None
         self._rows: list[dict[str, Any]] = rows if isinstance(rows, list) else []
 
     @property
@@ -399,9 +420,9 @@ class Attempts:
             self._rows[-1]["node"] = node
             self._write()
 
-    def idle(self, newest: int) -> int:
-        """Returns the number of attempts in a row, up to the last one, that began at step `newest` and added no checkpoint."""
-        return sum(1 for _ in itertools.takewhile(lambda row: row.get("step") == newest, reversed(self._rows)))
+    def num_idle(self, newest_step: int) -> int:
+        """Returns the number of last attempts in a row that began at step `newest_step` and added no checkpoint."""
+        return sum(1 for _ in itertools.takewhile(lambda row: row.get("step") == newest_step, reversed(self._rows)))
 
     def blames(self, node: str) -> bool:
         """Returns whether the attempt before the last one also failed on this node."""

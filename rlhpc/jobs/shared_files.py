@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.files import read_file, read_json, replace_durably
+from rlhpc.runtime.files import read_file, read_json, replace_durably, server_status
 
 
 def look_again(folder: Path) -> int:
@@ -31,10 +31,10 @@ def read_json_file(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None if the file is missing or holds no JSON object (yet)."""
     look_again(path.parent)
     try:
-        content = read_json(read_file(path).decode())
+        json_value = read_json(read_file(path).decode())
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    return json_value if isinstance(json_value, dict) else None
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -42,18 +42,19 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     replace_durably(path, json.dumps(value, indent=1).encode() + b"\n", mode=0o600, parents=False)
 
 
-def renewed_within(path: Path, seconds: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
-    """Watches a file for up to `seconds`; returns True as soon as its modification time changes or `alive_again` returns True.
+def renewed_within(path: Path, watch_s: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
+    """Watches a file for up to `watch_s`; returns True as soon as its modification time changes or `alive_again`
+    returns True.
 
     Returns False after that time, or if the file is removed. Does not use the file's age, because the clocks of two hosts
     may differ.
     """
     try:
-        first_mtime = path.stat().st_mtime_ns
-        deadline = time.monotonic() + seconds
+        first_mtime = server_status(path).mtime_ns
+        deadline = time.monotonic() + watch_s
         while time.monotonic() < deadline:
-            time.sleep(min(0.5, seconds / 4))
-            if path.stat().st_mtime_ns != first_mtime or alive_again():
+            time.sleep(min(0.5, watch_s / 4))
+            if server_status(path).mtime_ns != first_mtime or alive_again():
                 return True
     except FileNotFoundError:
         pass

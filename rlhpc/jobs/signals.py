@@ -47,7 +47,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        """Reason to stop, for `status.json`; "" without a request."""
+        """Reason to stop, for `status.json`; "" if there is no request."""
         return self._reason
 
     @property
@@ -137,22 +137,22 @@ class _JobEnd:
 _last_job_end: _JobEnd | None = None
 
 
-def end_of_job(*, at_once: bool = False) -> float | None:
-    """Returns the Unix time at which Slurm ends this job; None without a limit or an answer from Slurm.
+def end_of_job(*, queries_slurm: bool = False) -> float | None:
+    """Returns the Unix time at which Slurm ends this job; None if there is no limit or no answer from Slurm.
 
     The first value comes from `SLURM_JOB_END_TIME`, which Slurm sets at the job's start since 23.02. Later values come from
     squeue, because the limit of a running job can be changed (`scontrol update TimeLimit`); without an answer, the last known
     end is returned.
 
     Args:
-        at_once: Query Slurm now, even if the last answer is recent.
+        queries_slurm: Query Slurm now, even if the last answer is recent.
     """
     global _last_job_end
     job, end_text = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_JOB_END_TIME", "")
     if _last_job_end is None or _last_job_end.job != (job, end_text):
         end_time = (float(end_text) or math.inf) if end_text.isdigit() else end_of(job) if job else None
         _last_job_end = _JobEnd((job, end_text), time.monotonic(), end_time)
-    elif job and (at_once or _last_job_end.is_old):
+    elif job and (queries_slurm or _last_job_end.is_old):
         new_end_time = end_of(job)
         _last_job_end = _JobEnd(
             (job, end_text), time.monotonic(), _last_job_end.at if new_end_time is None else new_end_time

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,11 @@ from rlhpc.runtime.text import short_repr
 
 def component_ids(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Returns the job ids of this job's components; only the job's id for a job without components."""
-    size = environ.get("SLURM_HET_SIZE") or "0"
-    ids = [environ.get(f"SLURM_JOB_ID_HET_GROUP_{k}", "") for k in range(int(size) if size.isdigit() else 0)]
+    het_size_text = environ.get("SLURM_HET_SIZE") or "0"
+    ids = [
+        environ.get(f"SLURM_JOB_ID_HET_GROUP_{k}", "")
+        for k in range(int(het_size_text) if het_size_text.isdigit() else 0)
+    ]
     return [job for job in ids if job] or [job for job in [environ.get("SLURM_JOB_ID", "")] if job]
 
 
@@ -67,8 +70,8 @@ def bring_start_forward(job_id: str, name: str) -> None:
     if not squeue_output.ok or not all(row[1:3] == ["PENDING", "BeginTime"] for row in rows):
         return
     soon_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + _START_DELAY_S))
-    for job, _, _, start in rows:
-        if start > soon_text:
+    for job, _, _, start_time in rows:
+        if start_time > soon_text:
             ask("scontrol", "update", f"JobId={job.strip()}", f"StartTime={soon_text}")
 
 
@@ -79,12 +82,12 @@ def requeue_without(job_id: str, node: str) -> bool:
     """
     if "Requeue=1" not in ask("scontrol", "show", "job", job_id).text:
         return False
-    jobs = " ".join(component_ids())
+    job_ids = " ".join(component_ids())
     script = (
-        f"trap '' TERM; scontrol requeue {job_id} || exit 1; for job in {jobs}; do for i in 1 2 3 4 5 6 7 8; do "
+        f"trap '' TERM; scontrol requeue {job_id} || exit 1; for job in {job_ids}; do for i in 1 2 3 4 5 6 7 8; do "
         f'scontrol update JobId="$job" ExcNodeList={node} && break; sleep 0.5; done; done'
     )
-    return ask("bash", "-c", script, timeout_s=30, apart=True).ok
+    return ask("bash", "-c", script, timeout_s=30, has_session=True).ok
 
 
 def end_of(job_id: str) -> float | None:
@@ -159,7 +162,7 @@ def has_gpus(partition: str | None) -> bool:
 
 
 def _parse_start(answer: CommandOutput) -> float | None:
-    """Parses the Unix time of a job's start from the output of `sbatch --test-only`; returns None without a time."""
+    """Parses the Unix time of a job's start from the output of `sbatch --test-only`; returns None if there is no time."""
     match = _START_MESSAGE.search(answer.error + answer.text)
     return parse_time(match[1]) if match else None
 
@@ -193,24 +196,27 @@ def allowance(account: str | None) -> Allowance | None:
     name = account or next((row[0] for row in user_rows if row[0] != "root"), None)
     if not sshare_output.ok or name is None:
         return None
-    minutes: dict[str, tuple[float, float]] = {}
+    minutes_by_resource: dict[str, tuple[float, float]] = {}
     for _, _, _, limits_text, used_text in (row for row in rows if row[0] == name):
         used_minutes = _parse_tres(used_text)
-        for resource, limit in _parse_tres(limits_text).items():
-            remaining = limit - used_minutes.get(resource, 0.0)
-            if resource not in minutes or remaining < minutes[resource][0] - minutes[resource][1]:
-                minutes[resource] = (limit, used_minutes.get(resource, 0.0))
+        for resource, limit_minutes in _parse_tres(limits_text).items():
+            remaining_minutes = limit_minutes - used_minutes.get(resource, 0.0)
+            if (
+                resource not in minutes_by_resource
+                or remaining_minutes < minutes_by_resource[resource][0] - minutes_by_resource[resource][1]
+            ):
+                minutes_by_resource[resource] = (limit_minutes, used_minutes.get(resource, 0.0))
     fair_shares = [row[2] for row in user_rows if row[0] == name]
     try:
-        return Allowance(name, minutes, float(fair_shares[0]) if fair_shares and fair_shares[0] else None)
+        return Allowance(name, minutes_by_resource, float(fair_shares[0]) if fair_shares and fair_shares[0] else None)
     except ValueError:
-        return Allowance(name, minutes, None)
+        return Allowance(name, minutes_by_resource, None)
 
 
-def _parse_tres(text: str) -> dict[str, float]:
+def _parse_tres(tres_text: str) -> dict[str, float]:
     """Parses a TRES list such as `cpu=100,gres/gpu=600` into a dict of numbers."""
-    assignments = (assignment.partition("=") for assignment in text.split(","))
-    return {name: float(count) for name, _, count in assignments if count.replace(".", "", 1).isdigit()}
+    assignments = (assignment.partition("=") for assignment in tres_text.split(","))
+    return {name: float(count_text) for name, _, count_text in assignments if count_text.replace(".", "", 1).isdigit()}
 
 
 def has_no_jobs() -> bool:
@@ -296,13 +302,14 @@ def scancel(job_id: str, *options: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """Job in the queue.
+    """Job that Slurm's controller knows: in the queue, running, or ended a few minutes ago.
 
     Attributes:
         state: Slurm's state: PENDING, RUNNING, COMPLETING, …
         reason: Reason why the job waits.
         node: Node on which the job runs; "" for a job that does not run.
         started: Unix time of the start; None for a job that does not run.
+        name: Name of the job.
     """
 
     id: str
@@ -310,24 +317,27 @@ class QueuedJob:
     reason: str
     node: str
     started: float | None
+    name: str = ""
 
 
-def jobs_named(name: str) -> list[QueuedJob] | None:
-    """Returns this user's jobs with a name that have not ended; None if Slurm does not answer."""
-    squeue_output = ask("squeue", "--noheader", "--me", f"--name={name}", "--format=%i|%T|%r|%N|%S")
-    if not squeue_output.ok:
-        return None
-    rows = [line.strip().split("|") for line in squeue_output.lines if line.count("|") == 4]
+#: Arguments of the `squeue` that lists all jobs of this user, for `parse_queue`.
+QUEUE_ARGUMENTS = ("--noheader", "--me", "--states=all", "--format=%i|%T|%r|%N|%S|%j")
+
+
+def parse_queue(lines: Iterable[str]) -> list[QueuedJob]:
+    """Parses the output of `squeue` with `QUEUE_ARGUMENTS`; ignores malformed lines."""
+    rows = [line.strip().split("|", 5) for line in lines if "|" in line]
+    padded_rows = [(*row, *[""] * (6 - len(row))) for row in rows]
     return [
-        QueuedJob(job, state, reason, node, parse_time(start) if node else None)
-        for job, state, reason, node, start in rows
+        QueuedJob(job, job_state, reason, node, parse_time(start_text) if node else None, name)
+        for job, job_state, reason, node, start_text, name in padded_rows
     ]
 
 
-def parse_time(text: str) -> float | None:
+def parse_time(time_text: str) -> float | None:
     """Parses a local time in Slurm's format into Unix time; returns None for other texts such as N/A."""
     try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+        return time.mktime(time.strptime(time_text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
         return None
 
@@ -347,21 +357,21 @@ def end_named(name: str, *, queued_only: bool = False, graceful: bool = False, t
     if graceful:
         selections.append(["--state=RUNNING", "--batch", "--signal=USR1"])
     argv = ("scancel", "--me", f"--name={name}")
-    outputs = [ask(*argv, *options, timeout_s=timeout_s, apart=True) for options in selections]
+    outputs = [ask(*argv, *options, timeout_s=timeout_s, has_session=True) for options in selections]
     return all(output.ok for output in outputs)
 
 
 def seconds_to_start(options: Mapping[str, Any]) -> tuple[float | None, str]:
     """Returns (seconds until Slurm would start a job with these sbatch options, Slurm's message).
 
-    The seconds are an estimate from `sbatch --test-only`; None without an estimate.
+    The seconds are an estimate from `sbatch --test-only`; None if there is no estimate.
     """
     option_words = [f"--{name}={option_value}" for name, option_value in options.items()]
     sbatch_output = ask(
         "sbatch", "--test-only", *option_words, "--wrap=true", environment=without_job_variables(os.environ)
     )
-    start = _parse_start(sbatch_output)
-    return (None if start is None else max(0.0, start - time.time())), sbatch_output.words
+    start_time = _parse_start(sbatch_output)
+    return (None if start_time is None else max(0.0, start_time - time.time())), sbatch_output.words
 
 
 _JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")
@@ -370,8 +380,8 @@ _JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$
 def without_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns a copy of an environment without the variables of this process's job, for the submission of another job."""
     return {
-        name: value
-        for name, value in environ.items()
+        name: variable_value
+        for name, variable_value in environ.items()
         if not _JOB_VARIABLE.match(name) and name not in _ACCELERATOR_MASKS
     }
 
@@ -383,12 +393,12 @@ def minutes_of(time: str) -> int:
     """Returns the minutes of a walltime in Slurm's syntax: `90`, `30:00`, `02:00:00`, `1-12`, `1-12:00:00`. Rounds up, as
     Slurm does.
     """
-    days, has_days, clock = time.rpartition("-")
+    days_text, has_days, clock = time.rpartition("-")
     clock_fields = [int(clock_field) for clock_field in clock.split(":")]
     if has_days:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (*clock_fields, 0, 0)[:3]
+        hours_text, minutes_text, seconds_text = (*clock_fields, 0, 0)[:3]
     elif len(clock_fields) < 3:  # minutes[:seconds]
-        hours, minutes, seconds = 0, *(*clock_fields, 0)[:2]
+        hours_text, minutes_text, seconds_text = 0, *(*clock_fields, 0)[:2]
     else:
-        hours, minutes, seconds = clock_fields
-    return int(days or 0) * 1440 + hours * 60 + minutes + (seconds + 59) // 60
+        hours_text, minutes_text, seconds_text = clock_fields
+    return int(days_text or 0) * 1440 + hours_text * 60 + minutes_text + (seconds_text + 59) // 60

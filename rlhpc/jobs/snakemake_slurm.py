@@ -42,33 +42,33 @@ _RESUBMITTED_STATES = (JobState.CANCELLED, JobState.PREEMPTED, JobState.REVOKED)
 _COMPARED_TYPES = (str, int, float, bool, complex, range, list, tuple, dict, set, frozenset, bytes, type(None))
 
 
-def _unadapted_executor(mark: str) -> Any:
+def _find_unadapted_executor(log_mark: str) -> Any:
     """Returns the class of Snakemake's Slurm executor and marks the class as adapted; None if the class is not imported or
     already has the mark.
 
     Snakemake imports its executors before it reads a workflow.
     """
     executor = getattr(sys.modules.get(_PLUGIN), "Executor", None)
-    if executor is None or hasattr(executor, mark):
+    if executor is None or hasattr(executor, log_mark):
         return None
-    setattr(executor, mark, True)
+    setattr(executor, log_mark, True)
     return executor
 
 
 def keep_unanswered_jobs() -> None:
     """Makes Snakemake's Slurm executor return each job that it has not reported as ended."""
-    executor = _unadapted_executor("_keeps_unanswered_jobs")
+    executor = _find_unadapted_executor("_keeps_unanswered_jobs")
     if executor is None:
         return
-    executor.report_job_success = _recording_reported(executor.report_job_success)
-    executor.report_job_error = _recording_reported(executor.report_job_error)
-    check = executor.check_active_jobs
+    executor.report_job_success = _wrap_reporting(executor.report_job_success)
+    executor.report_job_error = _wrap_reporting(executor.report_job_error)
+    check_jobs = executor.check_active_jobs
 
-    @functools.wraps(check)
+    @functools.wraps(check_jobs)
     async def check_active_jobs(self: Any, active_jobs: list[Any]) -> AsyncIterator[Any]:
         reported_jobs = self.__dict__.setdefault(_REPORTED, {})
         open_jobs = {id(job): job for job in active_jobs}
-        async for job in check(self, active_jobs):
+        async for job in check_jobs(self, active_jobs):
             open_jobs.pop(id(job), None)
             yield job
         unanswered_jobs = [job for identity, job in open_jobs.items() if identity not in reported_jobs]
@@ -81,7 +81,7 @@ def keep_unanswered_jobs() -> None:
     executor.check_active_jobs = check_active_jobs
 
 
-def _recording_reported(report: Callable[..., None]) -> Callable[..., None]:
+def _wrap_reporting(report: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(report)
     def note(self: Any, job_info: Any, *arguments: Any, **options: Any) -> None:
         # keeps the object alive, so that no later job gets the same id()
@@ -98,7 +98,7 @@ def share_jobs() -> None:
     job has the same parameters and is alive or has written outputs that are newer than the inputs. Jobs of a rule without a
     log, grouped jobs and job arrays are not shared.
     """
-    executor = _unadapted_executor("_shares_jobs")
+    executor = _find_unadapted_executor("_shares_jobs")
     if executor is None:
         return
     submit, check = executor.run_job, executor.check_active_jobs
@@ -166,7 +166,7 @@ def _record_of(job: Any) -> Path | None:
     return Path(str(logs[0])).with_suffix(".job.json") if logs else None
 
 
-def _digest(job: Any) -> str:
+def _compute_job_digest(job: Any) -> str:
     """Returns a digest of a job's rule, its outputs, and the parameters that restart the job when they change."""
     param_texts = sorted(repr(param) for param in job.non_derived_params if isinstance(param, _COMPARED_TYPES))
     return hashlib.sha256(json.dumps([job.rule.name, sorted(map(str, job.output)), param_texts]).encode()).hexdigest()
@@ -175,14 +175,14 @@ def _digest(job: Any) -> str:
 def _record_content(job: Any, job_id: str) -> dict[str, Any]:
     return {
         "job_id": job_id,
-        "digest": _digest(job),
-        "inputs": _input_digests(job),
+        "digest": _compute_job_digest(job),
+        "inputs": _compute_input_digests(job),
         "process": ProcessId.of(os.getpid()).to_json(),
         "submitted": time.time(),
     }
 
 
-def _input_digests(job: Any) -> dict[str, str]:
+def _compute_input_digests(job: Any) -> dict[str, str]:
     """Returns digests of the small inputs. Modification times do not suffice: each Snakemake that regards a job as finished
     touches the job's outputs, which are inputs of the next job.
     """
@@ -199,7 +199,7 @@ def _find_shared_job(executor: Any, job: Any, record: Path) -> Any:
     from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 
     job_content = read_json_file(record)
-    if job_content is None or job_content.get("digest") != _digest(job) or not job_content.get("job_id"):
+    if job_content is None or job_content.get("digest") != _compute_job_digest(job) or not job_content.get("job_id"):
         return None
     job_id = str(job_content["job_id"])
     report = SlurmProbe().query_job(job_id)
@@ -208,11 +208,11 @@ def _find_shared_job(executor: Any, job: Any, record: Path) -> Any:
     return SubmittedJobInfo(job, external_jobid=job_id, aux={_ATTACHED: job_content, "slurm_logfile": None})
 
 
-def _outputs_are_current(executor: Any, job: Any, content: dict[str, Any]) -> bool:
+def _outputs_are_current(executor: Any, job: Any, job_content: dict[str, Any]) -> bool:
     """Returns whether a finished job is up to date: all outputs exist, and no input has changed since their creation."""
     if executor.workflow.dag.reason(job).forced:
         return False
-    inputs_before, inputs_now = content.get("inputs") or {}, _input_digests(job)
+    inputs_before, inputs_now = job_content.get("inputs") or {}, _compute_input_digests(job)
     try:
         oldest_mtime = min(os.stat(path).st_mtime for path in job.output)
         return all(
@@ -225,23 +225,23 @@ def _outputs_are_current(executor: Any, job: Any, content: dict[str, Any]) -> bo
         return False
 
 
-def _is_attached(info: Any) -> bool:
-    return bool((info.aux or {}).get(_ATTACHED))
+def _is_attached(job_info: Any) -> bool:
+    return bool((job_info.aux or {}).get(_ATTACHED))
 
 
-def _is_orphan(info: Any) -> bool:
+def _is_orphan(job_info: Any) -> bool:
     """Returns whether the Snakemake that submitted the job has ended, and Slurm reports a job of this rule from this folder.
 
     The second check is needed because the job's record may have been copied from elsewhere.
     """
-    process = ProcessId.from_json(info.aux[_ATTACHED].get("process"))
+    process = ProcessId.from_json(job_info.aux[_ATTACHED].get("process"))
     if process is None or process.alive() is not False:
         return False
     try:
-        identity = identify_job(info.external_jobid)
+        identity = identify_job(job_info.external_jobid)
     except RlhpcError:
         return False
-    rule_name = f"rule_{info.job.rule.name}"
+    rule_name = f"rule_{job_info.job.rule.name}"
     return (
         identity is not None
         and identity.folder == os.getcwd()
@@ -256,19 +256,19 @@ def _probe_of(executor: Any) -> SharedProbe:
     return probe
 
 
-async def _report_end(executor: Any, info: Any, report: JobReport) -> bool:
+async def _report_end(executor: Any, job_info: Any, report: JobReport) -> bool:
     """Reports the end of a job that another Snakemake submitted; returns False if the job has not ended.
 
     Submits the job again if it was cancelled or preempted or Slurm has forgotten it: the job did not fail, and the other
     Snakemake may have ended.
     """
     if report.state.is_success:
-        executor.report_job_success(info)
+        executor.report_job_success(job_info)
     elif report.state in _RESUBMITTED_STATES or (report.state is JobState.UNKNOWN and report.is_over):
-        await asyncio.to_thread(executor.run_job, info.job)
+        await asyncio.to_thread(executor.run_job, job_info.job)
     elif report.state.is_terminal:
         executor.report_job_error(
-            info, msg=f"SLURM-job '{info.external_jobid}' failed, SLURM status is: '{report.state.value}'. "
+            job_info, msg=f"SLURM-job '{job_info.external_jobid}' failed, SLURM status is: '{report.state.value}'. "
         )
     else:
         return False

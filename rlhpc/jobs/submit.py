@@ -39,7 +39,7 @@ from rlhpc.jobs.waiter import (
     answer,
     cancelled_error,
     interruption_text,
-    say,
+    print_message,
 )
 from rlhpc.runtime.errors import RlhpcError, SubmitError
 from rlhpc.runtime.files import expand_home
@@ -134,7 +134,7 @@ class WaitOptions:
 
 @dataclass(frozen=True)
 class _Job:
-    """The job to wait for.
+    """Job to wait for.
 
     Attributes:
         record: Record of the job.
@@ -177,7 +177,7 @@ class Submission:
         self._backoff = Backoff(self.wait.deadline_s)
         #: Content of the cancel marker at the start; an earlier cancellation does not stop this submission.
         self._cancel_mark = read_json_file(self.files.cancel)
-        self._handed_over = False
+        self._is_handed_over = False
 
     def run(self) -> dict[str, Any]:
         """Submits a job or attaches to the live job, then waits.
@@ -200,20 +200,20 @@ class Submission:
         _make_folders(files)
         while True:
             _await_orphan(files, self.request.save_grace_s, self._stream)
-            outcome = self._submit_or_attach()
-            if isinstance(outcome, dict):
-                return answer("finished", JobRecord.read(files), segment, outcome)
-            if isinstance(outcome, TemporaryRefusal):
-                say(self._stream, f"{files.paths.root.name} segment {segment}: {refusal_text(outcome)}")
-                self._backoff.wait(outcome, self._check_still_requested)
+            outcome_text = self._submit_or_attach()
+            if isinstance(outcome_text, dict):
+                return answer("finished", JobRecord.read(files), segment, outcome_text)
+            if isinstance(outcome_text, TemporaryRefusal):
+                print_message(self._stream, f"{files.paths.root.name} segment {segment}: {refusal_text(outcome_text)}")
+                self._backoff.wait(outcome_text, self._check_still_requested)
                 continue
             if not self.wait.enabled:
-                return answer(outcome.state, outcome.record, segment, None)
-            say(self._stream, started_line(files, outcome.record, outcome.state))
+                return answer(outcome_text.state, outcome_text.record, segment, None)
+            print_message(self._stream, started_line(files, outcome_text.record, outcome_text.state))
             try:
-                return self._wait(outcome)
+                return self._wait(outcome_text)
             except (JobLost, JobCancelled) as error:
-                if not self._was_ending_when_found(outcome, error):
+                if not self._was_ending_when_found(outcome_text, error):
                     raise
 
     def _submit_or_attach(self) -> dict[str, Any] | TemporaryRefusal | _Job:
@@ -259,7 +259,7 @@ class Submission:
         waiter = Waiter(
             self.files,
             job.record,
-            lambda line: say(self._stream, line),
+            lambda line: print_message(self._stream, line),
             poll_s=options.poll_s,
             progress_s=options.progress_s,
             deadline_s=None if options.deadline_s is None else max(0.0, options.deadline_s - elapsed_s),
@@ -271,14 +271,14 @@ class Submission:
             raise WaitInterrupted(interruption_text(self.files, owner_of(self.files, job.record))) from None
 
     def _hand_over(self, job: _Job, waiter: Waiter) -> None:
-        """Calls `WaitOptions.hand_over` once, as soon as no other job has to follow this job.
+        """Calls `WaitOptions.hand_over` once, when no other job must follow this job.
 
         A job that was already ending at the attachment may need a successor, so the call waits for `DYING_S`.
         """
         cancelled_before = self._cancel_mark is not None and self._cancel_mark.get("token") == waiter.record.token
-        if self._handed_over or job.is_new or (job.attached_at is not None and cancelled_before):
+        if self._is_handed_over or job.is_new or (job.attached_at is not None and cancelled_before):
             return
-        self._handed_over = True
+        self._is_handed_over = True
         self.wait.hand_over(waiter)
 
     def _was_ending_when_found(self, job: _Job, error: JobLost | JobCancelled) -> bool:
@@ -321,7 +321,7 @@ class Submission:
         )
         record.write(files)
         try:
-            submitit_job = self._submitit_executor(record.job_name).submit(job)
+            submitit_job = self._make_submitit_executor(record.job_name).submit(job)
         except RlhpcError:
             raise
         except Exception as error:  # submitit raises RuntimeError, CalledProcessError's text, OSError, ValueError, …
@@ -351,20 +351,20 @@ class Submission:
                 f"{refusal}\n  no job of yours is in the queue, so this one will never be let in: it has as many components "
                 "as the run has node groups; ask for another QOS (cluster.qos), or for fewer node groups"
             )
-        if not refusal.silent:  # without an answer from Slurm, the job may be in the queue
+        if not refusal.is_silent:  # without an answer from Slurm, the job may be in the queue
             replace(record, phase="waiting", reason=refusal.reason).write(files)
         return refusal
 
-    def _submitit_executor(self, name: str) -> Any:
+    def _make_submitit_executor(self, name: str) -> Any:
         folder = str(self.files.paths.submit)
         if self.executor == "local":
             return make_local_executor(folder, timeout_min=NO_LIMIT_MIN, max_num_timeout=_MAX_TIMEOUTS)
         return make_slurm_executor(folder, name, self.request.slurm, max_num_timeout=_MAX_TIMEOUTS)
 
 
-def started_line(files: SegmentJournal, record: JobRecord, state: str) -> str:
+def started_line(files: SegmentJournal, record: JobRecord, segment_state: str) -> str:
     """Returns the line to print after a job was submitted or attached to."""
-    verb = "waiting for" if state == "attached" else "submitted"
+    verb = "waiting for" if segment_state == "attached" else "submitted"
     return f"{files.paths.root.name} segment {files.segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}"
 
 
@@ -402,7 +402,9 @@ def _await_orphan(files: SegmentJournal, grace_s: float, out: TextIO) -> None:
             return
         if not is_reported:
             is_reported = True
-            say(out, f"segment {files.segment}: the job was killed; its driver (pid {claim.driver.pid}) saves and ends")
+            print_message(
+                out, f"segment {files.segment}: the job was killed; its driver (pid {claim.driver.pid}) saves and ends"
+            )
         if time.monotonic() > deadline:
             with contextlib.suppress(PermissionError):
                 end_process(claim.driver, files.paths, signal.SIGKILL)

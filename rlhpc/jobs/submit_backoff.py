@@ -34,15 +34,15 @@ class TemporaryRefusal(SubmitError):
     def __init__(self, message: str, *, reason: str, silent: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
-        self.silent = silent
+        self.is_silent = silent
 
 
 def find_temporary_refusal(segment: int, output: str) -> TemporaryRefusal | None:
     """Builds the error for a temporary refusal from sbatch's output; returns None if the refusal is permanent."""
     message = f"segment {segment} could not be submitted (slurm): {output}"
-    if match := _LIMIT.search(output):
-        return TemporaryRefusal(message, reason=match.group())
-    if match := _FULL.search(output):
+    if limit_match := _LIMIT.search(output):
+        return TemporaryRefusal(message, reason=limit_match.group())
+    if limit_match := _FULL.search(output):
         return TemporaryRefusal(message, reason="the cluster's queue is full (MaxJobCount)")
     if _SILENT.search(output):
         return TemporaryRefusal(message, reason="Slurm does not answer", silent=True)
@@ -51,7 +51,7 @@ def find_temporary_refusal(segment: int, output: str) -> TemporaryRefusal | None
 
 def refusal_text(refusal: TemporaryRefusal) -> str:
     """Formats a refusal, such as `not submitted yet: QOSMaxSubmitJobPerUserLimit; waits for room`."""
-    return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.silent else "waits for room")
+    return f"not submitted yet: {refusal.reason}; " + ("tries again" if refusal.is_silent else "waits for room")
 
 
 class Backoff:
@@ -75,7 +75,7 @@ class Backoff:
             SubmitError: Slurm has not answered for too long.
         """
         now = time.monotonic()
-        self._silent_since = (self._silent_since or now) if refusal.silent else None
+        self._silent_since = (self._silent_since or now) if refusal.is_silent else None
         if self._silent_since is not None and now - self._silent_since > MAX_SILENCE_S:
             raise SubmitError(f"{refusal}\n  tried for {MAX_SILENCE_S:.0f} s; see `scontrol ping`")
         deadline = now + self._pause_s

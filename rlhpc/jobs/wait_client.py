@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.jobs.shared_probe import wait_folder
 from rlhpc.jobs.waiter import Waiter, interruption_text
-from rlhpc.runtime.env_references import values_read
+from rlhpc.runtime.env_references import read_values
 from rlhpc.runtime.imports import python_path, run_module
 
 #: Files in the wait folder: the server's socket, and the lock that the server holds while it lives.
@@ -91,7 +91,7 @@ class Wait:
         asked_by = waiter.asked_by.to_json() if waiter.asked_by is not None else None
         return cls(
             str(waiter.files.paths.root), waiter.files.segment, {**waiter.record.to_json(), "command": []}, waiter.began,
-            waiter.deadline_s, waiter.poll_s, waiter.progress_s, asked_by, answers, sorted(values_read()),
+            waiter.deadline_s, waiter.poll_s, waiter.progress_s, asked_by, answers, sorted(read_values()),
         )  # fmt: skip
 
     @classmethod
@@ -100,27 +100,30 @@ class Wait:
         return cls(**json.loads(os.environ.pop(_WAIT)))
 
     def waiter(
-        self, out: Callable[[str], None], find_probe: Callable[[JobRecord, SegmentJournal], JobProbe] | None = None
+        self,
+        out: Callable[[str], None],
+        find_probe: Callable[[JobRecord, SegmentJournal], JobProbe] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> Waiter:
         record = JobRecord.from_json(self.record)
         assert record is not None
         return Waiter(
             SegmentJournal(RunPaths(Path(self.root)), self.segment), record, out, find_probe=find_probe, poll_s=self.poll_s,
             progress_s=self.progress_s, deadline_s=self.deadline_s, asked_by=ProcessId.from_json(self.asked_by),
-            began=self.began,
+            began=self.began, environment=environment,
         )  # fmt: skip
 
 
-def hand_over(wait: Wait) -> None:
+def hand_over(wait_request: Wait) -> None:
     """Replaces this process by a shell that prints the server's output; returns only if no server is available."""
-    connection = _connect_or_start(wait) if os.access(_SHELL, os.X_OK) else None
+    connection = _connect_or_start(wait_request) if os.access(_SHELL, os.X_OK) else None
     if connection is None:
         return
-    files = SegmentJournal(RunPaths(Path(wait.root)), wait.segment)
-    record = JobRecord.from_json(wait.record)
+    files = SegmentJournal(RunPaths(Path(wait_request.root)), wait_request.segment)
+    record = JobRecord.from_json(wait_request.record)
     assert record is not None
     # the shell needs PYTHONPATH to start Python again; it submits no job
-    environment = {**os.environ, _WAIT: json.dumps(asdict(wait)), "PYTHONPATH": python_path()}
+    environment = {**os.environ, _WAIT: json.dumps(asdict(wait_request)), "PYTHONPATH": python_path()}
     environment |= {_PROGRAM: SHELL_PROGRAM, _STOPPED: f"rlhpc: error: {interruption_text(files, record)}"}
     name = f"rlhpc submit: {files.paths.root.name}"
     with connection, contextlib.suppress(OSError):
@@ -142,10 +145,10 @@ def address(folder_fd: int, name: str = SOCKET) -> str:
     return f"/proc/self/fd/{folder_fd}/{name}"
 
 
-def _connect_or_start(wait: Wait) -> socket.socket | None:
+def _connect_or_start(wait_request: Wait) -> socket.socket | None:
     """Connects to a server and sends it the wait; starts a server if none runs. Returns None if no server is available."""
     deadline, num_started = time.monotonic() + _CONNECT_TIMEOUT_S, 0
-    request = {**asdict(wait), "values": {n: os.environ[n] for n in wait.secrets if n in os.environ}}
+    request = {**asdict(wait_request), "values": {n: os.environ[n] for n in wait_request.secrets if n in os.environ}}
     try:
         while time.monotonic() < deadline and num_started < _MAX_STARTS:
             with _open_wait_folder() as folder_fd:

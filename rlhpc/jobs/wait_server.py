@@ -22,7 +22,7 @@ from rlhpc.jobs.segment import JobRecord, SegmentJournal
 from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.wait_client import LOCK, SOCKET, WELCOME, Wait, address, is_peer_same_user
 from rlhpc.jobs.waiter import answer_line
-from rlhpc.runtime.env_references import masked
+from rlhpc.runtime.env_references import mask_values
 from rlhpc.runtime.errors import RlhpcError
 
 #: Seconds without a waiting command after which the server ends.
@@ -60,8 +60,8 @@ class ReportCache(JobProbe):
                     self._reports = reports
             finally:
                 self._query_lock.release()
-        unknown = JobReport(JobState.UNKNOWN, conclusive=False)
-        return {job: self._reports.get(job, unknown) for job in job_ids}
+        unknown_report = JobReport(JobState.UNKNOWN, conclusive=False)
+        return {job: self._reports.get(job, unknown_report) for job in job_ids}
 
     def leave(self, job_ids: Iterable[str]) -> None:
         for job in job_ids:
@@ -110,21 +110,23 @@ class Watcher:
                 continue
             self._threads.append(thread)
 
-    def _serve_connection(self, connection: socket.socket, pause: int) -> None:
+    def _serve_connection(self, connection: socket.socket, poll_pause_s: int) -> None:
         with connection, contextlib.suppress(OSError, ValueError, TypeError):
             connection.settimeout(_REQUEST_S)
             if not is_peer_same_user(connection):
                 return
             with connection.makefile("rb") as file:
                 request = json.loads(file.readline())
-            values = request.pop("values")
-            wait = Wait(**request)
+            environ_values = request.pop("values")
+            wait_request = Wait(**request)
             connection.settimeout(None)
-            connection.sendall(WELCOME + f"D{pause}\n".encode())
-            self._wait_for_segment(wait, connection, values)
+            connection.sendall(WELCOME + f"D{poll_pause_s}\n".encode())
+            self._wait_for_segment(wait_request, connection, environ_values)
 
-    def _wait_for_segment(self, wait: Wait, connection: socket.socket, values: dict[str, str]) -> None:
-        waiter = wait.waiter(lambda line: _send_lines(connection, "E", f"rlhpc: {line}"), self._find_probe)
+    def _wait_for_segment(self, wait_request: Wait, connection: socket.socket, environ_values: dict[str, str]) -> None:
+        waiter = wait_request.waiter(
+            lambda line: _send_lines(connection, "E", f"rlhpc: {line}"), self._find_probe, environ_values
+        )
         hangup = select.poll()
         hangup.register(connection, select.POLLIN)  # the connection becomes readable only when it closes
         try:
@@ -133,11 +135,11 @@ class Watcher:
                     return
             answer = waiter.answer(wait_result)
             _send_lines(connection, "E", f"rlhpc: {answer_line(answer)}")
-            if wait.answers:
+            if wait_request.answers:
                 _send_lines(connection, "O", json.dumps(answer))
             _send_lines(connection, "X", "0")
         except RlhpcError as error:
-            _send_lines(connection, "E", f"rlhpc: error: {masked(str(error), values)}")
+            _send_lines(connection, "E", f"rlhpc: error: {mask_values(str(error), environ_values)}")
             _send_lines(connection, "X", str(error.exit_code))
         except Exception:  # tells the shell to wait by itself and report the error
             _send_lines(connection, "A", "")
@@ -151,9 +153,9 @@ class Watcher:
         return self._cache
 
 
-def _send_lines(connection: socket.socket, stream: str, text: str) -> None:
+def _send_lines(connection: socket.socket, stream: str, message_text: str) -> None:
     """Sends each line of a text after its stream (`E`, `O`, `X` or `A`), without the zero bytes that a shell cannot read."""
-    lines = text.replace("\0", "").split("\n")
+    lines = message_text.replace("\0", "").split("\n")
     with contextlib.suppress(OSError):  # a closed connection is detected elsewhere
         connection.sendall("".join(f"{stream}{line}\n" for line in lines).encode("utf-8", "replace"))
 

@@ -7,20 +7,23 @@ written since the last check. The longer the wait lasts, the rarer the checks be
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from rlhpc.jobs.alerts import AlertSender, AlertTargets, ending_name, send_requeued, send_stalled
 from rlhpc.jobs.driver_job import first_failure
 from rlhpc.jobs.job_record import job_words, owner_of, probe_for, segment_job_name
 from rlhpc.jobs.lease import LEASE_S
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
-from rlhpc.jobs.shared_files import look_again
+from rlhpc.jobs.shared_files import look_again, read_json_file
 from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import bring_start_forward
+from rlhpc.jobs.state import number_of
 from rlhpc.jobs.status import progress_line
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError, SubmitError
 
@@ -35,6 +38,8 @@ _RELEASE_S = 60.0
 _MAX_CHECK_INTERVAL_S = 5.0
 #: Seconds between two reads of the files if the folders seem unchanged: two changes may fall into one clock tick.
 _READ_INTERVAL_S = 30.0
+#: Maximum seconds between two looks at the status of a run that may stall.
+_STALL_CHECK_S = 15.0
 #: Maximum seconds between two lines of progress; the interval grows during the wait.
 _MAX_LINE_INTERVAL_S = 60.0
 
@@ -70,14 +75,14 @@ class JobCancelled(DriverFailed):
 
 
 class WaitInterrupted(RlhpcError):
-    """Error: the wait was ended by Ctrl-C or by the end of the workflow that requested it; the job goes on."""
+    """Error raised if Ctrl-C or the end of the requesting workflow ends the wait; the job continues."""
 
     exit_code = 130
 
 
-def say(out: TextIO, text: str) -> None:
+def print_message(out: TextIO, message_text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal may be gone
-        print(f"rlhpc: {text}", file=out, flush=True)
+        print(f"rlhpc: {message_text}", file=out, flush=True)
 
 
 def answer(state: str, record: JobRecord | None, segment: int, result: dict[str, Any] | None) -> dict[str, Any]:
@@ -106,11 +111,11 @@ def interruption_text(files: SegmentJournal, record: JobRecord) -> str:
     )
 
 
-def cancelled_error(files: SegmentJournal, record: JobRecord, words: str = "") -> JobCancelled:
+def cancelled_error(files: SegmentJournal, record: JobRecord, reason_text: str = "") -> JobCancelled:
     """Builds the error for a job that was cancelled."""
     return JobCancelled(
         f"segment {files.segment} of {files.paths.root.name}: {job_words(record)} was cancelled"
-        + (f"\n{words}" if words else "")
+        + (f"\n{reason_text}" if reason_text else "")
         + "\n  no retry starts it again; to go on from its last checkpoint, run the same command (snakemake, rlhpc submit) "
         f"again\n  driver log: {files.driver_err}",
         exit_code=143,
@@ -137,6 +142,7 @@ class Waiter:
         deadline_s: Maximum seconds to wait, after which `poll` raises; the job goes on.
         asked_by: Process that requested the wait; the wait ends with this process.
         began: Start of the wait, in monotonic seconds, if another process waited before; now by default.
+        environment: Environment variables to which the run's configuration refers; those of this process by default.
     """
 
     def __init__(
@@ -151,6 +157,7 @@ class Waiter:
         deadline_s: float | None = None,
         asked_by: ProcessId | None = None,
         began: float | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.files = files
         self.record = record
@@ -171,6 +178,9 @@ class Waiter:
         self._silent_since: float | None = None
         self._over_since: float | None = None
         self._last_renewal: tuple[int, int, float | None] = (0, 0, None)
+        self._environment = os.environ if environment is None else environment
+        self._alerts: AlertSender | None = None
+        self._next_stall_check, self._status_mtime, self._status_since = 0.0, 0, 0.0
 
     def wait(self, on_unfinished: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Waits for the segment and returns its driver's result; calls `on_unfinished` after each unfinished check."""
@@ -206,12 +216,14 @@ class Waiter:
             self._ended_claim = claim.number
         if now >= self._next_check or has_ended or self._over_since is not None:
             self._next_check = now + min(max(self.poll_s, (now - self.began) / 10), _MAX_CHECK_INTERVAL_S)
-            wait_result = self._read_files(now, always=has_ended or self._over_since is not None)
+            wait_result = self._read_files(now, is_forced=has_ended or self._over_since is not None)
             if wait_result is not None:
                 return wait_result
         if self._over_since is not None:
             if now - self._over_since > _SETTLE_S:
-                raise self._lost_error()
+                error = self._make_lost_error()
+                self._report_end(error)
+                raise error
             return None
         if now >= self._next_probe:
             self._next_probe = now + max(self.poll_s, 1.0)
@@ -219,6 +231,7 @@ class Waiter:
             if report is None:
                 self._over_since = now  # its last files may take a moment to become visible
                 return None
+            self._check_stall(report, now)
             if now >= self._next_line:
                 self._next_line = now + max(self.progress_s, min((now - self.began) / 60, _MAX_LINE_INTERVAL_S))
                 self._print_progress(report)
@@ -231,20 +244,22 @@ class Waiter:
             raise WaitInterrupted(interruption_text(self.files, self.record))
         return None
 
-    def _read_files(self, now: float, *, always: bool) -> dict[str, Any] | None:
-        """Reads marker, exit record and claim if a file was written since the last check or `always` is true; returns the
+    def _read_files(self, now: float, *, is_forced: bool) -> dict[str, Any] | None:
+        """Reads marker, exit record and claim if a file was written since the last check or `is_forced` is true; returns the
         result of a finished driver, otherwise None.
         """
         paths = self.files.paths
         folder_times = (look_again(paths.submit), look_again(paths.segments))
-        if folder_times == self._folder_times and now < self._next_read and not always:
+        if folder_times == self._folder_times and now < self._next_read and not is_forced:
             return None
         self._folder_times, self._next_read = folder_times, now + _READ_INTERVAL_S
         segment_result = self.files.result()
         if segment_result is None:
             self._claim = Claim.newest(self.files)
             if self._claim is not None and self._claim.token != self.record.token and self._is_claim_alive(self._claim):
-                self._follow_job(owner_of(self.files, self.record, alive=True))  # another submitter's job came first
+                self._follow_job(
+                    owner_of(self.files, self.record, must_be_alive=True)
+                )  # another submitter's job came first
             self._raise_if_failed()
         return segment_result
 
@@ -288,6 +303,8 @@ class Waiter:
             is_held = report.state is JobState.PENDING and report.reason == "BeginTime"
             if is_held and claim is not None and time.monotonic() > self._next_release:
                 self._next_release = time.monotonic() + _RELEASE_S
+                reason = "Slurm starts the job again: its node failed, or it was preempted or requeued"
+                send_requeued(self.alerts, self.files.segment, claim.number, reason)
                 # a claim exists, so the job ran before and waits after a requeue
                 bring_start_forward(self.record.job_id, segment_job_name(self.files))
             return report
@@ -298,11 +315,59 @@ class Waiter:
         max_silence_s = _FORGOTTEN_S if report.conclusive else _UNKNOWN_S
         return report if time.monotonic() - self._silent_since < max_silence_s else None
 
-    def _lost_error(self) -> DriverFailed:
+    # -- alerts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def alerts(self) -> AlertSender:
+        """Sender of alerts about a driver that cannot report itself."""
+        if self._alerts is None:
+            targets = AlertTargets.from_file(self.files.config, self._environment)
+            self._alerts = AlertSender(self.files.paths, targets, "waiter")
+        return self._alerts
+
+    def _report_end(self, error: DriverFailed) -> None:
+        """Reports a job that ended without a result."""
+        rule = "cancelled" if isinstance(error, JobCancelled) else "failed"
+        reason = str(error).splitlines()[0]
+        self.alerts.send(rule, ending_name(self.files.segment, self.record.token), reason, step=self._last_step())
+        self.alerts.close()
+
+    def _last_step(self) -> int | None:
+        step = number_of(read_json_file(self.files.paths.driver_state) or {}, "step")
+        return None if step is None else int(step)
+
+    def _check_stall(self, report: JobReport, now: float) -> None:
+        """Reports a driver that has not finished a step for longer than `status.json` says; the driver may be unable to.
+
+        The time without a new status counts from this process's first read of it: the clocks of two hosts may differ.
+        """
+        if now < self._next_stall_check:
+            return
+        self._next_stall_check = now + _STALL_CHECK_S
+        claim, path = self._claim, self.files.paths.driver_state
+        try:
+            mtime_ns = path.stat().st_mtime_ns
+        except OSError:
+            return
+        if report.state is not JobState.RUNNING or mtime_ns != self._status_mtime:
+            self._status_mtime, self._status_since = mtime_ns, now
+            return
+        status = read_json_file(path) or {}
+        limit_s, step = number_of(status, "stall_after_s"), number_of(status, "step")
+        is_current = claim is not None and claim.driver is not None and status.get("pid") == claim.driver.pid
+        if not is_current or status.get("state") != "running" or limit_s is None or step is None:
+            return
+        self._next_stall_check = now + min(_STALL_CHECK_S, limit_s / 4)
+        if now - self._status_since > limit_s:
+            send_stalled(
+                self.alerts, int(step), now - self._status_since, limit_s, "; the driver does not report it itself"
+            )
+
+    def _make_lost_error(self) -> DriverFailed:
         """Builds the error for a job that ended without a result, with the cause of its end."""
         claim, report = Claim.newest(self.files), self._report
-        if report.state is JobState.CANCELLED or self.files.cancelled(self.record.token):
-            if not self.files.cancelled(self.record.token):
+        if report.state is JobState.CANCELLED or self.files.is_cancelled(self.record.token):
+            if not self.files.is_cancelled(self.record.token):
                 with contextlib.suppress(OSError):  # Slurm forgets the cancellation; a retry must not
                     self.files.mark_cancelled(self.record.token)
             return cancelled_error(self.files, self.record)
@@ -317,18 +382,20 @@ class Waiter:
                 "  without one, the same command starts "
                 + ("the run anew, at step 0" if folder == "run folder" else "from the last checkpoint that is left")
             )
-        cause = report.state.value if report.state.is_terminal else "killed, or its node is gone"
-        failure_text = first_failure(self.files.driver_err, offset, lines=10)
-        # A job that ended before its driver began has its error at the end of its own log only.
+        cause_text = report.state.value if report.state.is_terminal else "killed, or its node is gone"
+        failure_text = first_failure(self.files.driver_err, offset, num_lines=10)
+        # A job that ended before its driver began has its error only at the end of its log.
         failure_text = (
-            failure_text or first_failure(Path(self.record.job_log), lines=2) if self.record.job_log else failure_text
+            failure_text or first_failure(Path(self.record.job_log), num_lines=2)
+            if self.record.job_log
+            else failure_text
         )
         checkpoints = self.files.paths.complete_steps()
         resume_text = "resumes from the last checkpoint" if checkpoints else "starts anew: there is no checkpoint"
         if report.state is JobState.TIMEOUT and not checkpoints:
             resume_text += "; if no step ends within the walltime, give it more (cluster.time)"
         return JobLost(
-            f"segment {self.files.segment}: {job_words(self.record)} ended without a result ({cause}"
+            f"segment {self.files.segment}: {job_words(self.record)} ended without a result ({cause_text}"
             f"{': ' + report.reason if report.reason else ''})\n"
             + (f"{failure_text}\n" if failure_text else "")
             + f"  driver log: {self.files.driver_err}\n  job log:    {self.record.job_log}\n"
@@ -354,12 +421,14 @@ class Waiter:
     def _print_progress(self, report: JobReport) -> None:
         if report.state is JobState.UNKNOWN and not report.reason:
             return  # not queried from Slurm yet
-        state = report.state.value.lower() + (f": {report.reason}" if report.reason else "")
-        line = f"{self.files.paths.root.name} segment {self.files.segment}: {job_words(self.record)} {state}"
+        state_text = report.state.value.lower() + (f": {report.reason}" if report.reason else "")
+        line = f"{self.files.paths.root.name} segment {self.files.segment}: {job_words(self.record)} {state_text}"
         # ignores the numbers of an earlier segment or attempt
         is_current = self._claim is not None and self._claim.token == self.record.token
         started_at = self._claim.started if is_current and self._claim is not None else self.record.submitted
-        progress = progress_line(self.files.paths, since=started_at) if report.state is not JobState.PENDING else ""
+        progress = (
+            progress_line(self.files.paths, start_time=started_at) if report.state is not JobState.PENDING else ""
+        )
         line += f", {progress}" if progress else ""
         if line != self._last_line:
             self._last_line = line

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from rlhpc.config.conditional_keys import Condition
+from rlhpc.config.typed import select
 from rlhpc.language.algorithms.registry import ALGORITHMS
 from rlhpc.language.data.registry import PROCEDURAL
 from rlhpc.language.scoring.checks import judges
-from rlhpc.language.scoring.groups import CRITIC, REFERENCE, TEACHER, distils, needs_values, placed, raters
+from rlhpc.language.scoring.groups import CRITIC, REFERENCE, TEACHER, distils, needs_values, placed_groups, raters
 from rlhpc.runs.conditional_keys import CLIPPED, COMMON, estimator_conditions, trainer_conditions
 
 
 def _for_built_in(rule: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Restricts a rule to built-in algorithms; any other algorithm may read all keys of its section."""
-    return lambda cfg: cfg.algorithm.name.lower() not in ALGORITHMS.built_in or rule(cfg)
+    return lambda cfg: cfg.algorithm.name not in ALGORITHMS.built_in or rule(cfg)
 
 
 def _has_reward(cfg: Any) -> bool:
@@ -27,10 +28,29 @@ def _has_agent(cfg: Any) -> bool:
     return str(cfg.agent.kind) != "inline"
 
 
+def _min_lr_condition(section: str) -> Condition:
+    """Returns the condition of the end of a section's learning rate schedule."""
+    return Condition(
+        (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps"),
+        lambda cfg: cfg.algorithm.anneal_lr or select(cfg, f"{section}.optim.lr_scheduler") != "constant",
+        f"with {section}.optim.lr_scheduler=linear or cosine, or algorithm.anneal_lr",
+    )
+
+
+def _loss_scale_condition(section: str) -> Condition:
+    """Returns the condition of the loss scale of a section's trainer."""
+    key = f"{section}.model.dtype"
+    return Condition(
+        (f"{section}.grad_scaler.*",), lambda cfg: select(cfg, key) == "float16", f"in half precision: {key}=float16"
+    )
+
+
 #: Conditions of the trained model and its trainer.
 TRAINED = (
     *COMMON,
     *trainer_conditions("actor"),
+    _min_lr_condition("actor"),
+    _loss_scale_condition("actor"),
     Condition(
         ("workflow.sft_overrides",), lambda cfg: cfg.workflow.sft is not None, "where workflow.sft names a run before this"
     ),
@@ -45,7 +65,7 @@ SUPERVISED = (
 #: Conditions of engines and agents, in training and evaluation.
 ANSWERING = (
     Condition(
-        ("rollout.gpu_memory_utilization",), lambda cfg: cfg.rollout.rollout_backend.lower() != "hf",
+        ("rollout.gpu_memory_utilization",), lambda cfg: cfg.rollout.rollout_backend != "hf",
         "by engines that take a fixed part of the memory: rollout.rollout_backend=vllm",
     ),
     Condition(("rollout.max_turns",), lambda cfg: cfg.rollout.agent is not None, "with rollout.agent"),
@@ -62,7 +82,7 @@ _FILE_SOURCES = Condition(
         f"data.train.{name}"
         for name in ("path", "split", "prompt_key", "answer_key", "response_key", "level_key", "tools_key")
     ),
-    lambda cfg: cfg.data.train.source.lower() not in PROCEDURAL,
+    lambda cfg: cfg.data.train.source not in PROCEDURAL,
     "of files: data.train.source jsonl, parquet, hdf5 or hf",
 )  # fmt: skip
 #: Condition of dropout, which training cannot use if it compares log-probs of a network at two times.
@@ -84,7 +104,7 @@ DPO = (
     _HELD_OUT,
     _NO_DROPOUT,
     Condition(
-        ("algorithm.label_smoothing",), lambda cfg: cfg.algorithm.loss_type.lower() == "sigmoid",
+        ("algorithm.label_smoothing",), lambda cfg: cfg.algorithm.loss_type == "sigmoid",
         "by algorithm.loss_type=sigmoid",
     ),
 )  # fmt: skip
@@ -93,17 +113,19 @@ REASONING = (
     *ANSWERING,
     _FILE_SOURCES,
     *trainer_conditions("critic"),
+    _min_lr_condition("critic"),
+    _loss_scale_condition("critic"),
     _NO_DROPOUT,
     Condition(
         ("agent.feedback_ahead",), lambda cfg: cfg.agent.feedback_timeout_s > 0,
         "where rewards come later: agent.feedback_timeout_s",
     ),
     Condition(
-        ("critic.*",), lambda cfg: CRITIC in placed(cfg), "by a critic: algorithm.adv_type=gae, and "
+        ("critic.*",), lambda cfg: CRITIC in placed_groups(cfg), "by a critic: algorithm.adv_type=gae, and "
         "cluster.component_placement.critic",
     ),
     Condition(
-        ("teacher.*",), _for_built_in(lambda cfg: distils(cfg) or TEACHER in placed(cfg)),
+        ("teacher.*",), _for_built_in(lambda cfg: distils(cfg) or TEACHER in placed_groups(cfg)),
         "by a teacher: algorithm.name=distillation",
     ),
     Condition(
@@ -120,7 +142,7 @@ REASONING = (
         ("reward.model.*",), lambda cfg: "reward" in raters(cfg), "by the group of that model: a term reward in reward.terms"
     ),
     Condition(
-        ("reference.max_tokens_per_micro_batch",), lambda cfg: REFERENCE in placed(cfg),
+        ("reference.max_tokens_per_micro_batch",), lambda cfg: REFERENCE in placed_groups(cfg),
         "by a group of its own: cluster.component_placement.reference",
     ),
     Condition(
@@ -132,7 +154,7 @@ REASONING = (
     ),
     Condition(
         ("algorithm.adv_type", "algorithm.gamma", "algorithm.gae_lambda", "algorithm.normalize_advantages",
-         "algorithm.credit", "algorithm.turn_gamma", "algorithm.turn_coef"),
+         "algorithm.credit", "algorithm.turn_gamma", "algorithm.turn_coef", "algorithm.early_stop_imp_ratio"),
         _for_built_in(_has_reward), "where the reward trains: algorithm.distillation.task_reward_coef greater than 0",
     ),
     Condition(
@@ -145,9 +167,9 @@ REASONING = (
         ("algorithm.kl_in", "algorithm.kl_type"), _for_built_in(lambda cfg: cfg.algorithm.kl_coef > 0),
         "with algorithm.kl_coef",
     ),
-    *estimator_conditions(lambda cfg: cfg.algorithm.name.lower() in ALGORITHMS.built_in),
+    *estimator_conditions(lambda cfg: cfg.algorithm.name in ALGORITHMS.built_in),
     Condition(
-        ("algorithm.value_clip",), _for_built_in(needs_values),
+        ("algorithm.value_clip", "algorithm.huber_delta"), _for_built_in(needs_values),
         "where values are learned: algorithm.adv_type=gae",
     ),
     Condition(
@@ -157,7 +179,7 @@ REASONING = (
     CLIPPED,
     Condition(
         ("algorithm.turn_gamma",), _for_built_in(lambda cfg: cfg.algorithm.credit != "episode"),
-        "where turns are compared: algorithm.credit turn or state",
+        "where turns are compared: algorithm.credit turn, all_turns or state",
     ),
     Condition(
         ("algorithm.turn_coef",), _for_built_in(lambda cfg: cfg.algorithm.credit == "state"), "by algorithm.credit=state"
@@ -168,7 +190,11 @@ REASONING = (
     ),
     Condition(
         ("algorithm.credit",),
-        _for_built_in(lambda cfg: cfg.algorithm.credit != "turn" or _has_agent(cfg) or cfg.rollout.agent is not None),
+        _for_built_in(
+            lambda cfg: (
+                cfg.algorithm.credit not in ("turn", "all_turns") or _has_agent(cfg) or cfg.rollout.agent is not None
+            )
+        ),
         "where episodes have several turns: agent.kind other than inline, or rollout.agent",
     ),
     Condition(

@@ -1,4 +1,4 @@
-"""Export of language model checkpoints, of any training backend, to Hugging Face folders: offline, in one process.
+"""Export of language model checkpoints from any training backend to Hugging Face folders, offline and in one process.
 
     export/global_step_<N>/model.safetensors   config.json   tokenizer.json …   README.md
     export/global_step_<N>/conversion.json     {"format", "from", "global_step", "backend", "lora", "dtype", "files": …}
@@ -23,7 +23,7 @@ from rlhpc.checkpoint.export_folder import (
     checkpoint_results,
     default_output,
     filled_folder,
-    head,
+    format_card_header,
     require_free,
 )
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
@@ -39,12 +39,12 @@ from rlhpc.runtime.files import expand_home, read_json, write_durably
 from rlhpc.runtime.trust import Trust
 
 if TYPE_CHECKING:
-    from rlhpc.checkpoint.tensor_slice import Box
+    from rlhpc.checkpoint.tensor_slice import TensorSlice
     from rlhpc.training.safetensors_writer import Layout
 
 
 _PREFIX = "model."
-SliceStream = Iterator[tuple[str, "Box", torch.Tensor]]
+SliceStream = Iterator[tuple[str, "TensorSlice", torch.Tensor]]
 
 
 def stream_shards(
@@ -52,9 +52,9 @@ def stream_shards(
     shards: Path,
     model: PretrainedConfig,
     dtype: torch.dtype,
-    load: Callable[..., Any],
-    base: str,
-    frozen: Container[str] = (),
+    load_module: Callable[..., Any],
+    base_name: str,
+    frozen_names: Container[str] = (),
 ) -> int:
     """Writes the Hugging Face folder of a sharded checkpoint, slice by slice.
 
@@ -63,68 +63,72 @@ def stream_shards(
         shards: Folder with the checkpoint's shards, which contain all trained weights.
         model: Section whose `model_path` is a folder with config and tokenizer of the model.
         dtype: Dtype of the written weights.
-        load: Function that builds the model: `load_causal_lm` or `load_scalar_model`.
-        base, frozen: See `untrained_weights`.
+        load_module: Function that builds the model: `load_causal_lm` or `load_scalar_model`.
+        base_name, frozen_names: See `untrained_weights`.
 
     Returns:
         Number of parameters.
 
     Raises:
-        CheckpointError: A file is damaged or belongs to another model.
+        CheckpointError: A file is damaged or belongs to a different model.
     """
-    from rlhpc.checkpoint.tensor_slice import full_box
-    from rlhpc.training.distributed_checkpoint import saved_boxes
+    from rlhpc.checkpoint.tensor_slice import full_slice
+    from rlhpc.training.distributed_checkpoint import iter_saved_slices
     from rlhpc.training.parameter_names import checkpoint_parts
     from rlhpc.training.shard_layout import intersect
 
-    skeleton = load(model, dtype=dtype, empty=True)
+    skeleton = load_module(model, dtype=dtype, empty=True)
     layout, shapes = _layout(skeleton, dtype)
     parts_by_name, saved_slices = checkpoint_parts(skeleton, shapes), dict[str, list[Any]]()
-    for name, path, box in saved_boxes(shards):
+    for name, path, tensor_slice in iter_saved_slices(shards):
         if name.startswith(_PREFIX):
-            saved_slices.setdefault(name.removeprefix(_PREFIX), []).append((path, box))
-    if unknown := sorted(saved_slices.keys() - shapes.keys()):
-        raise CheckpointError(f"{shards}: {unknown[0]} is not of the model that the checkpoint describes")
+            saved_slices.setdefault(name.removeprefix(_PREFIX), []).append((path, tensor_slice))
+    if unknown_names := sorted(saved_slices.keys() - shapes.keys()):
+        raise CheckpointError(f"{shards}: {unknown_names[0]} is not of the model that the checkpoint describes")
 
     def iter_slices() -> SliceStream:
-        for name, boxes in saved_slices.items():
-            for box_reader, box in boxes:
-                weight = box_reader()
-                for part in parts_by_name[name]:
-                    if (overlap_ranges := intersect(part.index, box, full_box(box.sizes))) is not None:
-                        yield part.name, overlap_ranges[0], weight[overlap_ranges[1]]
-        for name, weight in untrained_weights(skeleton, saved_slices, frozen, model, base, load, shards):
-            for part in parts_by_name[name]:
-                yield part.name, full_box(part.shape), part.of(weight)
+        for name, tensor_slices in saved_slices.items():
+            for slice_reader, tensor_slice in tensor_slices:
+                weight = slice_reader()
+                for weight_part in parts_by_name[name]:
+                    if (
+                        overlap_ranges := intersect(weight_part.index, tensor_slice, full_slice(tensor_slice.sizes))
+                    ) is not None:
+                        yield weight_part.name, overlap_ranges[0], weight[overlap_ranges[1]]
+        for name, weight in untrained_weights(
+            skeleton, saved_slices, frozen_names, model, base_name, load_module, shards
+        ):
+            for weight_part in parts_by_name[name]:
+                yield weight_part.name, full_slice(weight_part.shape), weight_part.of(weight)
 
     _write_folder(folder, skeleton, model, layout, iter_slices())
     return layout.num_parameters
 
 
 def stream_folder(
-    folder: Path, model: PretrainedConfig, dtype: torch.dtype, load: Callable[..., Any]
+    folder: Path, model: PretrainedConfig, dtype: torch.dtype, load_module: Callable[..., Any]
 ) -> tuple[bool, int]:
-    """Copies a model's Hugging Face folder in another dtype, one tensor at a time.
+    """Copies a model's Hugging Face folder in a different dtype, one tensor at a time.
 
     Returns:
         Whether the folder was written, and the number of parameters. The folder is written only if the source has safetensors
         files with the names that transformers writes.
     """
-    from rlhpc.checkpoint.tensor_slice import full_box
+    from rlhpc.checkpoint.tensor_slice import full_slice
     from rlhpc.language.models.loading import model_file
     from rlhpc.training.safetensors_reader import Slices
     from rlhpc.training.safetensors_writer import find_missing
 
     slices = Slices.of(partial(model_file, str(model.model_path)))
-    skeleton = load(model, dtype=dtype, empty=True)
+    skeleton = load_module(model, dtype=dtype, empty=True)
     if slices is None or find_missing(skeleton, slices, iter(())):
         return False, 0
     layout, _ = _layout(skeleton, dtype)
 
     def iter_slices() -> SliceStream:
         with slices:
-            for name, region in layout.locations.items():
-                yield name, full_box(region.shape), slices.read(name)
+            for name, file_slice in layout.locations.items():
+                yield name, full_slice(file_slice.shape), slices.read(name)
 
     _write_folder(folder, skeleton, model, layout, iter_slices())
     return True, layout.num_parameters
@@ -147,29 +151,30 @@ def _layout(skeleton: Any, dtype: torch.dtype) -> tuple[Layout, dict[str, tuple[
 
 def untrained_weights(
     skeleton: Any,
-    trained: Container[str],
-    frozen: Container[str],
+    trained_names: Container[str],
+    frozen_names: Container[str],
     model: PretrainedConfig,
-    base: str,
-    load: Callable[..., Any],
-    source: Path,
+    base_name: str,
+    load_module: Callable[..., Any],
+    base_folder: Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Reads the frozen parameters and buffers that a checkpoint lacks from the model that training started from.
 
     Args:
         skeleton: The model on the meta device.
-        trained: Names in the module of the tensors in the checkpoint.
-        frozen: Names in the module of the parameters that were frozen in training. Any other missing parameter is an error.
+        trained_names: Names in the module of the tensors in the checkpoint.
+        frozen_names: Names in the module of the parameters that were frozen in training. Any other missing parameter is
+            an error.
         model: Section from which `skeleton` was built.
-        base: Path or hub name of the model that training started from.
-        load: Function that builds the model: `load_causal_lm` or `load_scalar_model`.
-        source: Path of the checkpoint, for messages.
+        base_name: Path or hub name of the model that training started from.
+        load_module: Function that builds the model: `load_causal_lm` or `load_scalar_model`.
+        base_folder: Path of the checkpoint, for messages.
 
     Yields:
         Names in the module with full tensors, one at a time. Tied tensors come once.
 
     Raises:
-        CheckpointError: A trained parameter is missing, or the base model's tensor has another shape.
+        CheckpointError: A trained parameter is missing, or the base model's tensor has a different shape.
         ConfigError: The base model was not found.
     """
     from rlhpc.language.models.loading import model_file
@@ -178,49 +183,53 @@ def untrained_weights(
     from rlhpc.training.shard_layout import iter_tensors
 
     parameters = {name for name, _ in skeleton.named_parameters()}
-    missing_shapes = {name: tuple(tensor.shape) for name, tensor in iter_tensors(skeleton) if name not in trained}
+    missing_shapes = {name: tuple(tensor.shape) for name, tensor in iter_tensors(skeleton) if name not in trained_names}
     for name, shape in missing_shapes.items():
-        if name in parameters and name not in frozen:
-            raise CheckpointError(f"{source}: {name} {list(shape)} is missing")
+        if name in parameters and name not in frozen_names:
+            raise CheckpointError(f"{base_folder}: {name} {list(shape)} is missing")
     if not missing_shapes:
         return
-    parts_by_name, slices = checkpoint_parts(skeleton, missing_shapes), Slices.of(partial(model_file, base))
-    if slices is not None and all(part.name in slices.files for name in missing_shapes for part in parts_by_name[name]):
+    parts_by_name, slices = checkpoint_parts(skeleton, missing_shapes), Slices.of(partial(model_file, base_name))
+    if slices is not None and all(
+        weight_part.name in slices.files for name in missing_shapes for weight_part in parts_by_name[name]
+    ):
         with slices:
             for name, shape in missing_shapes.items():
-                part_tensors = {part: slices.read(part.name) for part in parts_by_name[name]}
+                part_tensors = {weight_part: slices.read(weight_part.name) for weight_part in parts_by_name[name]}
                 weight = torch.empty(shape, dtype=next(iter(part_tensors.values())).dtype)
-                for part, part_tensor in part_tensors.items():
-                    _require_shape(base, part.name, part_tensor, part.shape)
-                    part.of(weight).copy_(part_tensor)
+                for weight_part, part_tensor in part_tensors.items():
+                    _require_shape(base_name, weight_part.name, part_tensor, weight_part.shape)
+                    weight_part.of(weight).copy_(part_tensor)
                 yield name, weight
         return
-    base_weights: dict[str, torch.Tensor] = load(
-        dataclasses.replace(model, model_path=base), dtype=torch.float32
+    base_weights: dict[str, torch.Tensor] = load_module(
+        dataclasses.replace(model, model_path=base_name), dtype=torch.float32
     ).state_dict()
     for name, shape in missing_shapes.items():
         if name not in base_weights:
-            raise CheckpointError(f"{source}: {name} {list(shape)} is missing, also in {base}")
-        _require_shape(base, name, base_weights[name], shape)
+            raise CheckpointError(f"{base_folder}: {name} {list(shape)} is missing, also in {base_name}")
+        _require_shape(base_name, name, base_weights[name], shape)
         yield name, base_weights[name]
 
 
-def _require_shape(base: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def _require_shape(base_name: str, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise CheckpointError(
-            f"{base}: {name} is {list(tensor.shape)} there, and {list(shape)} in the model that was trained; "
+            f"{base_name}: {name} is {list(tensor.shape)} there, and {list(shape)} in the model that was trained; "
             "name the model that training began from with --base"
         )
 
 
-def _write_folder(folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, boxes: SliceStream) -> None:
+def _write_folder(
+    folder: Path, skeleton: Any, model: PretrainedConfig, layout: Layout, tensor_slices: SliceStream
+) -> None:
     from rlhpc.language.models.loading import model_files
     from rlhpc.runtime.files import write_durably
 
     layout.begin(folder)
-    layout.write(folder, boxes)
-    for name, content in model_files(skeleton, model).items():
-        write_durably(folder / name, content)
+    layout.write(folder, tensor_slices)
+    for name, file_content in model_files(skeleton, model).items():
+        write_durably(folder / name, file_content)
     layout.finish(folder)
 
 
@@ -260,7 +269,7 @@ def export_language_model(
         adapter_only: Whether to write a LoRA adapter for peft instead of the model with the adapter merged.
         base: The model that training started from. Its weights are needed for adapters and frozen parameters. By default
             the path that training used.
-        dtype: `float32` or `bfloat16`; by default the dtype of the training's computation.
+        dtype: `float32`, `bfloat16` or `float16`; by default the dtype of the training's computation.
         critic: Whether to export the critic, as a sequence classifier, instead of the policy; by default to
             `global_step_<N>-critic`.
         licence: SPDX identifier for the model card.
@@ -280,13 +289,13 @@ def export_language_model(
     require_valid(checkpoint, hint="or convert another checkpoint with: rlhpc convert --checkpoint <folder>")
     step = int(read_manifest(checkpoint)["global_step"])
     is_separate_critic = critic and (checkpoint / CRITIC).is_dir()
-    source = checkpoint / CRITIC if is_separate_critic else checkpoint
-    backend_identity = _read_identity(source)
+    weights_folder = checkpoint / CRITIC if is_separate_critic else checkpoint
+    backend_identity = _read_identity(weights_folder)
     has_value_head = bool(backend_identity.get("actor.model.value_head"))  # in addition to the LM head
     if critic and not is_separate_critic and not has_value_head:
         raise ConfigError(f"{checkpoint} has no critic: algorithm.adv_type was not gae")
     Trust(trust_code).check({"about": {"trust_remote_code": bool(backend_identity["about"].get("trust_remote_code"))}},
-                            str(source / "backend.json"))  # fmt: skip
+                            str(weights_folder / "backend.json"))  # fmt: skip
     model_facts, backend = backend_identity["about"], str(backend_identity["actor.training_backend"])
     policies = [str(name) for name in backend_identity.get("agent.policies", ())] if not critic else []
     target = default_output(checkpoint, step) if output is None else expand_home(output).absolute()
@@ -297,8 +306,8 @@ def export_language_model(
         raise ConfigError(f"dtype is {dtype!r}; choose from {', '.join(DTYPES)}")
     target_dtype = DTYPES[dtype or model_facts["dtype"]]
     lora_rank = int(model_facts["lora"]["rank"])
-    head = HEAD if has_value_head and critic else backend_identity.get("head")
-    load_model: Callable[..., Any] = load_scalar_model if head else load_causal_lm
+    format_card_header = HEAD if has_value_head and critic else backend_identity.get("head")
+    load_model: Callable[..., Any] = load_scalar_model if format_card_header else load_causal_lm
     if adapter_only and not lora_rank:
         raise ConfigError(f"{checkpoint}: only an adapter was asked for, but actor.lora.rank was 0: there is none")
     streams_tensors = backend == "fsdp" and not lora_rank and not has_value_head  # needs the memory of one tensor
@@ -308,10 +317,10 @@ def export_language_model(
     if not streams_tensors:
         weights = {
             name: tensor if keeps_float32 else tensor.to(target_dtype)
-            for name, tensor in trained_weights(source, backend)
+            for name, tensor in trained_weights(weights_folder, backend)
         }
     model = PretrainedConfig(
-        model_path=str(source / FOLDER),
+        model_path=str(weights_folder / FOLDER),
         attn_implementation="eager",
         trust_remote_code=model_facts.get("trust_remote_code", False),
     )
@@ -319,26 +328,35 @@ def export_language_model(
         weights = _select_head(weights, critic, set() if lora_rank else {*load_model(model, empty=True).state_dict()})
     base_path, frozen_names = str(base or model_facts["model_path"]), frozenset(map(str, model_facts.get("frozen", ())))
     if not (streams_tensors or lora_rank):
-        untrained = untrained_weights(
-            load_model(model, empty=True), weights, frozen_names, model, base_path, load_model, source
+        untrained_tensors = untrained_weights(
+            load_model(model, empty=True), weights, frozen_names, model, base_path, load_model, weights_folder
         )
         weights |= {
-            name: tensor.to(target_dtype) if tensor.is_floating_point() else tensor for name, tensor in untrained
+            name: tensor.to(target_dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in untrained_tensors
         }
     try:
         with filled_folder(target) as staging:
             for policy in policies or [""]:
                 folder = staging / policy
                 folder.mkdir(exist_ok=True)
-                policy_weights = _policy_adapter(weights, policy) if policy else weights
-                parameters = sum(tensor.numel() for tensor in policy_weights.values())
+                policy_weights = _select_policy_adapter(weights, policy) if policy else weights
+                num_parameters = sum(tensor.numel() for tensor in policy_weights.values())
                 if streams_tensors:
-                    parameters = stream_shards(
-                        folder, source / "shards", model, target_dtype, load_model, base_path, frozen_names
+                    num_parameters = stream_shards(
+                        folder, weights_folder / "shards", model, target_dtype, load_model, base_path, frozen_names
                     )
                 elif lora_rank:
                     _export_adapted(
-                        folder, policy_weights, model_facts, model, base, target_dtype, adapter_only, load_model, head
+                        folder,
+                        policy_weights,
+                        model_facts,
+                        model,
+                        base,
+                        target_dtype,
+                        adapter_only,
+                        load_model,
+                        format_card_header,
                     )
                 else:
                     export_model(folder, policy_weights.items(), model, target_dtype, load_model)
@@ -351,8 +369,8 @@ def export_language_model(
                 "lora": {**model_facts["lora"], "merged": not adapter_only} if lora_rank else None,
                 "base": base_path,
                 "manifest_sha256": digest(checkpoint / MANIFEST)[1],
-                "parameters": parameters,
-            }, licence, task=CRITIC if critic else _REWARD_SCORING if head else _GENERATION)  # fmt: skip
+                "parameters": num_parameters,
+            }, licence, task=CRITIC if critic else _REWARD_SCORING if format_card_header else _GENERATION)  # fmt: skip
     except OSError as error:
         raise CheckpointError(
             f"{checkpoint} could not be exported: {error.filename or target}: {error.strerror or error}. "
@@ -363,7 +381,7 @@ def export_language_model(
     return target
 
 
-def _policy_adapter(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
+def _select_policy_adapter(weights: dict[str, torch.Tensor], policy: str) -> dict[str, torch.Tensor]:
     """Returns the weights of one policy's adapter under the names that a run with one policy uses."""
     from rlhpc.training.lora import ADAPTER, belongs_to_adapter
 
@@ -374,18 +392,18 @@ def _policy_adapter(weights: dict[str, torch.Tensor], policy: str) -> dict[str, 
     }
 
 
-def _select_head(weights: dict[str, torch.Tensor], critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
+def _select_head(weights: dict[str, torch.Tensor], is_critic: bool, model_names: set[str]) -> dict[str, torch.Tensor]:
     """Converts the weights of a model with LM head and value head to weights of a model with one of the two heads.
 
     Args:
         weights: Weights of the model with both heads.
-        critic: Whether to keep the value head.
+        is_critic: Whether to keep the value head.
         model_names: Names of the weights of the model with one head; empty for the weights of an adapter.
     """
     from rlhpc.language.models.value_head import HEAD, VALUE_HEAD
 
     value_prefix = f"{VALUE_HEAD}."
-    if not critic:
+    if not is_critic:
         return {name: tensor for name, tensor in weights.items() if value_prefix not in name}
     renamed_weights = {name.replace(value_prefix, f"{HEAD}."): tensor for name, tensor in weights.items()}
     return {name: tensor for name, tensor in renamed_weights.items() if not model_names or name in model_names}
@@ -415,11 +433,11 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     """Writes a Hugging Face folder from which a run can start (`actor.model.model_path`); returns its path.
 
     Args:
-        source: A Hugging Face folder or name of a causal language model, or of a sequence classifier with one label (a reward
-            model); or a folder with a peft adapter, which is merged.
+        source: A Hugging Face folder or name of a causal language model, or of a sequence classifier with one
+            label (a reward model); or a folder with a peft adapter, which is merged.
         output: Target folder.
         base: The model that the adapter belongs to; by default the base model in the adapter's config.
-        dtype: Dtype of the written weights: `float32` or `bfloat16`.
+        dtype: Dtype of the written weights: `float32`, `bfloat16` or `float16`.
 
     Raises:
         ConfigError: The model cannot be loaded.
@@ -457,35 +475,35 @@ def import_model(source: str | Path, output: Path, *, base: str | Path | None = 
     return target
 
 
-def _merge_adapter(module: Any, source: str | Path, path: str) -> Any:
-    """Returns the model with the adapter of folder `source` merged; `path` names the model in messages."""
+def _merge_adapter(module: Any, adapter_folder: str | Path, path: str) -> Any:
+    """Returns the model with the adapter of folder `adapter_folder` merged; `path` names the model in messages."""
     from rlhpc.training.lora import peft
 
     try:
-        return peft().PeftModel.from_pretrained(module, str(source)).merge_and_unload()
+        return peft().PeftModel.from_pretrained(module, str(adapter_folder)).merge_and_unload()
     except (RuntimeError, ValueError, OSError) as error:
-        raise ConfigError(f"{source}: the adapter does not fit {path}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{adapter_folder}: the adapter does not fit {path}: {str(error).splitlines()[0]}") from error
 
 
 def _export_adapted(
     folder: Path,
     weights: dict[str, torch.Tensor],
-    about: dict[str, Any],
+    export_facts: dict[str, Any],
     model: PretrainedConfig,
-    base: str | Path | None,
+    base_folder: str | Path | None,
     dtype: torch.dtype,
     adapter_only: bool,
-    load: Callable[..., Any],
+    load_module: Callable[..., Any],
     head: str | None,
 ) -> None:
     """Writes the adapter, or the model with the adapter merged, by the same functions as the training backends."""
     from rlhpc.language.models.loading import export_adapter, export_model
     from rlhpc.training import lora
 
-    source = dataclasses.replace(model, model_path=str(base or about["model_path"]))
-    options = LoraConfig(**about["lora"])
+    base_model = dataclasses.replace(model, model_path=str(base_folder or export_facts["model_path"]))
+    options = LoraConfig(**export_facts["lora"])
     # The adapter alone needs only the model's shape, which the config in the checkpoint defines.
-    module = load(model if adapter_only else source, dtype=dtype, empty=adapter_only)
+    module = load_module(model if adapter_only else base_model, dtype=dtype, empty=adapter_only)
     adapted_model = lora.attach_lora(module, options, seed=0, head=head)
     trained_names = {name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad}
     if trained_names != set(weights):
@@ -494,11 +512,11 @@ def _export_adapted(
         weights_by_name = {name.replace(f".{lora.ADAPTER}.", "."): tensor for name, tensor in weights.items()}
         export_adapter(folder, weights_by_name, adapted_model, model)
         config = folder / "adapter_config.json"  # `export_adapter` names the checkpoint as the base model
-        adapter_config = {**json.loads(config.read_text()), "base_model_name_or_path": source.model_path}
+        adapter_config = {**json.loads(config.read_text()), "base_model_name_or_path": base_model.model_path}
         write_durably(config, json.dumps(adapter_config, indent=2).encode() + b"\n")
         return
     adapted_model.load_state_dict(weights, strict=False)
-    export_model(folder, lora.full_weights(adapted_model, lambda tensor: tensor), model, dtype, load)
+    export_model(folder, lora.full_weights(adapted_model, lambda tensor: tensor), model, dtype, load_module)
 
 
 def _load_shards(folder: Path) -> Iterable[tuple[str, torch.Tensor]]:
@@ -540,21 +558,21 @@ def _read_config(folder: Path) -> bytes:
 
 
 def _write_model_card(
-    folder: Path, facts: dict[str, Any], licence: str | None = None, *, task: str = _GENERATION
+    folder: Path, export_facts: dict[str, Any], licence: str | None = None, *, task: str = _GENERATION
 ) -> None:
     """Writes the model card `README.md` and the conversion record `conversion.json`."""
     from rlhpc import __version__
 
-    step = f", global step {facts['global_step']}" if "global_step" in facts else ""
-    source = Path(facts["from"])
-    name = model_name(source)
+    step = f", global step {export_facts['global_step']}" if "global_step" in export_facts else ""
+    source_folder = Path(export_facts["from"])
+    name = model_name(source_folder)
     results = (
-        checkpoint_results(source, facts["global_step"], "accuracy")
-        if "global_step" in facts and task != CRITIC
+        checkpoint_results(source_folder, export_facts["global_step"], "accuracy")
+        if "global_step" in export_facts and task != CRITIC
         else []
     )
     tags = {_REWARD_SCORING: ["reward-model"], CRITIC: ["value-model"]}.get(task, [])
-    model_card = head(
+    model_card = format_card_header(
         library="transformers",
         task="text-generation" if task == _GENERATION else "text-classification",
         licence=licence,
@@ -568,7 +586,7 @@ def _write_model_card(
     auto_class = generation_class if task == _GENERATION else "AutoModelForSequenceClassification"
     usage_text = _USAGE_TEXTS.get(task, "")
     model_card += (
-        f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{facts['base']}`. "
+        f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{export_facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
         f"{accuracy_table(results)}{usage_text}```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
         f'model, tokenizer = {auto_class}.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
@@ -582,5 +600,5 @@ def _write_model_card(
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    conversion = {"format": FORMAT, "rlhpc_version": __version__, **facts, "files": files}
+    conversion = {"format": FORMAT, "rlhpc_version": __version__, **export_facts, "files": files}
     write_durably(folder / CONVERSION, json.dumps(conversion, indent=2).encode() + b"\n")

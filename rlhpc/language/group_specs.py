@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.language import checks, size_checks
 from rlhpc.language.config.run import (
     GrpoConfig,
@@ -20,7 +20,7 @@ from rlhpc.language.scoring.groups import (
     CRITIC,
     group_roles,
     learning_groups,
-    placed,
+    placed_groups,
     scoring_groups,
 )
 from rlhpc.runs.task_type import (
@@ -70,7 +70,7 @@ class SftGroupSpec(LanguageGroupSpec[SftConfig]):
 
     def roles_of(self, cfg: SftConfig) -> Mapping[str, str]:
         """Returns the roles, including the engines that answer the suites if the placement has a group `rollout`."""
-        return {**self.roles, **({"rollout": _EVALUATION} if "rollout" in placed(cfg) else {})}
+        return {**self.roles, **({"rollout": _EVALUATION} if "rollout" in placed_groups(cfg) else {})}
 
     def components(self, cfg: SftConfig) -> Sequence[str]:
         """Returns all names that a component may have."""
@@ -117,15 +117,17 @@ class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
         rank of this group is given up early.
         """
         stateless = frozenset(group_roles(cfg)) - learning_groups(cfg)
-        size = self.engine_size(cfg)
+        ranks_per_engine = self.engine_size(cfg)
         groups = {
             name: GroupPolicy(restartable=True, independent_ranks=name in stateless)
             for name in frozenset(group_roles(cfg)) - {CRITIC}
         }
         groups["rollout"] = GroupPolicy(
-            restartable=True, replica_size=size, min_ranks=None if cfg.actor.offload_in_rollout else size
+            restartable=True,
+            replica_size=ranks_per_engine,
+            min_ranks=None if cfg.actor.offload_in_rollout else ranks_per_engine,
         )
-        if AGENT in placed(cfg):
+        if AGENT in placed_groups(cfg):
             groups[AGENT] = replace(groups.get(AGENT, GroupPolicy()), min_ranks=1, lease_s=_AGENT_LOST_S)
         return SessionPolicies(groups, max_recoveries)
 
@@ -136,11 +138,11 @@ class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
 
     def placed(self, cfg: GrpoConfig, replicas: Mapping[str, int]) -> GrpoConfig:
         """Returns the configuration with the number of ranks of an engine."""
-        return changed(cfg, "rollout.parallel.tensor", replicas["rollout"])
+        return with_value(cfg, "rollout.parallel.tensor", replicas["rollout"])
 
-    def most_useful(self, cfg: GrpoConfig, started: Mapping[str, int]) -> dict[str, int]:
+    def most_useful(self, cfg: GrpoConfig, num_started: Mapping[str, int]) -> dict[str, int]:
         """Returns the largest useful numbers of ranks: one engine per prompt, and one rank of agents per episode."""
-        del started
+        del num_started
         prompts = cfg.data.prompts_per_step
-        agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed(cfg) else {}
+        agents = {AGENT: prompts * cfg.algorithm.group_size} if AGENT in placed_groups(cfg) else {}
         return {"rollout": prompts * self.engine_size(cfg), **agents}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
 from rlhpc.runtime.text import first_line
 
 
@@ -17,7 +17,7 @@ def transformers() -> Any:
     Raises:
         ConfigError: The package is not installed.
     """
-    return required("transformers", "language models need transformers")
+    return require_package("transformers", "language models need transformers")
 
 
 @contextmanager
@@ -25,12 +25,12 @@ def no_progress_bar() -> Iterator[None]:
     """Suppresses the progress bars of transformers, which would also be written to log files."""
     from transformers.utils import logging
 
-    enabled = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
@@ -47,6 +47,22 @@ def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
             f"actor.model.model_path is {model_path!r}, where no model can be loaded from: {first_line(error)}; a folder with "
             "config.json and weights, or the name of a model in the hub's cache, is allowed"
         ) from None
+
+
+def explain_loading_error(error: Exception, key: str) -> str:
+    """Returns why transformers cannot load a model; where it lacks the attention, with the key that selects another.
+
+    Args:
+        error: The error of transformers.
+        key: Configuration key of the model's path, such as `actor.model.model_path`.
+    """
+    text = first_line(error)
+    if "attention implementation" in text or "FlashAttention" in text:
+        return (
+            f"transformers has no such attention for it ({text.partition('. ')[0]}): set "
+            f"{key.rpartition('.')[0]}.attn_implementation=eager"
+        )
+    return text
 
 
 #: Keys of the number of experts in the configurations of models.

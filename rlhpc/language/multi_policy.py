@@ -52,8 +52,8 @@ def policies_of(cfg: LanguageConfig) -> Policies:
     policy_by_role = plain(select(cfg, "agent.policies") or {})
     if not policy_by_role:
         return ONE
-    names = tuple(sorted({*policy_by_role.values()}))
-    return Policies(names, tuple(names.index(policy_by_role[role]) for role in roles_of(cfg)))
+    policy_names = tuple(sorted({*policy_by_role.values()}))
+    return Policies(policy_names, tuple(policy_names.index(policy_by_role[role]) for role in roles_of(cfg)))
 
 
 def policy_tensor_name(policy: str, name: str) -> str:
@@ -67,5 +67,5 @@ def folders_of(cfg: LanguageConfig, folder: str) -> dict[str, str]:
     The folder is the policy's subfolder, which `export_language_model` writes for several policies. Without subfolders all
     policies start from the model's folder.
     """
-    names = policies_of(cfg).names or ("",)
-    return {name: str(Path(folder) / name) if (Path(folder) / name).is_dir() else folder for name in names}
+    policy_names = policies_of(cfg).names or ("",)
+    return {name: str(Path(folder) / name) if (Path(folder) / name).is_dir() else folder for name in policy_names}

@@ -14,7 +14,7 @@ from typing import Any
 MAX_DEPTH, MAX_REQUEST_DEPTH = 64, 256
 
 
-def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
+def parse_json(json_text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
     """Parses JSON.
 
     All texts in the value can be encoded (`valid_text`) and all numbers are finite, so that it can be written as JSON again.
@@ -22,38 +22,40 @@ def parse_json(text: str | bytes, max_depth: int = MAX_DEPTH) -> Any:
     Raises:
         ValueError: The text is not JSON, has a number that is not finite, or is nested deeper than `max_depth`.
     """
-    return repair_json(load_json(text), max_depth)
+    return repair_json(load_json(json_text), max_depth)
 
 
-def load_json(text: str | bytes) -> Any:
+def load_json(json_text: str | bytes) -> Any:
     """Loads JSON without repairs (`repair_json`). Raises `ValueError` if the text is not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(json_text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def parse_json_at(text: str, start: int) -> tuple[Any, int]:
+def parse_json_at(json_text: str, value_start: int) -> tuple[Any, int]:
     """Parses the JSON value at an index of a text; returns the value and the index of its end. Raises as `parse_json`."""
     try:
-        parsed, end = _DECODER.raw_decode(text, start)
+        value, value_end = _DECODER.raw_decode(json_text, value_start)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return repair_json(parsed, MAX_DEPTH), end
+    return repair_json(value, MAX_DEPTH), value_end
 
 
-def parse_arguments(text: Any) -> dict[str, Any]:
+def parse_arguments(arguments_text: Any) -> dict[str, Any]:
     """Returns the arguments of a tool call as an object; wraps other values as `{"arguments": …}`."""
-    if isinstance(text, (str, bytes)):
+    if isinstance(arguments_text, (str, bytes)):
         try:
-            parsed = parse_json(text or "{}")
+            arguments = parse_json(arguments_text or "{}")
         except ValueError:
-            parsed = valid_text(text if isinstance(text, str) else text.decode(errors="replace"))
+            arguments = valid_text(
+                arguments_text if isinstance(arguments_text, str) else arguments_text.decode(errors="replace")
+            )
     else:
-        parsed = text
-    if parsed is None:
+        arguments = arguments_text
+    if arguments is None:
         return {}
-    return parsed if isinstance(parsed, dict) else {"arguments": parsed}
+    return arguments if isinstance(arguments, dict) else {"arguments": arguments}
 
 
 def valid_text(text: str) -> str:
@@ -68,20 +70,20 @@ def _refuse_constant(name: str) -> Any:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def repair_json(value: Any, depth: int) -> Any:
+def repair_json(json_value: Any, depth: int) -> Any:
     """Returns a JSON value in which all texts can be encoded (`valid_text`).
 
     Raises:
         ValueError: A number is not finite, or the value is nested deeper than `depth`.
     """
-    if isinstance(value, str):
-        return valid_text(value)
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(json_value, str):
+        return valid_text(json_value)
+    if isinstance(json_value, float) and not math.isfinite(json_value):
         raise ValueError("a number is not finite")
-    if not isinstance(value, (dict, list)):
-        return value
+    if not isinstance(json_value, (dict, list)):
+        return json_value
     if not depth:
         raise ValueError("it is nested too deeply")
-    if isinstance(value, list):
-        return [repair_json(element, depth - 1) for element in value]
-    return {valid_text(name): repair_json(element, depth - 1) for name, element in value.items()}
+    if isinstance(json_value, list):
+        return [repair_json(element, depth - 1) for element in json_value]
+    return {valid_text(name): repair_json(element, depth - 1) for name, element in json_value.items()}

@@ -12,7 +12,7 @@ from rlhpc.language.config.run import GrpoConfig, TrainedLanguageConfig
 from rlhpc.language.engines.base import beyond_context
 from rlhpc.language.hugging_face import EXPERT_COUNTS
 from rlhpc.language.planning.model_size import UnknownModelError, config_of
-from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed
+from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed_groups
 from rlhpc.runtime.errors import ConfigError
 
 #: Types of models for which transformers divides the attention heads over tensor-parallel ranks.
@@ -32,9 +32,9 @@ def check_micro_batches(cfg: GrpoConfig, fail: Fail) -> None:
     if cfg.agent.kind != "inline" or cfg.rollout.agent is not None:
         return
     max_tokens = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    for name in ("actor", *((CRITIC,) if CRITIC in placed(cfg) else ())):
-        tokens = int(select(cfg, f"{name}.max_tokens_per_micro_batch"))
-        if tokens < max_tokens:
+    for name in ("actor", *((CRITIC,) if CRITIC in placed_groups(cfg) else ())):
+        budget_tokens = int(select(cfg, f"{name}.max_tokens_per_micro_batch"))
+        if budget_tokens < max_tokens:
             raise fail(
                 f"{name}.max_tokens_per_micro_batch",
                 f"a sequence may have data.max_prompt_tokens ({cfg.data.max_prompt_tokens}) + rollout.max_new_tokens "
@@ -73,26 +73,26 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
     """
     for name in ("actor", CRITIC):
         section = select(cfg, name)
-        if section is not None and section.parallel.tensor > 1 and (name == "actor" or CRITIC in placed(cfg)):
+        if section is not None and section.parallel.tensor > 1 and (name == "actor" or CRITIC in placed_groups(cfg)):
             _check_tensor_parallel(
-                _text_config(section.model), section.parallel.tensor, f"{name}.parallel", heads_only=name == CRITIC
+                _read_text_config(section.model), section.parallel.tensor, f"{name}.parallel", heads_only=name == CRITIC
             )
     for name in ("actor", CRITIC):
         section = select(cfg, name)
-        if section is not None and (name == "actor" or CRITIC in placed(cfg)):
-            _check_components(section.model, _config(section.model), f"{name}.model")
+        if section is not None and (name == "actor" or CRITIC in placed_groups(cfg)):
+            _check_components(section.model, _read_config(section.model), f"{name}.model")
     rollout = select(cfg, "rollout")
     for key, model in (
         ("rollout", cfg.actor.model),
         *((name, select(cfg, f"{name}.model")) for name in (TEACHER, JUDGE)),
     ):
         if key in accelerators:
-            _check_context(select(cfg, key), _text_config(model), key)
+            _check_context(select(cfg, key), _read_text_config(model), key)
     if select(cfg, "rollout.routing_replay"):
-        _require_experts(_config(cfg.actor.model), "rollout.routing_replay", "false")
-    if rollout is None or rollout.rollout_backend.lower() != "vllm" or accelerators.get("rollout", 1):
+        _require_experts(_read_config(cfg.actor.model), "rollout.routing_replay", "false")
+    if rollout is None or rollout.rollout_backend != "vllm" or accelerators.get("rollout", 1):
         return
-    config_numbers = _text_config(cfg.actor.model)
+    config_numbers = _read_text_config(cfg.actor.model)
     width = config_numbers.get("head_dim") or config_numbers.get("hidden_size", 0) // max(
         config_numbers.get("num_attention_heads") or 1, 1
     )
@@ -103,28 +103,28 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
         )
 
 
-def _check_context(section: Any, numbers: Mapping[str, Any], key: str) -> None:
+def _check_context(section: Any, model_numbers: Mapping[str, Any], key: str) -> None:
     """Refuses a `max_model_len` beyond the model's context for the engine `hf`."""
-    context_length, max_model_len = numbers.get("max_position_embeddings"), select(section, "max_model_len")
+    context_length, max_model_len = model_numbers.get("max_position_embeddings"), select(section, "max_model_len")
     if (
         max_model_len is not None
         and context_length
         and max_model_len > context_length
-        and section.rollout_backend.lower() == "hf"
+        and section.rollout_backend == "hf"
     ):
         raise ConfigError(beyond_context(f"{key}.max_model_len", max_model_len, int(context_length)))
 
 
-def _check_tensor_parallel(numbers: Mapping[str, Any], tensor: int, key: str, *, heads_only: bool) -> None:
-    vocabulary = int(numbers.get("vocab_size") or 0)
+def _check_tensor_parallel(model_numbers: Mapping[str, Any], tensor: int, key: str, *, heads_only: bool) -> None:
+    vocabulary = int(model_numbers.get("vocab_size") or 0)
     if vocabulary % tensor and not heads_only:
         raise ConfigError(f"{key}.tensor({tensor}) does not divide the vocabulary of {vocabulary} tokens")
-    if numbers.get("model_type") not in _SPLIT_HEADS:
+    if model_numbers.get("model_type") not in _SPLIT_HEADS:
         return
-    num_heads = int(numbers.get("num_attention_heads") or 0)
+    num_heads = int(model_numbers.get("num_attention_heads") or 0)
     for name, count in (
         ("attention heads", num_heads),
-        ("heads of keys and values", int(numbers.get("num_key_value_heads") or num_heads)),
+        ("heads of keys and values", int(model_numbers.get("num_key_value_heads") or num_heads)),
     ):
         if count % tensor:
             raise ConfigError(f"{key}.tensor({tensor}) does not divide the model's {count} {name}")
@@ -138,10 +138,10 @@ def _check_components(model: LanguageModelConfig, config: Mapping[str, Any], key
         raise ConfigError(f"{key}.freeze_vision: the model in {key}.model_path does not look at pictures; set it false")
 
 
-def _require_experts(config: Mapping[str, Any], key: str, allowed_value: str) -> None:
+def _require_experts(config: Mapping[str, Any], key: str, expected_value: str) -> None:
     text_config = {**config, **(config.get("text_config") or {})}
     if _is_complete(config) and not any(text_config.get(name) for name in EXPERT_COUNTS):
-        raise ConfigError(f"{key} is for a mixture of experts, which the model is not; set it {allowed_value}")
+        raise ConfigError(f"{key} is for a mixture of experts, which the model is not; set it {expected_value}")
 
 
 def _is_complete(config: Mapping[str, Any]) -> bool:
@@ -149,7 +149,7 @@ def _is_complete(config: Mapping[str, Any]) -> bool:
     return "architectures" in config or config.get("model_type") == "llama"
 
 
-def _config(model: Any) -> Mapping[str, Any]:
+def _read_config(model: Any) -> Mapping[str, Any]:
     """Returns the contents of config.json; {} if the file is not on this machine."""
     try:
         return config_of(str(model.model_path or ""), model.kwargs)
@@ -157,7 +157,7 @@ def _config(model: Any) -> Mapping[str, Any]:
         return {}
 
 
-def _text_config(model: Any) -> Mapping[str, Any]:
+def _read_text_config(model: Any) -> Mapping[str, Any]:
     """Returns the settings of the language model in config.json; {} if the file is not on this machine."""
-    config = _config(model)
+    config = _read_config(model)
     return {**config, **(config.get("text_config") or {})}

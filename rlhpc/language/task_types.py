@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhpc.config.conditional_keys import Condition
 from rlhpc.config.constraints import Fail
-from rlhpc.config.typed import changed, plain, select, typed
+from rlhpc.config.typed import plain, select, typed, with_value
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language import checks, conditional_keys, size_checks
 from rlhpc.language.config.data import suite_named
@@ -20,13 +20,13 @@ from rlhpc.language.config.run import (
     RewardRunConfig,
     SftConfig,
 )
-from rlhpc.language.data.held_out import check_holdout, holdout_section
+from rlhpc.language.data.registry import check_holdout, holdout_section
 from rlhpc.language.group_specs import Cfg, GrpoGroupSpec, RewardModelGroupSpec, SftGroupSpec, Trained
 from rlhpc.language.scoring.groups import (
     CRITIC,
     group_models,
     group_roles,
-    placed,
+    placed_groups,
 )
 from rlhpc.runs.checks import check_estimators
 from rlhpc.runs.config_changes import differing, saved_values
@@ -70,8 +70,8 @@ _SIZE_KEYS = (
 )
 
 
-def _suite_metrics(
-    cfg: GrpoConfig | SftConfig | RewardRunConfig, metrics_of: Callable[[str], Sequence[str]]
+def _list_suite_metrics(
+    cfg: GrpoConfig | SftConfig | RewardRunConfig, list_metrics: Callable[[str], Sequence[str]]
 ) -> list[str]:
     """Returns the names of the metrics of the suites in `workflow.eval_suites`, as in a row of metrics. Names of the first
     suite's metrics do not contain the suite's name."""
@@ -80,21 +80,21 @@ def _suite_metrics(
     return [
         f"eval/{suite}/{metric}" if index else f"eval/{metric}"
         for index, suite in enumerate(cfg.workflow.eval_suites)
-        for metric in metrics_of(suite)
+        for metric in list_metrics(suite)
     ]
 
 
 def _answer_metrics(cfg: GrpoConfig | SftConfig) -> list[str]:
-    """Returns the names of the metrics of the suites that engines answer."""
+    """Returns the names of the metrics that evaluations of generated answers (`data.eval`) produce."""
 
-    def metrics_of(name: str) -> tuple[str, ...]:
+    def list_metrics(name: str) -> tuple[str, ...]:
         samples = suite_named(cfg.data.eval, name).samples
         return (*ANSWERED, *((f"pass_at_{samples}", "majority") if samples > 1 else ()))
 
-    return _suite_metrics(cfg, metrics_of) if cfg.data.eval else []
+    return _list_suite_metrics(cfg, list_metrics) if cfg.data.eval else []
 
 
-def _suites(cfg: Any) -> Sequence[Any]:
+def _list_suites(cfg: Any) -> Sequence[Any]:
     """Returns section `data.eval`."""
     return cfg.data.eval
 
@@ -147,7 +147,7 @@ class TrainedChecks(ConfigChecks[Trained]):
         """Yields the checks of `preflight`; the check of the model appends the tokenizer to `tokenizers`."""
         from rlhpc.language.preflight import actor_resource, data_resource
 
-        for section in _suites(cfg):  # evaluated after training, at the latest
+        for section in _list_suites(cfg):  # evaluated after training, at the latest
             resource = data_resource(cfg, section)
             yield Check(f"data.eval[{section.name}]", functools.partial(self.read_suite, cfg, section), resource)
         resource = actor_resource(cfg)
@@ -178,28 +178,35 @@ class TrainedChecks(ConfigChecks[Trained]):
 
     def with_models(self, cfg: Trained, resolve: Callable[[Any], str]) -> Trained:
         """Returns the configuration with the folder of its model; `resolve` maps a model's section to that folder."""
-        return changed(cfg, "actor.model.model_path", resolve(cfg.actor.model))
+        return with_value(cfg, "actor.model.model_path", resolve(cfg.actor.model))
 
     def differences(self, cfg: Trained, checkpoint: Path) -> list[str]:
         """Returns the configuration's differences from a checkpoint: backend, adapters and sizes of the model."""
         checkpoint_values = saved_values(checkpoint / "backend.json")
-        keys = ["actor.training_backend", "actor.lora.rank"]
+        compared_keys = ["actor.training_backend", "actor.lora.rank"]
         if cfg.actor.lora.rank:
-            keys.append("actor.lora.alpha")
+            compared_keys.append("actor.lora.alpha")
             checkpoint_values = {
                 **saved_values(checkpoint / "backend.json", ("about.lora.alpha",)),
                 **checkpoint_values,
             }
             checkpoint_values.setdefault("actor.lora.alpha", checkpoint_values.pop("about.lora.alpha", None))
-        differences = differing(cfg, checkpoint_values, keys)
+        key_differences = differing(cfg, checkpoint_values, compared_keys)
         saved_sizes = saved_values(checkpoint / "model" / "config.json")
         model_sizes = saved_values(Path(str(cfg.actor.model.model_path)) / "config.json")
-        sizes = [
+        size_differences = [
             f"{key} {saved_sizes[key]} there and {model_sizes[key]} here"
             for key in _SIZE_KEYS
             if key in saved_sizes and key in model_sizes and saved_sizes[key] != model_sizes[key]
         ]
-        return [*differences, *([f"actor.model.model_path names another model ({', '.join(sizes)})"] if sizes else [])]
+        return [
+            *key_differences,
+            *(
+                [f"actor.model.model_path names another model ({', '.join(size_differences)})"]
+                if size_differences
+                else []
+            ),
+        ]
 
 
 class LanguageChecks(TrainedChecks[Cfg]):
@@ -228,7 +235,7 @@ class LanguageChecks(TrainedChecks[Cfg]):
 
     def check_model(self, cfg: Cfg, ranks: Mapping[str, int]) -> Any:
         """Refuses a model that cannot be used, and prompts that do not fit it (`TrainedChecks.check_model`)."""
-        from rlhpc.language.rollout.preflight import check_model
+        from rlhpc.language.preflight import check_model
 
         return check_model(cfg, ranks)
 
@@ -237,7 +244,7 @@ class LanguageChecks(TrainedChecks[Cfg]):
         from rlhpc.language.data.registry import make_dataset
         from rlhpc.language.rewards.registry import check_problems
 
-        dataset = make_dataset(cfg.data.train, demonstrations=not self.answers_in_training)
+        dataset = make_dataset(cfg.data.train, requires_demonstrations=not self.answers_in_training)
         if self.answers_in_training:
             check_problems([term.name for term in cfg.reward.terms], dataset, "data.train")
 
@@ -266,7 +273,7 @@ class SftChecks(LanguageChecks[SftConfig]):
         """Returns the held-out metrics, and the metrics of the suites that engines answer."""
         if cfg.runner.val_check_interval <= 0:
             return ()
-        return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed(cfg) else ()))
+        return (*self.held_out_metrics, *(_answer_metrics(cfg) if "rollout" in placed_groups(cfg) else ()))
 
     def read_data(self, cfg: SftConfig) -> None:
         """Reads the training data and the held-out demonstrations (`TrainedChecks.read_data`)."""
@@ -275,7 +282,7 @@ class SftChecks(LanguageChecks[SftConfig]):
         super().read_data(cfg)
         if cfg.runner.val_check_interval > 0:
             section, key = holdout_section(cfg.data.train, cfg.data.holdout)
-            make_dataset(section, "eval", demonstrations=True, key=key)
+            make_dataset(section, "eval", requires_demonstrations=True, key=key)
 
 
 class DpoChecks(SftChecks):
@@ -285,7 +292,7 @@ class DpoChecks(SftChecks):
 
     def check_model(self, cfg: SftConfig, ranks: Mapping[str, int]) -> Any:
         """Refuses a model that cannot be used, and pairs that do not fit it (`TrainedChecks.check_model`)."""
-        from rlhpc.language.rollout.preflight import check_dpo
+        from rlhpc.language.preflight import check_dpo
 
         del ranks
         return check_dpo(typed(DpoConfig, cfg))
@@ -319,8 +326,8 @@ class RewardModelChecks(TrainedChecks[RewardRunConfig]):
         """Returns the metrics of the suites (`ConfigChecks.evaluation_metrics`)."""
         from rlhpc.algorithms.preference_losses import find_reward_loss
 
-        form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
-        return _suite_metrics(cfg, lambda suite: JUDGED[form])
+        loss_form = find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
+        return _list_suite_metrics(cfg, lambda suite: JUDGED[loss_form])
 
     def read_data(self, cfg: RewardRunConfig) -> None:
         """Reads the preferences (`TrainedChecks.read_data`)."""
@@ -379,7 +386,7 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
         resolved_cfg = super().with_models(cfg, resolve)
         for key, model in built_in_models.items():
             path = resolved_cfg.actor.model.model_path if key in shared_keys else resolve(model)
-            resolved_cfg = changed(resolved_cfg, f"{key}.model_path", path)
+            resolved_cfg = with_value(resolved_cfg, f"{key}.model_path", path)
         return resolved_cfg
 
 
@@ -407,7 +414,7 @@ class TrainedOffline(Offline[Trained]):
         """Evaluates the initial model: a Hugging Face folder or name, or a built-in model."""
         from rlhpc.language.models.builtin import resolve_model
 
-        suite_named(_suites(cfg), suite)  # fails early, before a built-in model is built
+        suite_named(_list_suites(cfg), suite)  # fails early, before a built-in model is built
         return self._evaluate(cfg, resolve_model(cfg.actor.model), suite, output)
 
     def _evaluate(self, cfg: Trained, model: str | Path, suite: str, output: Path | None) -> str:
@@ -445,6 +452,12 @@ class LanguageOffline(TrainedOffline[Cfg]):
             raise ConfigError("--episodes is for runs with simulators; a language model is talked with")
         chat(cfg, checkpoint, system=options.system, max_tokens=options.max_tokens, seed=options.seed)
         return ""
+
+    def load_policy(self, cfg: Cfg, checkpoint: Path, *, trust_code: bool) -> Any:
+        """Loads the model, which answers prompts (`GeneratingPolicy`)."""
+        from rlhpc.language.evaluation.chat import GeneratingPolicy
+
+        return GeneratingPolicy(cfg, checkpoint)
 
     def _evaluate(self, cfg: Cfg, model: str | Path, suite: str, output: Path | None) -> str:
         from rlhpc.language.evaluation.evaluate import describe, evaluate_language_model
@@ -496,7 +509,7 @@ class LanguageReporting(Reporting):
         """Returns the parts of the report for language models."""
         from rlhpc.language.reporting.report import parts
 
-        return parts(paths, rows, always=self.curves, trained=self.trained, rate=self.rate, linked=linked)
+        return parts(paths, rows, shown_metrics=self.curves, trained_metric=self.trained, rate=self.rate, linked=linked)
 
 
 _SUPERVISED_PLANNING = Planning(

@@ -13,6 +13,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Size = tuple[int, int]
 #: Size of a chart: the width of a phone, or a third of a page elsewhere.
@@ -112,68 +116,73 @@ class Frame:
         return self.bottom - (y - self.y0) / (self.y1 - self.y0) * (self.bottom - self.top)
 
 
-def ticks(low: float, high: float, num_ticks: int = 5) -> list[float]:
-    """Returns about `num_ticks` round tick values; the first is at or below `low`, the last at or above `high`."""
-    if high <= low:
-        pad = abs(low) * 0.1 or 1.0
-        low, high = low - pad, high + pad
-    raw_step = (high - low) / num_ticks
+def ticks(low_value: float, high_value: float, num_ticks: int = 5) -> list[float]:
+    """Returns about `num_ticks` round tick values; the first is at or below `low_value`, the last at or above `high_value`."""
+    if high_value <= low_value:
+        pad = abs(low_value) * 0.1 or 1.0
+        low_value, high_value = low_value - pad, high_value + pad
+    raw_step = (high_value - low_value) / num_ticks
     power_of_ten = 10.0 ** math.floor(math.log10(raw_step))
-    step = next(factor * power_of_ten for factor in (1, 2, 2.5, 5, 10) if factor * power_of_ten >= raw_step * 0.999)
-    first_index, last_index = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    step = next(
+        step_factor * power_of_ten
+        for step_factor in (1, 2, 2.5, 5, 10)
+        if step_factor * power_of_ten >= raw_step * 0.999
+    )
+    first_index, last_index = math.floor(low_value / step + 1e-9), math.ceil(high_value / step - 1e-9)
     return [round(index * step, 12) for index in range(first_index, last_index + 1)]
 
 
 def number(value: float) -> str:
     """Formats a number in short form: 1200000 → 1.2M, 0.00025 → 2.5e-4."""
-    size = abs(value)
-    for limit, scale, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if size >= limit:
-            return f"{value / scale:.4g}{unit}"
-    if size and size < 1e-3:
+    magnitude = abs(value)
+    for min_magnitude, scale, unit_name in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if magnitude >= min_magnitude:
+            return f"{value / scale:.4g}{unit_name}"
+    if magnitude and magnitude < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:.4g}"
 
 
-def tick_labels(values: Sequence[float]) -> list[str]:
+def tick_labels(tick_values: Sequence[float]) -> list[str]:
     """Returns the labels of one axis in a uniform format: the same unit, decimals and exponent."""
-    largest = max((abs(tick) for tick in values), default=0.0)
-    step = min((next_tick - tick for tick, next_tick in itertools.pairwise(values)), default=largest) or 1.0
-    scale, unit = next(
-        ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= s * (10 if u == "k" else 1)), (1.0, "")
+    largest_tick = max((abs(tick) for tick in tick_values), default=0.0)
+    step = min((next_tick - tick for tick, next_tick in itertools.pairwise(tick_values)), default=largest_tick) or 1.0
+    scale, unit_name = next(
+        ((s, u) for s, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest_tick >= s * (10 if u == "k" else 1)),
+        (1.0, ""),
     )
-    decimals = _decimals(step / scale)
+    decimals = _count_decimals(step / scale)
     if decimals > 4:  # too small to write out
-        exponent = math.floor(math.log10(largest))
-        scale, unit = 10.0**exponent, f"e{exponent}"
-        decimals = _decimals(step / scale)
-    return ["0" if tick == 0 else f"{tick / scale:.{decimals}f}{unit}" for tick in values]
+        exponent = math.floor(math.log10(largest_tick))
+        scale, unit_name = 10.0**exponent, f"e{exponent}"
+        decimals = _count_decimals(step / scale)
+    return ["0" if tick == 0 else f"{tick / scale:.{decimals}f}{unit_name}" for tick in tick_values]
 
 
-def _decimals(step: float) -> int:
+def _count_decimals(step: float) -> int:
     """Returns the number of decimals that distinguish multiples of `step`."""
     return next((n for n in range(12) if abs(round(step, n) - step) < 1e-6 * step), 12)
 
 
-def text_width(text: str, font_size: float = _FONT_SIZE) -> float:
+def text_width(label_text: str, font_size: float = _FONT_SIZE) -> float:
     """Estimates the width of a text in pixels. The estimate is large, because the font depends on the reader's machine."""
-    num_narrow, num_wide = sum(map(text.count, "fijlrtI.,:;|!'() ")), sum(map(text.count, "mwMW%@"))
-    num_capitals = len(re.findall("[A-LN-VX-Z]", text.replace("I", "")))
+    num_narrow, num_wide = sum(map(label_text.count, "fijlrtI.,:;|!'() ")), sum(map(label_text.count, "mwMW%@"))
+    num_capitals = len(re.findall("[A-LN-VX-Z]", label_text.replace("I", "")))
     return font_size * (
         0.37 * num_narrow
         + 0.92 * num_wide
         + 0.72 * num_capitals
-        + 0.65 * (len(text) - num_narrow - num_wide - num_capitals)
+        + 0.65 * (len(label_text) - num_narrow - num_wide - num_capitals)
     )
 
 
 def line_chart(
-    title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = CHART, *, key: bool = False
+    title: str, x_label: str, y_label: str, lines: Sequence[Line], size: Size = CHART, *, has_key: bool = False
 ) -> str:
     """Draws a line chart; draws a note instead if nothing was logged, and a sentence if no line changes (`statement`).
 
-    With `key`, even a single line has a key.
+    With `has_key`, even a single line has a key.
     """
     lines = [line for line in lines if len(line.x)]
     if not lines:
@@ -181,23 +190,25 @@ def line_chart(
     if all(is_constant(line.y) and (line.markers or all(map(is_constant, (line.low, line.high)))) for line in lines):
         return stated_chart(title, "; ".join(_describe_constant(line, x_label) for line in lines), size)
     xs = [x for line in lines for x in line.x]
-    ys = [y for line in lines for values in (line.y, line.low, line.high) for y in values]
+    ys = [y for line in lines for line_values in (line.y, line.low, line.high) for y in line_values]
     has_dots = any(line.markers or len(line.x) == 1 for line in lines)
     frame = Frame(*span(xs, 0.04 if has_dots else 0.0, has_dots), *span(ys, 0.06), size)
-    heading(frame, title, y_label, [(line.name, line.color) for line in lines if line.name], min_names=1 if key else 2)
-    axes(frame, x_label)
+    render_heading(
+        frame, title, y_label, [(line.name, line.color) for line in lines if line.name], min_names=1 if has_key else 2
+    )
+    draw_axes(frame, x_label)
     for line in lines:
         _draw_line(frame, line)
-    frame.elements += _strips(frame, x_label, lines)
-    return drawing(title, frame)
+    frame.elements += _iter_strips(frame, x_label, lines)
+    return wrap_drawing(title, frame)
 
 
-def is_constant(values: Sequence[float]) -> bool:
+def is_constant(y_values: Sequence[float]) -> bool:
     """Returns whether values differ by no more than float noise."""
-    if not len(values):
+    if not len(y_values):
         return True
-    lowest, highest = min(values), max(values)
-    return highest - lowest <= max(_NOISE, _RELATIVE_NOISE * max(abs(lowest), abs(highest)))
+    lowest_value, highest = min(y_values), max(y_values)
+    return highest - lowest_value <= max(_NOISE, _RELATIVE_NOISE * max(abs(lowest_value), abs(highest)))
 
 
 def _describe_constant(line: Line, x_label: str) -> str:
@@ -215,24 +226,26 @@ def _describe_constant(line: Line, x_label: str) -> str:
 
 def standalone(svg: str) -> str:
     """Returns a drawing as the content of an SVG file, with its size, `STYLE` and a background."""
-    start = svg.index(">") + 1
-    width, height = svg[:start].split('viewBox="0 0 ')[1].split('"')[0].split()
+    content_start = svg.index(">") + 1
+    width, height = svg[:content_start].split('viewBox="0 0 ')[1].split('"')[0].split()
     return (
-        f'<?xml version="1.0" encoding="UTF-8"?>\n{svg[: start - 1]} width="{width}" height="{height}">'
+        f'<?xml version="1.0" encoding="UTF-8"?>\n{svg[: content_start - 1]} width="{width}" height="{height}">'
         f"<style>{STYLE}</style>"
-        f'<rect width="100%" height="100%" style="fill:var(--bg)"/>{svg[start:]}\n'
+        f'<rect width="100%" height="100%" style="fill:var(--bg)"/>{svg[content_start:]}\n'
     )
 
 
-def arrange_in_rows(charts: Sequence[str], size: Size, columns: int) -> str:
-    """Combines drawings of one size into one drawing, in rows of `columns`."""
-    columns = min(columns, len(charts))
-    width, height = size
-    frame = Frame(0, 1, 0, 1, (columns * width, -(-len(charts) // columns) * height))
-    for i, chart in enumerate(charts):
-        position = f'x="{i % columns * width}" y="{i // columns * height}" width="{width}" height="{height}" '
-        frame.elements.append(chart.replace("<svg ", f"<svg {position}", 1))
-    return drawing("", frame)
+def arrange_in_rows(charts: Sequence[str], chart_size: Size, num_columns: int) -> str:
+    """Combines drawings of one size into one drawing, in rows of `num_columns`."""
+    num_columns = min(num_columns, len(charts))
+    width, height = chart_size
+    frame = Frame(0, 1, 0, 1, (num_columns * width, -(-len(charts) // num_columns) * height))
+    for i, chart_svg in enumerate(charts):
+        place_attributes = (
+            f'x="{i % num_columns * width}" y="{i // num_columns * height}" width="{width}" height="{height}" '
+        )
+        frame.elements.append(chart_svg.replace("<svg ", f"<svg {place_attributes}", 1))
+    return wrap_drawing("", frame)
 
 
 def is_empty(svg: str) -> bool:
@@ -251,35 +264,37 @@ def _draw_line(frame: Frame, line: Line) -> None:
     color = f"var(--c{line.color % 8})"
     if line.band and line.low:
         outline = [*zip(line.x, line.high, strict=True), *reversed(list(zip(line.x, line.low, strict=True)))]
-        points = " ".join(f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in outline)
-        frame.elements.append(f'<polygon points="{points}" style="fill:{color};opacity:.18"/>')
-    for x, low, high in () if line.band else zip(line.x, line.low, line.high, strict=False):
-        px, top, bottom = frame.px(x), frame.py(high), frame.py(low)
+        path_points = " ".join(f"{frame.px(x):.1f},{frame.py(y):.1f}" for x, y in outline)
+        frame.elements.append(f'<polygon points="{path_points}" style="fill:{color};opacity:.18"/>')
+    for x, low_y, high_y in () if line.band else zip(line.x, line.low, line.high, strict=False):
+        px, top, bottom = frame.px(x), frame.py(high_y), frame.py(low_y)
         frame.elements.append(
             f'<path d="M{px:.1f} {top:.1f}V{bottom:.1f}M{px - 4:.1f} {top:.1f}h8M{px - 4:.1f} {bottom:.1f}h8" '
             f'style="stroke:{color};stroke-width:1.4;fill:none;opacity:.75"/>'
         )
     smooth = line.smooth and len(line.x) >= 60
     frame.elements.append(
-        _polyline(frame, *thin(line.x, line.y), color, 1.0 if smooth else 1.9, 0.35 if smooth else 1.0)
+        _draw_polyline(frame, *thin(line.x, line.y), color, 1.0 if smooth else 1.9, 0.35 if smooth else 1.0)
     )
     if smooth:
-        frame.elements.append(_polyline(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
+        frame.elements.append(_draw_polyline(frame, *thin(line.x, running_mean(line.y)), color, 2.0, 1.0))
     if line.markers or len(line.x) == 1:
         rings = line.hollow or [False] * len(line.x)
         for x, y, ring in zip(line.x, line.y, rings, strict=True):
-            style = f"fill:var(--panel);stroke:{color};stroke-width:1.6" if ring else f"fill:{color}"
-            frame.elements.append(f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="{style}"/>')
+            marker_style = f"fill:var(--panel);stroke:{color};stroke-width:1.6" if ring else f"fill:{color}"
+            frame.elements.append(
+                f'<circle cx="{frame.px(x):.1f}" cy="{frame.py(y):.1f}" r="3.4" style="{marker_style}"/>'
+            )
 
 
-def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
+def _iter_strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
     """Yields transparent strips of the plot, each with a tooltip of the lines' values at its x."""
     xs = sorted({x for line in lines for x in line.x})
-    positions = xs[:: math.ceil(len(xs) / _MAX_STRIPS)]
-    if positions[-1] != xs[-1]:
-        positions.append(xs[-1])
-    middles = [(position + next_position) / 2 for position, next_position in itertools.pairwise(positions)]
-    for x, strip_start, strip_end in zip(positions, [frame.x0, *middles], [*middles, frame.x1], strict=True):
+    strip_xs = xs[:: math.ceil(len(xs) / _MAX_STRIPS)]
+    if strip_xs[-1] != xs[-1]:
+        strip_xs.append(xs[-1])
+    midpoints = [(strip_x + next_position) / 2 for strip_x, next_position in itertools.pairwise(strip_xs)]
+    for x, strip_start, strip_end in zip(strip_xs, [frame.x0, *midpoints], [*midpoints, frame.x1], strict=True):
         tooltip = [f"{x_label} {number(x)}"]
         for line in lines:
             i = min(bisect.bisect_left(line.x, x), len(line.x) - 1)
@@ -288,17 +303,21 @@ def _strips(frame: Frame, x_label: str, lines: Sequence[Line]) -> Iterator[str]:
             has_band = len(line.low) > i < len(line.high) and line.low[i] < line.high[i]
             interval_text = f" ({number(line.low[i])} to {number(line.high[i])})" if has_band else ""
             tooltip.append(f"{line.name + ': ' if line.name else ''}{number(line.y[i])}{interval_text}")
-        x_left, x_right = frame.px(strip_start), frame.px(strip_end)
+        left_x, right_x = frame.px(strip_start), frame.px(strip_end)
         yield (
-            f'<rect class="strip" x="{x_left:.1f}" y="{frame.top:.0f}" width="{x_right - x_left:.1f}" '
+            f'<rect class="strip" x="{left_x:.1f}" y="{frame.top:.0f}" width="{right_x - left_x:.1f}" '
             f'height="{frame.bottom - frame.top:.0f}"><title>{escape(chr(10).join(tooltip))}</title></rect>'
         )
 
 
-def _polyline(frame: Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float) -> str:
-    points = " ".join(f"{frame.px(x_value):.1f},{frame.py(y_value):.1f}" for x_value, y_value in zip(x, y, strict=True))
+def _draw_polyline(
+    frame: Frame, x: Sequence[float], y: Sequence[float], color: str, width: float, opacity: float
+) -> str:
+    path_points = " ".join(
+        f"{frame.px(x_value):.1f},{frame.py(y_value):.1f}" for x_value, y_value in zip(x, y, strict=True)
+    )
     return (
-        f'<polyline points="{points}" style="fill:none;stroke:{color};stroke-width:{width};opacity:{opacity};'
+        f'<polyline points="{path_points}" style="fill:none;stroke:{color};stroke-width:{width};opacity:{opacity};'
         'stroke-linejoin:round;stroke-linecap:round"/>'
     )
 
@@ -311,17 +330,24 @@ def thin(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[floa
     if len(x) <= _MAX_POINTS:
         return list(x), list(y)
     stretch_length = math.ceil(len(x) / (_MAX_POINTS // 2))
-    stretches = [range(start, min(start + stretch_length, len(x))) for start in range(0, len(x), stretch_length)]
+    stretches = [
+        range(range_start, min(range_start + stretch_length, len(x)))
+        for range_start in range(0, len(x), stretch_length)
+    ]
     indices = sorted({extreme(stretch, key=lambda i: y[i]) for stretch in stretches for extreme in (min, max)})
     return [x[i] for i in indices], [y[i] for i in indices]
 
 
-def running_mean(y: Sequence[float]) -> list[float]:
-    """Returns the centred mean over about 4 % of the points."""
-    half_width = max(1, len(y) // 50)
-    sums = list(itertools.accumulate(y, initial=0.0))
-    windows = [(max(0, i - half_width), min(len(y), i + half_width + 1)) for i in range(len(y))]
-    return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
+def running_mean(y: Sequence[float] | np.ndarray, window_share: float = 0.04) -> list[float]:
+    """Returns the centred mean over a share of the points, and over at least three points."""
+    import numpy as np  # here, because other charts do without it
+
+    half_width = max(1, int(len(y) * window_share / 2 + 1e-9))
+    sums = np.concatenate(([0.0], np.cumsum(np.asarray(y, np.float64))))
+    indices = np.arange(len(y))
+    window_starts, window_ends = np.maximum(indices - half_width, 0), np.minimum(indices + half_width + 1, len(y))
+    means: list[float] = ((sums[window_ends] - sums[window_starts]) / (window_ends - window_starts)).tolist()
+    return means
 
 
 def span(values: Sequence[float], pad: float, pads_both_ends: bool = False) -> tuple[float, float]:
@@ -337,12 +363,12 @@ def span(values: Sequence[float], pad: float, pads_both_ends: bool = False) -> t
     return axis_start, highest + pad * width
 
 
-def heading(
-    frame: Frame, title: str, y_label: str, names: Sequence[tuple[str, int]] = (), *, min_names: int = 2
+def render_heading(
+    frame: Frame, title: str, y_label: str, line_names: Sequence[tuple[str, int]] = (), *, min_names: int = 2
 ) -> None:
-    """Draws the title, the label of the y axis, and the key, which is on the right if it fits, otherwise in rows below.
+    """Draws the title, the label of the y axis, and the legend, which is on the right if it fits, otherwise in rows below.
 
-    Sets `frame.top`. A key of many rows makes the drawing taller. A key of fewer than `min_names` names is omitted.
+    Sets `frame.top`. A legend of many rows makes the drawing taller. A legend of fewer than `min_names` names is omitted.
     """
     width, elements = frame.size[0], frame.elements
     elements.append(f'<text class="title" x="8" y="18">{escape(title)}</text>')
@@ -350,8 +376,8 @@ def heading(
     if y_label:
         bottom += _LINE_HEIGHT
         elements.append(f'<text x="8" y="{bottom:.0f}">{escape(y_label)}</text>')
-    if len(names) >= min_names:
-        rows = _wrap_key([(name, color, 15 + text_width(name) + 10) for name, color in names], width - 16)
+    if len(line_names) >= min_names:
+        rows = _wrap_key([(name, color, 15 + text_width(name) + 10) for name, color in line_names], width - 16)
         key_x = 32 + (text_width(y_label) if y_label else text_width(title, _BOLD_FONT_SIZE))
         first_row_width = sum(entry_width for _, _, entry_width in rows[0])
         has_room = len(rows) == 1 and key_x + first_row_width <= width - 8
@@ -369,60 +395,62 @@ def heading(
     frame.top = bottom + 14
 
 
-def _wrap_key(names: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
+def _wrap_key(key_entries: Sequence[tuple[str, int, float]], width: float) -> list[list[tuple[str, int, float]]]:
     """Divides the entries of a key into rows no wider than `width`."""
     rows: list[list[tuple[str, int, float]]] = [[]]
-    for key_entry in names:
+    for key_entry in key_entries:
         if rows[-1] and sum(entry_width for _, _, entry_width in rows[-1]) + key_entry[2] > width:
             rows.append([])
         rows[-1].append(key_entry)
     return rows
 
 
-def axes(frame: Frame, x_label: str) -> None:
+def draw_axes(frame: Frame, x_label: str) -> None:
     """Draws the grid, the ticks and their numbers; sets `frame.plot_left` to fit the widest number."""
     y_ticks = [y for y in ticks(frame.y0, frame.y1, 6) if frame.y0 <= y <= frame.y1]
     y_labels = tick_labels(y_ticks)
     frame.plot_left = max(34.0, 12 + max(map(text_width, y_labels)))
-    x_left, elements, bottom = frame.plot_left, frame.elements, frame.bottom
+    left_x, elements, bottom = frame.plot_left, frame.elements, frame.bottom
     for tick_y, label in zip(map(frame.py, y_ticks), y_labels, strict=True):
         elements += [
-            f'<path class="grid" d="M{x_left:.0f} {tick_y:.1f}H{frame.right}"/>',
-            f'<text class="num" x="{x_left - 6:.0f}" y="{tick_y + 4:.1f}" text-anchor="end">{label}</text>',
+            f'<path class="grid" d="M{left_x:.0f} {tick_y:.1f}H{frame.right}"/>',
+            f'<text class="num" x="{left_x - 6:.0f}" y="{tick_y + 4:.1f}" text-anchor="end">{label}</text>',
         ]
-    elements.append(f'<path class="axis" d="M{x_left:.0f} {bottom}H{frame.right}"/>')
-    for tick_x, label in _x_ticks(frame, frame.size[0] // 90):
+    elements.append(f'<path class="axis" d="M{left_x:.0f} {bottom}H{frame.right}"/>')
+    for tick_x, label in _iter_x_ticks(frame, frame.size[0] // 90):
         elements += [
             f'<path class="axis" d="M{tick_x:.1f} {bottom}v4"/>',
             f'<text class="num" x="{tick_x:.1f}" y="{bottom + 17}" text-anchor="middle">{label}</text>',
         ]
-    middle_x = (x_left + frame.right) / 2
+    middle_x = (left_x + frame.right) / 2
     elements.append(f'<text x="{middle_x:.0f}" y="{bottom + 35}" text-anchor="middle">{escape(x_label)}</text>')
 
 
-def _x_ticks(frame: Frame, num_ticks: int) -> Iterator[tuple[float, str]]:
+def _iter_x_ticks(frame: Frame, num_ticks: int) -> Iterator[tuple[float, str]]:
     """Yields the location in the drawing and the label of each tick of the x axis."""
-    positions = [x for x in ticks(frame.x0, frame.x1, num_ticks) if frame.x0 <= x <= frame.x1]
-    yield from zip(map(frame.px, positions), tick_labels(positions), strict=True)
+    tick_xs = [x for x in ticks(frame.x0, frame.x1, num_ticks) if frame.x0 <= x <= frame.x1]
+    yield from zip(map(frame.px, tick_xs), tick_labels(tick_xs), strict=True)
 
 
-def stated_chart(title: str, text: str, size: Size = CHART) -> str:
+def stated_chart(title: str, statement_text: str, size: Size = CHART) -> str:
     """Draws a sentence, for a separate file; a page shows only the sentence (`statement`)."""
     frame = Frame(0, 1, 0, 1, (size[0], 60))
-    heading(frame, title, "")
-    frame.elements.append(f'<text x="8" y="40">{escape(text)}</text>')
-    return drawing(f"{title}: {text}", frame, _SENTENCE)
+    render_heading(frame, title, "")
+    frame.elements.append(f'<text x="8" y="40">{escape(statement_text)}</text>')
+    return wrap_drawing(f"{title}: {statement_text}", frame, _SENTENCE)
 
 
-def empty_chart(title: str, text: str, size: Size) -> str:
+def empty_chart(title: str, message_text: str, size: Size) -> str:
     """Draws an empty chart with the reason as text."""
     frame = Frame(0, 1, 0, 1, size)
-    heading(frame, title, "")
-    frame.elements.append(f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(text)}</text>')
-    return drawing(title, frame, _EMPTY)
+    render_heading(frame, title, "")
+    frame.elements.append(
+        f'<text x="{size[0] / 2}" y="{size[1] / 2}" text-anchor="middle">{escape(message_text)}</text>'
+    )
+    return wrap_drawing(title, frame, _EMPTY)
 
 
-def drawing(title: str, frame: Frame, tag: str = _CHART) -> str:
+def wrap_drawing(title: str, frame: Frame, tag: str = _CHART) -> str:
     """Returns the complete SVG element of a frame; `title` is its accessible label."""
     return (
         f'{tag} viewBox="0 0 {frame.size[0]} {frame.size[1]}" role="img" '
@@ -434,89 +462,92 @@ Spread = tuple[float, float, float]
 _ROW_HEIGHT, _BAR_HEIGHT = 20, 15
 
 
-def stacked_bars(
+def stacked_bar_chart(
     title: str,
     x_label: str,
     y_label: str,
-    bins: Sequence[tuple[float, float]],
+    bin_edges: Sequence[tuple[float, float]],
     stacks: Sequence[tuple[str, Sequence[float]]],
 ) -> str:
-    """Draws a stacked bar over each x interval of `bins`; `stacks` has the name and the heights of each layer, from the
+    """Draws a stacked bar over each x interval of `bin_edges`; `stacks` has the name and the heights of each layer, from the
     bottom up.
     """
-    if not bins or not stacks:
+    if not bin_edges or not stacks:
         return empty_chart(title, "nothing logged yet", CHART)
-    heights = [sum(values[i] for _, values in stacks) for i in range(len(bins))]
-    frame = Frame(bins[0][0], bins[-1][1], 0.0, (max(heights) or 1.0) * 1.06, CHART)
-    heading(frame, title, y_label, [(name, color) for color, (name, _) in enumerate(stacks)])
-    axes(frame, x_label)
-    stack_heights = [0.0] * len(bins)
-    for color, (name, values) in enumerate(stacks):
-        for i, (start, end) in enumerate(bins):
-            x_left, x_right = frame.px(start), frame.px(end)
-            gap = min(1.0, (x_right - x_left) * 0.15)
-            top, bottom = frame.py(stack_heights[i] + values[i]), frame.py(stack_heights[i])
-            stack_heights[i] += values[i]
+    heights = [sum(bar_values[i] for _, bar_values in stacks) for i in range(len(bin_edges))]
+    frame = Frame(bin_edges[0][0], bin_edges[-1][1], 0.0, (max(heights) or 1.0) * 1.06, CHART)
+    render_heading(frame, title, y_label, [(name, color) for color, (name, _) in enumerate(stacks)])
+    draw_axes(frame, x_label)
+    stack_heights = [0.0] * len(bin_edges)
+    for color, (name, bar_values) in enumerate(stacks):
+        for i, (bin_start, bin_end) in enumerate(bin_edges):
+            left_x, right_x = frame.px(bin_start), frame.px(bin_end)
+            gap = min(1.0, (right_x - left_x) * 0.15)
+            top, bottom = frame.py(stack_heights[i] + bar_values[i]), frame.py(stack_heights[i])
+            stack_heights[i] += bar_values[i]
             if bottom - top > 0.05:
                 frame.elements.append(
-                    f'<rect x="{x_left + gap / 2:.1f}" y="{top:.1f}" width="{max(x_right - x_left - gap, 0.5):.1f}" '
+                    f'<rect x="{left_x + gap / 2:.1f}" y="{top:.1f}" width="{max(right_x - left_x - gap, 0.5):.1f}" '
                     f'height="{bottom - top:.1f}" style="fill:var(--c{color % 8})">'
-                    f"<title>{escape(name)}: {values[i]:.3g} s</title></rect>"
+                    f"<title>{escape(name)}: {bar_values[i]:.3g} s</title></rect>"
                 )
-    return drawing(title, frame)
+    return wrap_drawing(title, frame)
 
 
-def log_bars(title: str, unit: str, rows: Mapping[str, Mapping[str, Spread]], colors: Mapping[str, int]) -> str:
+def log_bar_chart(
+    title: str, unit_name: str, rows: Mapping[str, Mapping[str, Spread]], colors: Mapping[str, int]
+) -> str:
     """Draws horizontal bars on a logarithmic axis, each with its value and spread; the bars of a row form a group.
 
     Args:
         title: Title of the chart.
-        unit: Unit of the values, shown under the title.
+        unit_name: Unit of the values, shown under the title.
         rows: Measurement → subject → (lowest, median, highest), all above 0.
         colors: Subject → index into the palette; the key is in this order.
     """
-    values = [bound for spreads in rows.values() for spread in spreads.values() for bound in spread]
-    low_exponent, high_exponent = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    bound_values = [bound for spreads in rows.values() for spread in spreads.values() for bound in spread]
+    low_exponent, high_exponent = math.floor(math.log10(min(bound_values))), math.ceil(math.log10(max(bound_values)))
     width = CHART[0]
     frame = Frame(low_exponent, max(high_exponent, low_exponent + 1), 0, 1, (width, 0))
-    heading(
+    render_heading(
         frame,
         title,
-        unit,
+        unit_name,
         [(subject, color) for subject, color in colors.items() if any(subject in f for f in rows.values())],
     )
     frame.plot_left, y = 8.0, frame.top + 4
-    bars_end = width - 8 - max(text_width(number(bound)) for bound in values)  # room for the values after the bars
+    bars_end = (
+        width - 8 - max(text_width(number(bound)) for bound in bound_values)
+    )  # room for the values after the bars
 
-    def x_of(value: float) -> float:
-        return 8 + (math.log10(value) - low_exponent) / (frame.x1 - low_exponent) * (bars_end - 8)
+    def to_x(axis_value: float) -> float:
+        return 8 + (math.log10(axis_value) - low_exponent) / (frame.x1 - low_exponent) * (bars_end - 8)
 
     bars: list[str] = []
     for name, spreads in rows.items():
         bars.append(f'<text class="key" x="8" y="{y + 10:.0f}">{escape(name)}</text>')
         y += _ROW_HEIGHT - 4
-        for subject, (low_value, median, high_value) in spreads.items():
-            tooltip = (
-                f"{escape(subject)}: {number(median)} {escape(unit)} ({number(low_value)} to {number(high_value)})"
-            )
+        for subject_name, (low_value, median, high_value) in spreads.items():
+            range_text = f"({number(low_value)} to {number(high_value)})"
+            tooltip = f"{escape(subject_name)}: {number(median)} {escape(unit_name)} {range_text}"
             bars.append(
-                f'<rect x="8" y="{y:.0f}" width="{max(x_of(median) - 8, 1):.1f}" height="{_BAR_HEIGHT - 3}" rx="1.5" '
-                f'style="fill:var(--c{colors[subject] % 8})"><title>{tooltip}</title></rect>'
-                f'<path class="axis" d="M{x_of(low_value):.1f} {y + 6:.1f}H{x_of(high_value):.1f}"/>'
-                f'<text class="num" x="{max(x_of(median), x_of(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(median)}</text>'
+                f'<rect x="8" y="{y:.0f}" width="{max(to_x(median) - 8, 1):.1f}" height="{_BAR_HEIGHT - 3}" rx="1.5" '
+                f'style="fill:var(--c{colors[subject_name] % 8})"><title>{tooltip}</title></rect>'
+                f'<path class="axis" d="M{to_x(low_value):.1f} {y + 6:.1f}H{to_x(high_value):.1f}"/>'
+                f'<text class="num" x="{max(to_x(median), to_x(high_value)) + 5:.1f}" y="{y + 10:.0f}">{number(median)}</text>'
             )
             y += _BAR_HEIGHT
         y += 8
     for exponent in range(low_exponent, int(frame.x1) + 1):
-        x = x_of(10.0**exponent)
+        x = to_x(10.0**exponent)
         frame.elements.append(f'<path class="grid" d="M{x:.1f} {frame.top:.0f}V{y:.0f}"/>')
-        anchor = "start" if exponent == low_exponent else "middle"  # the first label is at the drawing's edge
+        anchor_text = "start" if exponent == low_exponent else "middle"  # the first label is at the drawing's edge
         frame.elements.append(
-            f'<text class="num" x="{x:.1f}" y="{y + 14:.0f}" text-anchor="{anchor}">{number(10.0**exponent)}</text>'
+            f'<text class="num" x="{x:.1f}" y="{y + 14:.0f}" text-anchor="{anchor_text}">{number(10.0**exponent)}</text>'
         )
     frame.elements += bars
     frame.size = (width, int(y) + 24)
-    return drawing(title, frame)
+    return wrap_drawing(title, frame)
 
 
 _INTERVAL_ROW = 24
@@ -548,7 +579,7 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
         return stated_chart(title, f"{number(axis_values[0])} of all")
     width = CHART[0]
     frame = Frame(*span(axis_values, 0.04, pads_both_ends=True), 0, 1, (width, 0))
-    heading(frame, title, "")
+    render_heading(frame, title, "")
     max_name_width = 16 + max(text_width(row.name) for row in rows)
     names_above = max_name_width > 0.45 * width  # long names stand above their rows
     frame.plot_left = 16.0 if names_above else max_name_width
@@ -559,7 +590,7 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
         name_y = y + 12
         y += 17 if names_above else 0
         title_text = f"{row.name}: {number(row.value)}{interval_text}"
-        points = "".join(
+        marks_svg = "".join(
             f'<circle cx="{frame.px(x_value):.1f}" cy="{y + 8}" r="2.6" '
             f'style="fill:var(--panel);stroke:{color};stroke-width:1.2"/>'
             for x_value in row.dots
@@ -567,10 +598,11 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
         row_drawings.append(
             f'<g><title>{escape(title_text)}</title><text class="key" x="8" y="{name_y}">{escape(row.name)}</text>'
             f'<path d="M{frame.px(row.low):.1f} {y + 8}H{frame.px(row.high):.1f}" style="stroke:{color};stroke-width:3;'
-            f'opacity:.45"/>{points}<circle cx="{frame.px(row.value):.1f}" cy="{y + 8}" r="4.4" style="fill:{color}"/></g>'
+            f'opacity:.45"/>{marks_svg}<circle cx="{frame.px(row.value):.1f}" cy="{y + 8}" r="4.4" '
+            f'style="fill:{color}"/></g>'
         )
         y += _INTERVAL_ROW
-    for tick_x, label in _x_ticks(frame, 4):
+    for tick_x, label in _iter_x_ticks(frame, 4):
         frame.elements.append(f'<path class="grid" d="M{tick_x:.1f} {frame.top:.0f}V{y:.0f}"/>')
         frame.elements.append(
             f'<text class="num" x="{tick_x:.1f}" y="{y + 15:.0f}" text-anchor="middle">{label}</text>'
@@ -578,4 +610,4 @@ def interval_chart(title: str, x_label: str, rows: Sequence[ChartRow]) -> str:
     frame.elements.append(f'<text x="{width / 2:.0f}" y="{y + 32:.0f}" text-anchor="middle">{escape(x_label)}</text>')
     frame.elements += row_drawings
     frame.size = (width, int(y) + 42)
-    return drawing(title, frame)
+    return wrap_drawing(title, frame)

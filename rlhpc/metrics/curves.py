@@ -37,11 +37,11 @@ class Metric:
 def color_of(name: str) -> int:
     """Returns the colour of a metric's quantity, as an index into the palette."""
     name_words = name.rpartition("/")[2].split("_")
-    return next((_COLORS[word] for word in name_words if word in _COLORS), _DEFAULT_COLOR)
+    return next((_COLORS[name_word] for name_word in name_words if name_word in _COLORS), _DEFAULT_COLOR)
 
 
 def metric_charts(
-    rows: Rows, metrics: Sequence[Metric], always: Container[str], x: tuple[str, str] = ("step", "global step")
+    rows: Rows, metrics: Sequence[Metric], shown_metrics: Container[str], x: tuple[str, str] = ("step", "global step")
 ) -> dict[str, str]:
     """Draws the charts of metrics, by file name.
 
@@ -50,31 +50,32 @@ def metric_charts(
     Args:
         rows: The run's metrics.
         metrics: Metrics in the order of the page.
-        always: Files of charts that always exist, even if nothing was logged.
+        shown_metrics: Files of charts that always exist, even if nothing was logged.
         x: Metric of the x axis, and its label.
     """
     charts: dict[str, str] = {}
     points_by_title: dict[str, tuple[list[float], list[float]]] = {}
     for metric in metrics:
-        points = series(rows, metric.name, x[0])
-        if not points[0] and metric.file not in always:
+        xy_series = series(rows, metric.name, x[0])
+        if not xy_series[0] and metric.file not in shown_metrics:
             continue
         equal_title = next(
-            (title for title, other_points in points_by_title.items() if _are_equal(points, other_points)), None
+            (title for title, other_points in points_by_title.items() if _are_equal(xy_series, other_points)), None
         )
         if equal_title is not None:
             charts[metric.file] = stated_chart(metric.title, f"the same as {equal_title}")
             continue
-        line = Line("", *points, color=color_of(metric.name), smooth=True)
+        line = Line("", *xy_series, color=color_of(metric.name), smooth=True)
         charts[metric.file] = line_chart(metric.title, x[1], metric.y_label, [line])
-        if points[0] and not is_constant(points[1]):
-            points_by_title[metric.title] = points
+        if xy_series[0] and not is_constant(xy_series[1]):
+            points_by_title[metric.title] = xy_series
     return charts
 
 
-def _are_equal(points: tuple[list[float], list[float]], other: tuple[list[float], list[float]]) -> bool:
-    return points[0] == other[0] and all(
-        math.isclose(y, other_y, rel_tol=1e-9, abs_tol=1e-9) for y, other_y in zip(points[1], other[1], strict=True)
+def _are_equal(xy_series: tuple[list[float], list[float]], other_series: tuple[list[float], list[float]]) -> bool:
+    return xy_series[0] == other_series[0] and all(
+        math.isclose(y, other_y, rel_tol=1e-9, abs_tol=1e-9)
+        for y, other_y in zip(xy_series[1], other_series[1], strict=True)
     )
 
 
@@ -111,7 +112,7 @@ def evaluation_chart(
 
 def hollow_points(suites: Mapping[str, Sequence[EvaluationPoint]]) -> str:
     """Returns a sentence about the points of evaluations in training, as HTML; "" if all points are of one kind."""
-    kinds = {evaluation.in_training for evaluations in suites.values() for evaluation in evaluations}
-    if len(kinds) < 2:
+    training_flags = {evaluation.in_training for evaluations in suites.values() for evaluation in evaluations}
+    if len(training_flags) < 2:
         return ""
     return '<p class="legend">Hollow points: evaluated while the run trained; filled points: checkpoints.</p>'

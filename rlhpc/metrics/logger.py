@@ -26,7 +26,7 @@ from rlhpc.metrics.loggers.registry import build_loggers
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.runtime.disk_errors import storage_error
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import is_count, open_file, read_file, read_json, replace_durably
+from rlhpc.runtime.files import is_count, open_file, read_file, read_json, rename, replace_durably
 
 #: Maximum size of a metrics.jsonl that can be read.
 _MAX_BYTES = 2 << 30
@@ -66,7 +66,7 @@ class MetricLogger:
         loggers = build_loggers(backends, kwargs or {})
         self._path = paths.metrics
         self._feeds: list[Feed] = []
-        backlog: list[tuple[int, Mapping[str, float]]] = []
+        backlog_rows: list[tuple[int, Mapping[str, float]]] = []
         self._last_step: int | None = None
         self._last_row: dict[str, Any] = {}
         self._last_offset = 0
@@ -76,12 +76,12 @@ class MetricLogger:
             if resume_step is None:
                 _move_aside(self._path)
             else:
-                backlog = [(step, _numeric_row(row)) for step, row in self._truncate(resume_step)]
+                backlog_rows = [(step, _to_numeric_row(row)) for step, row in self._truncate(resume_step)]
             self._file: IO[bytes] = self._path.open("ab")
-            memory = Memory(paths.loggers, fresh=resume_step is None)
+            memory = Memory(paths.loggers, is_new=resume_step is None)
         for name, logger in loggers.items():
-            run = RunFacts(paths.root.name, paths.root, config or {}, memory.recall(name))
-            self._feeds.append(Feed(name, logger, run, memory, resume_step, backlog))
+            run_facts = RunFacts(paths.root.name, paths.root, config or {}, memory.recall(name))
+            self._feeds.append(Feed(name, logger, run_facts, memory, resume_step, backlog_rows))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Adds metrics to the row of `step`. Readers then see the metrics; `commit` makes them durable.
@@ -90,18 +90,18 @@ class MetricLogger:
             step: Global step, never smaller than the last one.
             metrics: `{"train/episode_return": 21.0, ...}`; namespaces train/ rollout/ env/ eval/ time/.
         """
-        values = {name: _to_json_number(value) for name, value in metrics.items()}
+        json_row = {name: _to_json_number(metric_value) for name, metric_value in metrics.items()}
         if self._last_step is not None and step < self._last_step:
             raise ValueError(f"metrics of step {step} come after those of step {self._last_step}")
         with self._convert_errors():
             if step == self._last_step:
-                self._merge(values)
+                self._merge_values(json_row)
             else:
-                self._last_step, self._last_row, self._last_offset = step, values, self._file.tell()
-                self._file.write(_format_row(step, values))
+                self._last_step, self._last_row, self._last_offset = step, json_row, self._file.tell()
+                self._file.write(_format_row(step, json_row))
                 self._file.flush()
         if self._feeds:
-            numeric_row = _numeric_row(values)
+            numeric_row = _to_numeric_row(json_row)
             for feed in self._feeds:
                 feed.log(step, numeric_row)
 
@@ -130,7 +130,7 @@ class MetricLogger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _merge(self, values: dict[str, Any]) -> None:
+    def _merge_values(self, values: dict[str, Any]) -> None:
         step = self._last_step
         assert step is not None
         self._last_row = {**self._last_row, **values}
@@ -187,26 +187,27 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    return _sorted_rows(file_bytes)
+    return rows_in(file_bytes)
 
 
-def read_last_metrics(path: Path, size: int = 1 << 16) -> list[dict[str, Any]]:
+def read_last_metrics(path: Path, tail_bytes: int = 1 << 16) -> list[dict[str, Any]]:
     """Returns the rows at the end of a metrics.jsonl, in the form of `read_metrics`; [] if the file cannot be read.
 
     Args:
         path: The file.
-        size: Number of bytes to read.
+        tail_bytes: Number of bytes to read.
     """
     try:
         with open_file(Path(path)) as file:
-            file.seek(max(0, file.seek(0, 2) - size))
-            return _sorted_rows(file.read(size))
+            file.seek(max(0, file.seek(0, 2) - tail_bytes))
+            return rows_in(file.read(tail_bytes))
     except OSError:
         return []
 
 
-def _sorted_rows(raw: bytes) -> list[dict[str, Any]]:
-    rows = dict(_parse_rows(raw))
+def rows_in(raw_lines: bytes) -> list[dict[str, Any]]:
+    """Returns the rows in a part of a metrics.jsonl that begins at a line's start, in the form of `read_metrics`."""
+    rows = dict(_parse_rows(raw_lines))
     return [{"step": step, **_rename_metrics(rows[step])} for step in sorted(rows)]
 
 
@@ -222,43 +223,44 @@ def _rename_metrics(row: dict[str, Any]) -> dict[str, Any]:
     """Returns a row in which metrics of earlier versions have their current names."""
     if not _FORMER_NAMES.keys() & row.keys():
         return row
-    return {_FORMER_NAMES.get(name, name): value for name, value in row.items()}
+    return {_FORMER_NAMES.get(name, name): metric_value for name, metric_value in row.items()}
 
 
 def series(rows: Sequence[Mapping[str, Any]], name: str, against: str = "step") -> tuple[list[float], list[float]]:
     """Returns the columns `against` and `name` as x and y, from the rows that have both."""
     pairs = [
-        (float(row[against]), float(row[name])) for row in rows if _has_number(row, name) and _has_number(row, against)
+        (float(row[against]), float(row[name])) for row in rows if has_number(row, name) and has_number(row, against)
     ]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _has_number(row: Mapping[str, Any], name: str) -> bool:
+def has_number(row: Mapping[str, Any], name: str) -> bool:
+    """Returns whether a row has a finite number under this name."""
     metric = row.get(name)
     return isinstance(metric, (int, float)) and math.isfinite(metric)
 
 
-def _to_json_number(value: SupportsFloat) -> int | float | None:
-    if isinstance(value, (bool, int)):
-        return int(value)
-    number = float(value)
-    return number if math.isfinite(number) else None
+def _to_json_number(raw_number: SupportsFloat) -> int | float | None:
+    if isinstance(raw_number, (bool, int)):
+        return int(raw_number)
+    float_value = float(raw_number)
+    return float_value if math.isfinite(float_value) else None
 
 
-def _numeric_row(values: Mapping[str, Any]) -> dict[str, float]:
+def _to_numeric_row(json_row: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a row for loggers: None (a non-finite value) becomes NaN, other types are dropped."""
-    row = {name: math.nan if value is None else value for name, value in values.items()}
-    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
+    row = {name: math.nan if metric_value is None else metric_value for name, metric_value in json_row.items()}
+    return {name: metric_value for name, metric_value in row.items() if isinstance(metric_value, (int, float))}
 
 
-def _format_row(step: int, values: Mapping[str, Any]) -> bytes:
-    row = {"step": step, **{name: values[name] for name in sorted(values)}}
+def _format_row(step: int, json_row: Mapping[str, Any]) -> bytes:
+    row = {"step": step, **{name: json_row[name] for name in sorted(json_row)}}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def _parse_rows(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
+def _parse_rows(raw_lines: bytes) -> list[tuple[int, dict[str, Any]]]:
     rows: list[tuple[int, dict[str, Any]]] = []
-    for line in raw.splitlines():
+    for line in raw_lines.splitlines():
         try:
             row = read_json(line)
             step = row.pop("step")
@@ -272,8 +274,8 @@ def _parse_rows(raw: bytes) -> list[tuple[int, dict[str, Any]]]:
 def _move_aside(path: Path) -> None:
     if not path.exists() or path.stat().st_size == 0:
         return
-    backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-    path.rename(next(backup for backup in backups if not backup.exists()))
+    backup_paths = (path.with_name(f"{path.stem}.{backup_number}{path.suffix}") for backup_number in itertools.count(1))
+    rename(path, next(backup for backup in backup_paths if not backup.exists()))
 
 
 Clock = Callable[[], float]
@@ -288,10 +290,10 @@ def quiet_terminal() -> Iterator[None]:
     try:
         fd = sys.stdin.fileno()
         terminal_settings = termios.tcgetattr(fd)
-        in_foreground = os.tcgetpgrp(fd) == os.getpgrp()
+        is_in_foreground = os.tcgetpgrp(fd) == os.getpgrp()
     except (OSError, ValueError, AttributeError, termios.error):
-        in_foreground = False
-    if not in_foreground:  # changing terminal settings from the background would stop the process
+        is_in_foreground = False
+    if not is_in_foreground:  # changing terminal settings from the background would stop the process
         yield
         return
     quiet_settings = list(terminal_settings)
@@ -376,8 +378,8 @@ class ProgressBar:
             step: Global step.
             metrics: The step's row; the metrics in `_FACTS` are shown.
         """
-        facts = self._facts | _facts(metrics or {})
-        self._facts = {name: facts[name] for name in _FACT_ORDER if name in facts}
+        progress_facts = self._facts | _format_facts(metrics or {})
+        self._facts = {name: progress_facts[name] for name in _FACT_ORDER if name in progress_facts}
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts.values()), refresh=False)
             self._bar.update(step - self._step)
@@ -422,15 +424,17 @@ class ProgressBar:
         self._printed_at, self._has_unprinted_step = self._clock(), False
 
 
-def _facts(metrics: Mapping[str, float]) -> dict[str, str]:
-    values = [(name, metrics.get(metric), text) for name, metric, text in _FACTS]
-    texts = {
-        name: text.format(value)
-        for name, value, text in values
-        if value is not None and (value == value or name not in _NAN_BEFORE_FIRST_EPISODE)
+def _format_facts(metrics: Mapping[str, float]) -> dict[str, str]:
+    fact_values = [(name, metrics.get(metric), fact_format) for name, metric, fact_format in _FACTS]
+    fact_texts = {
+        name: fact_format.format(fact_value)
+        for name, fact_value, fact_format in fact_values
+        if fact_value is not None and (fact_value == fact_value or name not in _NAN_BEFORE_FIRST_EPISODE)
     }
-    if "reward" in texts:
-        texts.pop("loss", None)  # a language model's row has both, and the reward is more informative
-    if failed := metrics.get("rollout/failed_rewards"):
-        texts["failed"] = f"{failed:.0f} of {metrics.get('rollout/step_samples', failed):.0f} not judged"
-    return texts
+    if "reward" in fact_texts:
+        fact_texts.pop("loss", None)  # a language model's row has both, and the reward is more informative
+    if failed_rewards := metrics.get("rollout/failed_rewards"):
+        fact_texts["failed"] = (
+            f"{failed_rewards:.0f} of {metrics.get('rollout/step_samples', failed_rewards):.0f} not judged"
+        )
+    return fact_texts

@@ -13,14 +13,16 @@ from rlhpc.runtime.disk_errors import unwritten
 from rlhpc.runtime.files import replace_durably
 
 Cell = str | int | float
-_CONTROL_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_CONTROL_PICTURES = {char_code: 0x2400 + char_code for char_code in range(32) if chr(char_code) not in "\n\t"} | {
+    127: 0x2421
+}
 
 _CSS = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);line-height:1.5;
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
 main{max-width:1240px;margin:0 auto;padding:36px 28px 64px}
-header h1{font-size:30px;line-height:1.2;margin:0;letter-spacing:-.01em}
+header h1{font-size:30px;line-height:1.2;margin:0;letter-spacing:-.01em;overflow-wrap:anywhere}
 header p{margin:6px 0 0;color:var(--muted)}
 h2{font-size:19px;margin:44px 0 14px;padding-bottom:7px;border-bottom:1px solid var(--line)}
 a{color:var(--c0)}h3{font-size:15px;margin:22px 0 8px}
@@ -64,16 +66,27 @@ th,td{padding:6px 8px}}
 """
 
 
-def page(title: str, subtitle: str, body: Sequence[str], css: str = "") -> str:
-    """Renders the complete document; `css` is added to the style."""
+def page(
+    title: str, subtitle: str, body: Sequence[str], css: str = "", script: str = "", script_policy: str = ""
+) -> str:
+    """Renders the complete document.
+
+    Args:
+        title, subtitle: Header of the page.
+        body: Sections, as HTML.
+        css: Added to the style.
+        script: Script that runs when the page is loaded.
+        script_policy: Content security policy of a page with a script.
+    """
     html = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(title)} · rlhpc report</title><style>{STYLE}{_CSS}{css}</style></head>\n<body><main>"
+        + (f'<meta http-equiv="Content-Security-Policy" content="{script_policy}">' if script else "")
+        + f"<title>{escape(title)} · rlhpc report</title><style>{STYLE}{_CSS}{css}</style></head>\n<body><main>"
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>\n"
         + "\n".join(body)
-        + "\n</main></body></html>\n"
+        + (f"\n</main><script>{script}</script></body></html>\n" if script else "\n</main></body></html>\n")
     )
     # Text from logs and models may contain characters that a page must not have: control characters become their pictures,
     # and lone surrogates become question marks.
@@ -98,38 +111,43 @@ def section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def card(title: str, value: str, note: str) -> str:
+def card(title: str, figure_value: str, figure_note: str) -> str:
     """Renders one key figure."""
-    return f'<div class="card"><span>{escape(title)}</span><b>{escape(value)}</b><span>{escape(note)}</span></div>'
+    title_html, note_html = f"<span>{escape(title)}</span>", f"<span>{escape(figure_note)}</span>"
+    return f'<div class="card">{title_html}<b>{escape(figure_value)}</b>{note_html}</div>'
 
 
-def figures(charts: Sequence[str], main: Callable[[Size], str] | None = None) -> str:
+def render_figures(charts: Sequence[str], draw_main: Callable[[Size], str] | None = None) -> str:
     """Renders charts in a grid; empty charts are omitted, and numbers that never change become sentences.
 
     Args:
         charts: The charts.
-        main: Function that draws the first chart in a given size: two columns wide on a wide page, one column on a narrow
+        draw_main: Function that draws the first chart in a given size: two columns wide on a wide page, one column on a narrow
             page. The font size equals that of the other charts.
     """
     grid_charts, main_html = list(charts), ""
-    if main is not None:
-        grid_charts = [narrow := main(CHART), *charts]
-        if _has_curve(narrow):
-            main_html = (
-                f'<figure class="main"><div class="wide">{main(WIDE)}</div><div class="narrow">{narrow}</div></figure>'
+    if draw_main is not None:
+        grid_charts = [main_chart := draw_main(CHART), *charts]
+        if _has_curve(main_chart):
+            wide_html, narrow_html = (
+                f'<div class="wide">{draw_main(WIDE)}</div>',
+                f'<div class="narrow">{main_chart}</div>',
             )
+            main_html = f'<figure class="main">{wide_html}{narrow_html}</figure>'
             grid_charts = list(charts)
-    curves = main_html + "".join(f"<figure>{chart}</figure>" for chart in grid_charts if _has_curve(chart))
-    sentences = "".join(f"<li>{sentence}</li>" for chart in grid_charts if (sentence := statement(chart)) is not None)
+    curves = main_html + "".join(f"<figure>{chart_svg}</figure>" for chart_svg in grid_charts if _has_curve(chart_svg))
+    sentences_html = "".join(
+        f"<li>{sentence}</li>" for chart_svg in grid_charts if (sentence := statement(chart_svg)) is not None
+    )
     html = f'<div class="figures">{curves}</div>' if curves else ""
-    return html + (f'<ul class="stated">{sentences}</ul>' if sentences else "")
+    return html + (f'<ul class="stated">{sentences_html}</ul>' if sentences_html else "")
 
 
-def _has_curve(chart: str) -> bool:
-    return bool(chart) and not is_empty(chart) and statement(chart) is None
+def _has_curve(chart_svg: str) -> bool:
+    return bool(chart_svg) and not is_empty(chart_svg) and statement(chart_svg) is None
 
 
-def missing(html: str) -> str:
+def render_placeholder(html: str) -> str:
     """Renders a placeholder for a section that does not exist yet."""
     return f'<p class="missing">{html}</p>'
 
@@ -137,7 +155,7 @@ def missing(html: str) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Collection[int] = ()) -> str:
     """Renders a table; numbers are right-aligned, the `text_columns` left-aligned."""
 
-    def cells(tag: str, row: Sequence[Cell]) -> str:
+    def format_cells(tag: str, row: Sequence[Cell]) -> str:
         return "".join(
             f'<{tag} class="t">{escape(str(cell))}</{tag}>'
             if i in text_columns
@@ -146,8 +164,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Col
         )
 
     return (
-        f"<table><thead><tr>{cells('th', head)}</tr></thead><tbody>"
-        + "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+        f"<table><thead><tr>{format_cells('th', head)}</tr></thead><tbody>"
+        + "".join(f"<tr>{format_cells('td', row)}</tr>" for row in rows)
         + "</tbody></table>"
     )
 
@@ -155,31 +173,20 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Cell]], text_columns: Col
 def facts(pairs: Mapping[str, Any]) -> str:
     """Renders names and values, one per line; values that are None or empty are omitted."""
     rows = "".join(
-        f'<tr><td class="t">{escape(name)}</td><td class="t mono">{escape(str(value))}</td></tr>'
-        for name, value in pairs.items()
-        if value not in (None, "")
+        f'<tr><td class="t">{escape(name)}</td><td class="t mono">{escape(str(fact_value))}</td></tr>'
+        for name, fact_value in pairs.items()
+        if fact_value not in (None, "")
     )
     return f'<table class="facts"><tbody>{rows}</tbody></table>'
 
 
-def decimals(value: float) -> str:
+def decimals(shown_value: float) -> str:
     """Formats a number with one decimal, such as a return; with three if it is below 10, such as a reward or a loss."""
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3f}"
+    return f"{shown_value:.1f}" if abs(shown_value) >= 10 else f"{shown_value:.3f}"
 
 
-def duration(seconds: float) -> str:
-    """Formats seconds: 42.5 s, 3 min 20 s, 5 h 07 min, 7 d 8 h."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, remainder_s = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {remainder_s:02d} s"
-    hours = minutes // 60
-    return f"{hours} h {minutes % 60:02d} min" if hours < 72 else f"{hours // 24} d {hours % 24} h"
-
-
-def time_unit(seconds: float) -> tuple[str, float]:
+def time_unit(duration_s: float) -> tuple[str, float]:
     """Returns a unit suited to a duration, and its length in seconds."""
-    if seconds >= 3 * 3600:
+    if duration_s >= 3 * 3600:
         return "h", 3600.0
-    return ("min", 60.0) if seconds >= 300 else ("s", 1.0)
+    return ("min", 60.0) if duration_s >= 300 else ("s", 1.0)

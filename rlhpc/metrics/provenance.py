@@ -28,12 +28,13 @@ import yaml
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import read_json_file
+from rlhpc.metrics.environment import record_environment
 from rlhpc.runtime.disk_errors import storage_error
 from rlhpc.runtime.env_references import to_plain
 from rlhpc.runtime.files import is_count, is_number, read_file, read_json, read_yaml, replace_durably
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.repository import git_state
-from rlhpc.runtime.text import in_parentheses
+from rlhpc.runtime.text import in_parentheses, printable
 
 #: Group → entries of its ranks.
 Placement = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -76,18 +77,24 @@ class PlacedStart(NamedTuple):
     placement: Placement
 
 
-def write_provenance(paths: RunPaths, cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
+def write_provenance(
+    paths: RunPaths, cfg: object, command: Sequence[str] | str, resumed_provenance: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Adds this start to the run's provenance record; starts after the first only append to `segments`.
 
     Args:
         paths: The run.
         cfg: Resolved configuration (DictConfig or dict); its checksum is recorded.
         command: Command line, as argv or as text.
+        resumed_provenance: For a start that continues the run, `step` and `changes`: how its training configuration differs
+            from that of the start before, as texts.
 
     Returns:
         The complete record.
     """
-    segment = _start_record(cfg, command)
+    segment = {**_start_record(cfg, command), **record_environment(paths, cfg)}
+    if resumed_provenance is not None:
+        segment["resumed"] = dict(resumed_provenance)
     record = read_provenance(paths)
     if not record:
         record = {"format": 1, "run": paths.root.name, "created": segment["started"], **segment, "segments": []}
@@ -109,20 +116,36 @@ def record_placement(paths: RunPaths, placement: Placement) -> None:
         paths: The run.
         placement: Group → entries of its ranks: `{"rank", "node_rank", "accelerators", …}`.
     """
-    starts = list(read_provenance(paths).get("segments") or ())
-    if starts:
-        starts[-1] = {**starts[-1], "placement": placement}
-    update_provenance(paths, placement=placement, segments=starts)
+    segment_starts = list(read_provenance(paths).get("segments") or ())
+    if segment_starts:
+        segment_starts[-1] = {**segment_starts[-1], "placement": placement}
+    update_provenance(paths, placement=placement, segments=segment_starts)
 
 
 def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
     """Returns the run's starts in Slurm jobs for which a placement is recorded, in order."""
     slurm_starts = []
-    for start in record.get("segments") or ():
+    for start_record in record.get("segments") or ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            started_at = datetime.fromisoformat(str(start["started"])).timestamp()
-            slurm_starts.append(PlacedStart(str(start["slurm"]["JOB_ID"]), started_at, dict(start["placement"])))
+            started_at = datetime.fromisoformat(str(start_record["started"])).timestamp()
+            slurm_starts.append(
+                PlacedStart(str(start_record["slurm"]["JOB_ID"]), started_at, dict(start_record["placement"]))
+            )
     return slurm_starts
+
+
+def resumes_with_changes(record: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """Returns the step and the changes, as one text, of each resume with another training configuration, in order."""
+    changed_resumes = []
+    for start_record in record.get("segments") or ():
+        resume_record = start_record.get("resumed", {})
+        if (
+            is_count(resume_record.get("step"))
+            and isinstance(config_changes := resume_record.get("changes"), list)
+            and config_changes
+        ):
+            changed_resumes.append((int(resume_record["step"]), printable("; ".join(map(str, config_changes)))))
+    return changed_resumes
 
 
 def read_provenance(paths: RunPaths) -> dict[str, Any]:
@@ -135,14 +158,20 @@ def read_provenance(paths: RunPaths) -> dict[str, Any]:
 
 
 def _drop_mistyped(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record without fields of a wrong type, because the file may come from another program."""
-    types: dict[str, type] = {"segments": list, **dict.fromkeys(("git", "versions", "slurm", "placement"), dict)}
+    """Removes the fields of a record that have a wrong type, because another program may have written the file."""
+    field_types: dict[str, type] = {
+        "segments": list,
+        **dict.fromkeys(("git", "versions", "slurm", "placement", "system", "resumed"), dict),
+        "code": list,
+    }
     typed_fields: dict[str, Any] = {
-        name: value for name, value in record.items() if isinstance(value, types.get(name, object))
+        name: field_value
+        for name, field_value in record.items()
+        if isinstance(field_value, field_types.get(name, object))
     }
     if "segments" in typed_fields:
         typed_fields["segments"] = [
-            _drop_mistyped(start) for start in typed_fields["segments"] if isinstance(start, dict)
+            _drop_mistyped(start_record) for start_record in typed_fields["segments"] if isinstance(start_record, dict)
         ]
     if "placement" in typed_fields and not all(map(_is_group, typed_fields["placement"].values())):
         del typed_fields["placement"]
@@ -179,8 +208,10 @@ def _start_record(cfg: object, command: Sequence[str] | str) -> dict[str, Any]:
         "cpus_granted": len(os.sched_getaffinity(0)),
         "versions": versions(),
         "git": git_state(Path.cwd()),
-        "slurm": {key: value for key in _SLURM if (value := os.environ.get(f"SLURM_{key}")) is not None},
-        "config_sha256": _config_checksum(cfg),
+        "slurm": {
+            key: variable_value for key in _SLURM if (variable_value := os.environ.get(f"SLURM_{key}")) is not None
+        },
+        "config_sha256": _compute_config_checksum(cfg),
     }
 
 
@@ -195,7 +226,7 @@ def versions() -> dict[str, str]:
     return package_versions
 
 
-def _config_checksum(cfg: object) -> str | None:
+def _compute_config_checksum(cfg: object) -> str | None:
     if cfg is None:
         return None
     if "omegaconf" in sys.modules:
@@ -241,20 +272,22 @@ _FIELD_CHECKS: dict[str, Callable[[Any], bool]] = {
         ("accuracy", "return_mean", "return_std", "return_ci95_low", "return_ci95_high", "success_once", "success_at_end",
          "majority", "reward_mean", "truncated", "recall", "specificity"), is_number,
     ),
-    **dict.fromkeys(("suite", "env_id", "unit", "backend", "video"), lambda value: isinstance(value, str)),
-    **dict.fromkeys(("response_tokens", "reward_terms"), lambda value: _is_mapping(value, is_number)),
-    "pass_at_k": lambda value: _is_mapping(value, is_number) and all(map(str.isdecimal, value)),
-    "pass_at_k_ci95": lambda value: _is_mapping(value, _is_interval),
-    "levels": lambda value: _is_mapping(value, lambda level: isinstance(level, dict)),
+    **dict.fromkeys(("suite", "env_id", "unit", "backend", "video"), lambda field_value: isinstance(field_value, str)),
+    **dict.fromkeys(("response_tokens", "reward_terms"), lambda field_value: _is_mapping(field_value, is_number)),
+    "pass_at_k": lambda field_value: _is_mapping(field_value, is_number) and all(map(str.isdecimal, field_value)),
+    "pass_at_k_ci95": lambda field_value: _is_mapping(field_value, _is_interval),
+    **dict.fromkeys(
+        ("levels", "tasks"), lambda field_value: _is_mapping(field_value, lambda scores: isinstance(scores, dict))
+    ),
 }  # fmt: skip
 
 
-def _is_interval(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
+def _is_interval(bounds_value: Any) -> bool:
+    return isinstance(bounds_value, list) and len(bounds_value) == 2 and all(map(is_number, bounds_value))
 
 
-def _is_mapping(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, dict) and all(map(fits, value.values()))
+def _is_mapping(mapping_value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return isinstance(mapping_value, dict) and all(map(is_valid, mapping_value.values()))
 
 
 def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -269,10 +302,12 @@ def typed_result(result: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             continue
         if type_check is not None and not type_check(field_value):
             mistyped_fields.append(name)
-        elif name == "levels":
-            levels = {level: typed_result(scores) for level, scores in field_value.items()}
-            typed_fields[name] = {level: scores for level, (scores, _) in levels.items()}
-            mistyped_fields += [f"{name}.{level}.{field}" for level, (_, fields) in levels.items() for field in fields]
+        elif name in ("levels", "tasks"):
+            scores_by_part = {part_name: typed_result(scores) for part_name, scores in field_value.items()}
+            typed_fields[name] = {part_name: scores for part_name, (scores, _) in scores_by_part.items()}
+            mistyped_fields += [
+                f"{name}.{part_name}.{field}" for part_name, (_, fields) in scores_by_part.items() for field in fields
+            ]
         else:
             typed_fields[name] = field_value
     return typed_fields, mistyped_fields
@@ -287,7 +322,11 @@ def typed_results(paths: RunPaths, metric: str) -> list[dict[str, Any]]:
 def left_out(paths: RunPaths) -> list[str]:
     """Returns a text for each evaluation result that has fields of a wrong type: `global_step_2/default.json: n, accuracy`."""
     mistyped_by_path = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
-    return [f"{path.parent.name}/{path.name}: {', '.join(names)}" for path, names in mistyped_by_path if names]
+    return [
+        f"{path.parent.name}/{path.name}: {', '.join(field_names)}"
+        for path, field_names in mistyped_by_path
+        if field_names
+    ]
 
 
 def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str, Any], str]:
@@ -321,14 +360,14 @@ def with_pass_at(result: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a result with its pass@k values under separate names: `pass_at_4`, `pass_at_4_ci95`."""
     renamed_metrics = dict(result)
     for key in (PASS_AT_K, f"{PASS_AT_K}_ci95"):
-        if isinstance(values := result.get(key), Mapping):
-            renamed_metrics |= {key.replace("_k", f"_{k}", 1): value for k, value in values.items()}
+        if isinstance(pass_values := result.get(key), Mapping):
+            renamed_metrics |= {key.replace("_k", f"_{k}", 1): pass_value for k, pass_value in pass_values.items()}
     return renamed_metrics
 
 
-def largest_pass_at(names: Iterable[str]) -> str | None:
+def largest_pass_at(metric_names: Iterable[str]) -> str | None:
     """Returns the name of the pass@k with the largest k above 1, such as `pass_at_8`; None if no name has such a k."""
-    ks = [int(match[1]) for name in names if (match := _PASS_AT.fullmatch(name.rpartition("/")[2]))]
+    ks = [int(match[1]) for name in metric_names if (match := _PASS_AT.fullmatch(name.rpartition("/")[2]))]
     return f"pass_at_{max(ks)}" if max(ks, default=1) > 1 else None
 
 
@@ -348,16 +387,16 @@ def interval_of(result: Mapping[str, Any], name: str) -> tuple[float, float]:
     base_name = name.removesuffix("_mean")
     bounds = result.get(f"{name}_ci95") or result.get(f"{base_name}_ci95")
     bounds = bounds or (result.get(f"{base_name}_ci95_low"), result.get(f"{base_name}_ci95_high"))
-    if isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(end, int | float) for end in bounds):
+    if isinstance(bounds, Sequence) and len(bounds) == 2 and all(isinstance(bound, int | float) for bound in bounds):
         return float(bounds[0]), float(bounds[1])
-    count, std = _num_samples(result), result.get("return_std")
-    if name == "return_mean" and isinstance(std, int | float) and count:
-        half_width = 1.96 * float(std) / math.sqrt(count)
+    num_samples, std = _count_samples(result), result.get("return_std")
+    if name == "return_mean" and isinstance(std, int | float) and num_samples:
+        half_width = 1.96 * float(std) / math.sqrt(num_samples)
         return estimate - half_width, estimate + half_width
-    if count and is_share(name) and 0.0 <= estimate <= 1.0:
-        from rlhpc.metrics.statistics import wilson  # imports numpy
+    if num_samples and is_share(name) and 0.0 <= estimate <= 1.0:
+        from rlhpc.metrics.statistics import wilson_interval  # imports numpy
 
-        return wilson(estimate * count, count)
+        return wilson_interval(estimate * num_samples, num_samples)
     return estimate, estimate
 
 
@@ -386,11 +425,11 @@ def evaluations_of(
             logged_metrics = {
                 key.removeprefix(f"{prefix}/"): metric for key, metric in row.items() if key.startswith(f"{prefix}/")
             }
-            by_step[int(row["step"])] = _evaluation_point(logged_metrics, name, int(row["step"]), in_training=True)
+            by_step[int(row["step"])] = _make_evaluation_point(logged_metrics, name, int(row["step"]), in_training=True)
     for evaluation in results:
         if _is_number(evaluation.get(name)):
             step = int(evaluation["global_step"])
-            by_step[step] = _evaluation_point(evaluation, name, step, in_training=False)
+            by_step[step] = _make_evaluation_point(evaluation, name, step, in_training=False)
     return [by_step[step] for step in sorted(by_step)]
 
 
@@ -406,11 +445,13 @@ def evaluations_by_suite(
         name: Name of the metric, such as `accuracy`.
     """
     logged_names = {key for row in rows for key in row if key.startswith("eval/") and key.endswith(f"/{name}")}
-    prefixes = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged_names) if key.count("/") > 1}
+    prefix_by_suite = {key.split("/")[1]: key.rpartition("/")[0] for key in sorted(logged_names) if key.count("/") > 1}
     if f"eval/{name}" in logged_names:
-        prefixes = {_find_trained_suite(paths): "eval", **prefixes}
-    suites = dict.fromkeys([*(str(evaluation["suite"]) for evaluation in results), *prefixes])
-    by_suite = {s: evaluations_of(rows, of_suite(results, s), name, prefixes.get(s, f"eval/{s}")) for s in suites}
+        prefix_by_suite = {_find_trained_suite(paths): "eval", **prefix_by_suite}
+    suites = dict.fromkeys([*(str(evaluation["suite"]) for evaluation in results), *prefix_by_suite])
+    by_suite = {
+        s: evaluations_of(rows, of_suite(results, s), name, prefix_by_suite.get(s, f"eval/{s}")) for s in suites
+    }
     return {suite: evaluations for suite, evaluations in by_suite.items() if evaluations}
 
 
@@ -429,7 +470,7 @@ def scored_results(
     prefix = "eval/" if suite == _find_trained_suite(paths) else f"eval/{suite}/"
     logged_results = {
         int(row["step"]): {"suite": suite, "global_step": int(row["step"])}
-        | {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        | {key.removeprefix(prefix): metric_value for key, metric_value in row.items() if key.startswith(prefix)}
         for row in rows
         if _is_number(row.get(f"{prefix}{name}"))
     }
@@ -439,28 +480,28 @@ def scored_results(
 
 def _find_trained_suite(paths: RunPaths) -> str:
     """Returns the suite that training logs as `eval/<name>`: the first of `data.eval`, or `default` for embodied runs."""
-    return _configured_suite(paths, "data", "eval", 0, "name")
+    return _find_configured_suite(paths, "data", "eval", 0, "name")
 
 
-def _configured_suite(paths: RunPaths, *keys: str | int) -> str:
+def _find_configured_suite(paths: RunPaths, *key_path: str | int) -> str:
     """Returns the suite's name at a path of keys in the run's configuration; `default` if the path does not exist."""
     try:
-        return str(functools.reduce(operator.getitem, keys, read_yaml(read_file(paths.config))))
+        return str(functools.reduce(operator.getitem, key_path, read_yaml(read_file(paths.config))))
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, IndexError):
         return "default"
 
 
-def _evaluation_point(result: Mapping[str, Any], name: str, step: int, *, in_training: bool) -> EvaluationPoint:
-    low, high = interval_of(result, name)
-    return EvaluationPoint(step, float(result[name]), low, high, _num_samples(result), in_training)
+def _make_evaluation_point(result: Mapping[str, Any], name: str, step: int, *, in_training: bool) -> EvaluationPoint:
+    low_bound, high_bound = interval_of(result, name)
+    return EvaluationPoint(step, float(result[name]), low_bound, high_bound, _count_samples(result), in_training)
 
 
-def _num_samples(result: Mapping[str, Any]) -> int:
+def _count_samples(result: Mapping[str, Any]) -> int:
     return next((int(result[key]) for key in _COUNTS if _is_number(result.get(key)) and result[key] > 0), 0)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _is_number(json_value: Any) -> bool:
+    return isinstance(json_value, int | float) and not isinstance(json_value, bool) and math.isfinite(json_value)
 
 
 def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
@@ -468,7 +509,7 @@ def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
 
     If that suite has no result, it is the suite of the first result.
     """
-    configured_suite = _configured_suite(paths, "workflow", "eval_suites", 0)
+    configured_suite = _find_configured_suite(paths, "workflow", "eval_suites", 0)
     suites = [str(evaluation["suite"]) for evaluation in results]
     return suites[0] if suites and configured_suite not in suites else configured_suite
 
@@ -479,7 +520,7 @@ def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
 
 
 def describe_result(result: dict[str, Any]) -> str:
-    """Formats an evaluation's result in a few words, with its 95 % interval; "" without a mean return or an accuracy."""
+    """Formats an evaluation's result briefly, with its 95 % interval; "" if it has neither a mean return nor an accuracy."""
     if "return_mean" in result:
         description = f"mean return {result['return_mean']:.1f}" + in_parentheses(
             result.get("return_ci95"), ".1f", "95 % interval "

@@ -19,69 +19,79 @@ _T = (
 )  # fmt: skip
 
 
-def student(degrees: int) -> float:
+def student_quantile(num_degrees: int) -> float:
     """Returns the 0.975 quantile of Student's t (Abramowitz & Stegun 26.7.5 for many degrees of freedom)."""
-    if degrees <= len(_T):
-        return _T[degrees - 1]
-    return _Z + (_Z**3 + _Z) / (4 * degrees) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * degrees**2)
+    if num_degrees <= len(_T):
+        return _T[num_degrees - 1]
+    return _Z + (_Z**3 + _Z) / (4 * num_degrees) + (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / (96 * num_degrees**2)
 
 
-def wilson(successes: float, n: float, z: float = _Z) -> Interval:
+def wilson_interval(num_successes: float, n: float, z: float = _Z) -> Interval:
     """Returns Wilson's 95 % score interval of a proportion, without continuity correction (Newcombe 1998, method 3).
 
     Args:
-        successes: Number of successes.
+        num_successes: Number of successes.
         n: Number of independent trials; an effective number need not be an integer.
         z: The quantile.
     """
-    proportion, z2 = successes / n, z * z
+    proportion, z2 = num_successes / n, z * z
     centre = (proportion + z2 / (2 * n)) / (1 + z2 / n)
     half_width = z * math.sqrt(proportion * (1 - proportion) / n + z2 / (4 * n * n)) / (1 + z2 / n)
     # At the ends of the range, rounding would give 1e-17 where the formula gives 0.
-    return (0.0 if successes == 0 else centre - half_width, 1.0 if successes == n else centre + half_width)
+    return (0.0 if num_successes == 0 else centre - half_width, 1.0 if num_successes == n else centre + half_width)
 
 
-def share_interval(values: Numbers, clusters: Sequence[Hashable] | None = None, influence: float = 1.0) -> Interval:
+def share_interval(
+    sample_values: Numbers, clusters: Sequence[Hashable] | None = None, influence: float = 1.0
+) -> Interval:
     """Returns the 95 % interval of the mean of numbers from 0 to 1, by Wilson's formula for the effective number of trials.
 
     Values of one cluster, such as pairs of one prompt, may depend on each other in any way. The variance is that of the
     clusters' sums plus one cluster of 0s and 1s, so that the interval of equal values has a width.
 
     Args:
-        values: Numbers.
+        sample_values: Numbers.
         clusters: The cluster of each number; None if all are independent.
         influence: Weight of one value in the mean: 2 for the mean of a statistic of pairs of values.
     """
-    array = np.asarray(values, np.float64)
+    array = np.asarray(sample_values, np.float64)
     mean = float(array.mean())
     cluster_ids = np.arange(len(array))
     if clusters is not None:
         cluster_ids = np.unique([str(key) for key in clusters], return_inverse=True)[1]
-    count = int(cluster_ids.max()) + 1
-    are_trials = count == len(array) and influence == 1.0 and bool(np.isin(array, (0.0, 1.0)).all())
-    if are_trials or mean in (0.0, 1.0) or count == 1:
-        return wilson(mean * count, count)
+    num_clusters = int(cluster_ids.max()) + 1
+    are_trials = num_clusters == len(array) and influence == 1.0 and bool(np.isin(array, (0.0, 1.0)).all())
+    if are_trials or mean in (0.0, 1.0) or num_clusters == 1:
+        return wilson_interval(mean * num_clusters, num_clusters)
     sums = np.bincount(cluster_ids, weights=array - mean)
-    spread = mean * (1 - mean)
-    variance = (influence**2 * float((sums**2).sum()) + (len(array) / count) ** 2 * spread) / len(array) ** 2
-    trials = spread / variance
-    return wilson(mean * trials, trials, student(count - 1))
+    sample_variance = mean * (1 - mean)
+    variance = (influence**2 * float((sums**2).sum()) + (len(array) / num_clusters) ** 2 * sample_variance) / len(
+        array
+    ) ** 2
+    trials = sample_variance / variance
+    return wilson_interval(mean * trials, trials, student_quantile(num_clusters - 1))
 
 
-def mean_interval(values: Numbers) -> Interval:
+def mean_interval(sample_values: Numbers) -> Interval:
     """Returns the 95 % interval of the mean of independent numbers, by Student's t; both ends of one number are the number."""
-    array = np.asarray(values, np.float64)
-    mean, count = float(array.mean()), len(array)
-    half_width = student(count - 1) * float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    array = np.asarray(sample_values, np.float64)
+    mean, num_values = float(array.mean()), len(array)
+    half_width = (
+        student_quantile(num_values - 1) * float(array.std(ddof=1)) / math.sqrt(num_values) if num_values > 1 else 0.0
+    )
     return mean - half_width, mean + half_width
 
 
-def interval(values: Numbers) -> Interval:
+def interval(sample_values: Numbers) -> Interval:
     """Returns the 95 % interval of the mean of independent numbers.
 
     It is `share_interval` if all numbers are from 0 to 1, otherwise `mean_interval`.
     """
-    return share_interval(values) if all(0.0 <= number <= 1.0 for number in values) else mean_interval(values)
+    return (
+        share_interval(sample_values)
+        if all(0.0 <= number <= 1.0 for number in sample_values)
+        else mean_interval(sample_values)
+    )
 
 
 #: Share of the runs that the interquartile mean omits at each end.
@@ -111,18 +121,18 @@ def interquartile_mean(scores: Sequence[float]) -> Estimate:
     The IQM omits a quarter of the seeds, rounded down, at each end; with fewer than four seeds it is the mean. The interval
     is that of trimmed means (Tukey and McLaughlin 1963).
     """
-    ordered = np.sort(np.asarray(scores, np.float64))
-    count = len(ordered)
-    num_trimmed = int(_TRIM_SHARE * count)
+    sorted_scores = np.sort(np.asarray(scores, np.float64))
+    num_scores = len(sorted_scores)
+    num_trimmed = int(_TRIM_SHARE * num_scores)
     if not num_trimmed:
         return mean(scores)
-    num_middle = count - 2 * num_trimmed
-    iqm = float(ordered[num_trimmed : count - num_trimmed].mean())
-    winsorized = np.clip(ordered, ordered[num_trimmed], ordered[count - num_trimmed - 1])
+    num_middle = num_scores - 2 * num_trimmed
+    iqm = float(sorted_scores[num_trimmed : num_scores - num_trimmed].mean())
+    winsorized_scores = np.clip(sorted_scores, sorted_scores[num_trimmed], sorted_scores[num_scores - num_trimmed - 1])
     half_width = (
-        student(num_middle - 1)
-        * float(winsorized.std(ddof=1))
-        * math.sqrt(count - 1)
+        student_quantile(num_middle - 1)
+        * float(winsorized_scores.std(ddof=1))
+        * math.sqrt(num_scores - 1)
         / math.sqrt(num_middle * (num_middle - 1))
     )
     return Estimate(iqm, iqm - half_width, iqm + half_width)
@@ -134,5 +144,5 @@ def improvement(scores: Sequence[float], other_scores: Sequence[float]) -> float
     The probability is the share of pairs with a higher score, with ties counted half (Mann-Whitney's U over the number of
     pairs).
     """
-    difference = np.asarray(scores, np.float64)[:, None] - np.asarray(other_scores, np.float64)[None, :]
-    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
+    score_differences = np.asarray(scores, np.float64)[:, None] - np.asarray(other_scores, np.float64)[None, :]
+    return float(((score_differences > 0) + 0.5 * (score_differences == 0)).mean())

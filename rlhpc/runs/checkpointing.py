@@ -22,6 +22,7 @@ from rlhpc.runs.seed_scores import goal_of
 from rlhpc.runs.task_type import Cfg, TaskType
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import CheckpointError, ConfigError, RlhpcError
+from rlhpc.runtime.files import rename
 
 if TYPE_CHECKING:
     from rlhpc.checkpoint.async_writer import Checksums
@@ -65,12 +66,12 @@ class Saves:
 
     def __init__(self, groups: Mapping[str, Any], async_save: bool, timeout: float) -> None:
         self._groups, self._async_save, self._timeout = groups, async_save, timeout
-        self._current: _Save | None = None
+        self._current_save: _Save | None = None
 
     @property
     def pending_step(self) -> int | None:
         """Step of a save that is not yet a complete checkpoint."""
-        return None if self._current is None else self._current.writer.step
+        return None if self._current_save is None else self._current_save.writer.step
 
     def begin(self, writer: CheckpointWriter, files: Mapping[str, bytes | Path], meta: dict[str, Any]) -> None:
         """Starts to save the current step on all ranks; returns when training may continue.
@@ -88,19 +89,21 @@ class Saves:
         with contextlib.ExitStack() as exit_stack:
             folder = str(exit_stack.enter_context(writer).staging)
             handles = {
-                role: group.begin_save(folder, self._async_save) if _saves_in_background(group) else group.save(folder)
+                role: group.begin_save(folder, self._async_save)
+                if _can_save_in_background(group)
+                else group.save(folder)
                 for role, group in self._groups.items()
             }
-            answers = {role: handle.wait(self._timeout) for role, handle in handles.items()}
-            for name, content in files.items():
-                if isinstance(content, bytes):
-                    writer.add_bytes(name, content)
+            answers = {role: call_handle.wait(self._timeout) for role, call_handle in handles.items()}
+            for name, file_content in files.items():
+                if isinstance(file_content, bytes):
+                    writer.add_bytes(name, file_content)
                 else:
-                    writer.add_file(name, content)
-            self._current = _Save(writer, exit_stack.pop_all(), meta, started_at)
+                    writer.add_file(name, file_content)
+            self._current_save = _Save(writer, exit_stack.pop_all(), meta, started_at)
         for role, group in self._groups.items():
-            if _saves_in_background(group):
-                self._current.record(role, answers[role])
+            if _can_save_in_background(group):
+                self._current_save.record(role, answers[role])
 
     def advance(self) -> float | None:
         """Commits the save in progress if all its files are written; does not wait.
@@ -108,7 +111,7 @@ class Saves:
         Returns:
             Seconds from the start of the save to its commit, or None if nothing was committed.
         """
-        return self._commit_if_written(wait=False)
+        return self._commit_if_written(waits=False)
 
     def finish(self) -> float | None:
         """Waits until the save in progress is a complete checkpoint.
@@ -120,9 +123,9 @@ class Saves:
             CheckpointError: A file cannot be written.
             RlhpcError: A rank failed.
         """
-        return self._commit_if_written(wait=True)
+        return self._commit_if_written(waits=True)
 
-    def settle(self) -> float | None:
+    def finish_or_drop(self) -> float | None:
         """Finishes the save in progress after a failure, when all ranks respond again. Drops the save if it fails, because a
         lost rank had not written its files.
 
@@ -136,41 +139,41 @@ class Saves:
 
     def abandon(self) -> None:
         """Drops the save in progress and removes its folder."""
-        if (save := self._current) is not None:
-            self._current = None
+        if (save := self._current_save) is not None:
+            self._current_save = None
             save.cleanup.close()
 
-    def _commit_if_written(self, wait: bool) -> float | None:
-        save = self._current
+    def _commit_if_written(self, waits: bool) -> float | None:
+        save = self._current_save
         if save is None:
             return None
         try:
-            if not self._is_written(save, wait):
+            if not self._is_written(save, waits):
                 return None
             current().registry.check_current()  # raises if another driver has replaced this driver
         except BaseException:
             self.abandon()
             raise
-        self._current = None
+        self._current_save = None
         with save.cleanup:
             save.writer.commit(save.meta, merge_checksums(save.checksums.values()))
         return time.perf_counter() - save.started_at
 
-    def _is_written(self, save: _Save, wait: bool) -> bool:
+    def _is_written(self, save: _Save, waits: bool) -> bool:
         """Returns whether all ranks have written all files."""
         unreported_groups = {
             role: group
             for role, group in self._groups.items()
-            if role not in save.checksums and _saves_in_background(group)
+            if role not in save.checksums and _can_save_in_background(group)
         }
         for role, group in unreported_groups.items():
             if role not in save.queries:
-                save.queries[role] = group.saved(wait)
+                save.queries[role] = group.saved(waits)
         for role, group in unreported_groups.items():
-            if not wait and not save.queries[role].done():  # the role's ranks are busy
+            if not waits and not save.queries[role].done():  # the role's ranks are busy
                 continue
             answers = save.queries.pop(role).wait(self._timeout)
-            if None in answers and wait:  # the pending query did not wait for the files
+            if None in answers and waits:  # the pending query did not wait for the files
                 answers = group.saved(True).wait(self._timeout)
             save.record(role, answers)
         return all(role in save.checksums for role in unreported_groups)
@@ -188,7 +191,7 @@ def merge_checksums(reports: Iterable[Checksums]) -> Checksums:
     return checksums
 
 
-def _saves_in_background(group: Any) -> bool:
+def _can_save_in_background(group: Any) -> bool:
     """Returns whether a group's ranks can write files in the background: their class reports checksums of written files."""
     from rlhpc.checkpoint.async_writer import (
         SavingWorker,  # needs torch, which a check of the configuration does without
@@ -220,7 +223,7 @@ class BestCheckpoint:
         self.metric, self.patience = metric, patience
         self.step: int | None = None
         self.value = math.nan
-        self.waited = 0
+        self.num_unimproved = 0
         self._previous_step: int | None = None
 
     def record(self, step: int, row: Mapping[str, float]) -> bool:
@@ -236,14 +239,14 @@ class BestCheckpoint:
             or (metric_value > self.value if goal_of(self.metric or "") == "maximize" else metric_value < self.value)
         )
         if not is_better:
-            self.waited += 1
+            self.num_unimproved += 1
             return False
-        self._previous_step, self.step, self.value, self.waited = self.step, step, float(metric_value), 0
+        self._previous_step, self.step, self.value, self.num_unimproved = self.step, step, float(metric_value), 0
         return True
 
     def _check_metric_exists(self, row: Mapping[str, float]) -> None:
         eval_metrics = sorted(name for name in row if name.startswith("eval/"))
-        if eval_metrics and self.metric is not None and self.step is None and not self.waited:
+        if eval_metrics and self.metric is not None and self.step is None and not self.num_unimproved:
             raise ConfigError(
                 f"runner.keep_best is {self.metric!r}, which this run's evaluation does not measure; allowed: "
                 f"{', '.join(eval_metrics)}"
@@ -251,12 +254,17 @@ class BestCheckpoint:
 
     def is_over(self) -> bool:
         """Returns whether the last `runner.patience` evaluations did not improve the metric."""
-        return 0 < self.patience <= self.waited
+        return 0 < self.patience <= self.num_unimproved
 
     def reason(self) -> str:
         """Returns the reason why the run ends, as a text for the user."""
-        best = "no value was finite" if self.step is None else f"the best is still {self.value:.6g} of step {self.step}"
-        return f"{self.waited} evaluations in a row did not improve {self.metric} (runner.patience={self.patience}); {best}"
+        best_text = (
+            "no value was finite" if self.step is None else f"the best is still {self.value:.6g} of step {self.step}"
+        )
+        return (
+            f"{self.num_unimproved} evaluations in a row did not improve {self.metric} "
+            f"(runner.patience={self.patience}); {best_text}"
+        )
 
     def facts(self) -> dict[str, Any]:
         """Returns the fields of status.json about the best checkpoint."""
@@ -269,14 +277,14 @@ class BestCheckpoint:
         if self.metric is None:
             return {}
         best_value = self.value if self.step is not None else None
-        return {"best": {"metric": self.metric, "step": self.step, "value": best_value, "waited": self.waited}}
+        return {"best": {"metric": self.metric, "step": self.step, "value": best_value, "waited": self.num_unimproved}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state`; a run with another metric starts without a best step."""
         saved_best = state.get("best")
-        self.step, self.value, self.waited, self._previous_step = None, math.nan, 0, None
+        self.step, self.value, self.num_unimproved, self._previous_step = None, math.nan, 0, None
         if isinstance(saved_best, Mapping) and saved_best.get("metric") == self.metric:
-            self.waited = int(saved_best["waited"])
+            self.num_unimproved = int(saved_best["waited"])
             if saved_best["step"] is not None:
                 self.step, self.value = int(saved_best["step"]), float(saved_best["value"])
 
@@ -298,7 +306,7 @@ class BestCheckpoint:
                 if not (link.is_symlink() and link.readlink() == Path(target.name)):
                     temporary_link = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
                     temporary_link.symlink_to(target.name)
-                    temporary_link.replace(link)
+                    rename(temporary_link, link)
             elif link.is_symlink() and (target is None or not link.exists()):
                 link.unlink()
         except OSError as error:
@@ -318,9 +326,9 @@ def check_best(task_type: TaskType[Cfg], cfg: Cfg, fail: Fail) -> None:
         if cfg.runner.patience > 0:
             raise fail("runner.patience", "it counts evaluations by a metric: name that with runner.keep_best")
         return
-    names = list(task_type.checks.evaluation_metrics(cfg))
-    if not names:
+    metric_names = list(task_type.checks.evaluation_metrics(cfg))
+    if not metric_names:
         has_evaluation = "runner.val_check_interval" in task_type.schema
         way_out = "set runner.val_check_interval, such as 10" if has_evaluation else "leave it out"
         raise fail("runner.keep_best", f"this run evaluates nothing while it trains: {way_out}")
-    check_name("runner.keep_best", metric, names, fail)
+    check_name("runner.keep_best", metric, metric_names, fail)

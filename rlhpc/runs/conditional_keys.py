@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rlhpc.algorithms.registry import ADVANTAGES, DISCOUNTED
+from rlhpc.config.alerts import has_hook
 from rlhpc.config.conditional_keys import Condition, UnusedKey, defaults_of, is_none_of, unused_keys, user_sources
 from rlhpc.config.files import ConfigSource, read_files
 from rlhpc.config.load import read_layers
@@ -24,7 +25,22 @@ CLIPPED = Condition(
     "by algorithm.loss_type ppo, gspo, decoupled_ppo",
 )  # fmt: skip
 #: Conditions of keys that every run has.
-COMMON = (Condition(("runner.max_epochs",), lambda cfg: cfg.runner.max_steps == -1, "where runner.max_steps is -1"),)
+COMMON = (
+    Condition(("runner.max_epochs",), lambda cfg: cfg.runner.max_steps == -1, "where runner.max_steps is -1"),
+    Condition(
+        ("runner.trace.profile.ranks", "runner.trace.profile.steps"), lambda cfg: bool(cfg.runner.trace.profile.groups),
+        "with runner.trace.profile.groups",
+    ),
+    Condition(
+        ("runner.trace.profile.nsys_steps", "runner.trace.profile.nsys_options"),
+        lambda cfg: bool(cfg.runner.trace.profile.nsys), "with runner.trace.profile.nsys",
+    ),
+    Condition(
+        tuple(f"runner.alerts.{name}" for name in ("timeout_s", "stall_factor", "stall_floor_s", "silenced", "rules")),
+        lambda cfg: has_hook(cfg.runner.alerts),
+        "with a hook: runner.alerts.command or runner.alerts.webhook",
+    ),
+)  # fmt: skip
 
 
 def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, ...]:
@@ -34,9 +50,9 @@ def estimator_conditions(applies: Rule = lambda cfg: True) -> tuple[Condition, .
         applies: Predicate that is true for a run whose advantages depend on `algorithm.adv_type` only.
     """
 
-    def read_by(*names: str) -> Rule:
-        other_estimators = [name for name in ADVANTAGES.built_in if name not in names]
-        return lambda cfg: not applies(cfg) or cfg.algorithm.adv_type.lower() not in other_estimators
+    def read_by(*keys_read: str) -> Rule:
+        other_estimators = [name for name in ADVANTAGES.built_in if name not in keys_read]
+        return lambda cfg: not applies(cfg) or cfg.algorithm.adv_type not in other_estimators
 
     return (
         Condition(("algorithm.gamma",), read_by(*DISCOUNTED), f"by algorithm.adv_type {', '.join(DISCOUNTED)}"),
@@ -70,17 +86,17 @@ def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | N
     """
     layers = read_layers(config, overrides, task_type_keys, site=site)
     cfg = typed(RunConfig, layers.cfg)
-    task_type, (source, content) = task_type_of(cfg), read_files(config)[-1]
+    task_type, (source_name, file_content) = task_type_of(cfg), read_files(config)[-1]
     return unused_keys(
         cfg,
-        user_sources(layers, source, content),
+        user_sources(layers, source_name, file_content),
         task_type.checks.conditions,
-        _defaults(task_type.schema),
+        _find_defaults(task_type.schema),
     )
 
 
 @functools.cache
-def _defaults(schema: Schema) -> Mapping[str, Any]:
+def _find_defaults(schema: Schema) -> Mapping[str, Any]:
     return defaults_of(schema.root, schema.keys)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from omegaconf import OmegaConf
 
 from rlhpc.config.files import ConfigSource, source_name
-from rlhpc.config.load import check_complete, read_layers
+from rlhpc.config.load import complete, read_layers
 from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import typed
@@ -58,17 +58,17 @@ def load_config(
     return cfg
 
 
-def _check_suites(layers: ConfigLayers, source: str) -> None:
+def _check_suites(layers: ConfigLayers, source_name: str) -> None:
     """Checks the changes of each suite as its evaluation will read them, so that mistakes appear before training."""
-    for name, changes in typed(RunConfig, layers.cfg).workflow.suites.items():
+    for name, suite_changes in typed(RunConfig, layers.cfg).workflow.suites.items():
         suite_layers = layers.copy()
         try:
-            for override_text in changes:
+            for override_text in suite_changes:
                 suite_layers.override(override_text)
             cfg = typed(RunConfig, suite_layers.cfg)
-            check_complete(suite_layers, task_type_of(cfg).keys, source)
-            validate(cfg, source, suite_layers.sources, training=False)
+            complete(suite_layers, task_type_of(cfg).keys, source_name)
+            validate(cfg, source_name, suite_layers.sources, training=False)
         except ConfigError as error:
             raise ConfigError(
-                f"{layers.sources.get(f'workflow.suites.{name}', source)}: workflow.suites.{name}: {error}"
+                f"{layers.sources.get(f'workflow.suites.{name}', source_name)}: workflow.suites.{name}: {error}"
             ) from None

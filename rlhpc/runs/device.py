@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlhpc.config.sections import RunConfig
-from rlhpc.runtime.devices import accelerator, torch_device
+from rlhpc.config.sections import RunConfig, RunnerConfig
+from rlhpc.runtime.devices import accelerator, set_process_device, torch_device
 from rlhpc.runtime.worker import Worker
 
 #: Number of parameters below which a second thread costs more time for synchronisation than it saves. On a machine with
@@ -27,15 +27,17 @@ def worker_device(worker: Worker) -> torch.device:
     """
     device_type = torch_device(worker.accelerators)
     if worker.device_index:  # the process also sees accelerators of others
-        torch.accelerator.set_device_index(worker.device_index)
+        set_process_device(worker.device_index)
     return torch.device(device_type)
 
 
 def evaluation_device(cfg: RunConfig) -> torch.device:
-    """Returns the device of a command that evaluates, records or answers outside a run: the first accelerator.
+    """Returns the device of a command that evaluates, records or answers outside a run: the first accelerator. Sets the
+    precision of float32 products as in the run (`set_tf32`).
 
     It is the CPU on a machine without one, and for runs that compute on CPUs (`cluster.accelerators_per_node` is 0).
     """
+    set_tf32(cfg.runner.tf32)
     return torch.device("cpu" if cfg.cluster.accelerators_per_node == 0 else accelerator() or "cpu")
 
 
@@ -45,15 +47,26 @@ def device_of(policy: Any) -> torch.device:
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
-def seed_process(seed: int, role: str, rank: int) -> None:
-    """Seeds the global random generators of the process, which external environments and models use."""
-    seed_words = np.random.SeedSequence([seed, zlib.crc32(role.encode()), rank]).generate_state(3)
+def set_up_process(runner: RunnerConfig, role: str, rank: int, *, seed: int | None = None) -> None:
+    """Seeds the global random generators of the process, which external environments and models use, and sets the precision
+    of its float32 products (`set_tf32`). `seed` replaces that of the run.
+    """
+    set_tf32(runner.tf32)
+    entropy = [runner.seed if seed is None else seed, zlib.crc32(role.encode()), rank]
+    seed_words = np.random.SeedSequence(entropy).generate_state(3)
     random.seed(int(seed_words[0]))
     np.random.seed(int(seed_words[1]))
     torch.manual_seed(int(seed_words[2]))
 
 
-def settle(module: nn.Module, device: torch.device) -> Any:
+def set_tf32(tf32: bool | None) -> None:
+    """Sets whether NVIDIA GPUs round the inputs of float32 matrix products and convolutions to TF32 (`runner.tf32`)."""
+    if tf32 is not None:
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.set_flags(_allow_tf32=tf32, _fp32_precision=None)  # the latter would reset the line above
+
+
+def place_policy(module: nn.Module, device: torch.device) -> Any:
     """Moves a policy to the device, and limits the threads of the process (`limit_threads`); returns the policy."""
     limit_threads(module, device)
     return module.to(device)
@@ -70,7 +83,7 @@ def to_tensors(obs: Any, device: torch.device) -> Any:
     possible.
     """
     if isinstance(obs, dict):
-        return {key: to_tensors(value, device) for key, value in obs.items()}
+        return {key: to_tensors(array, device) for key, array in obs.items()}
     if isinstance(obs, torch.Tensor):
         return obs.to(device)
     return torch.from_numpy(np.ascontiguousarray(obs)).to(device)

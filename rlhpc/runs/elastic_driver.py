@@ -16,8 +16,9 @@ from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import SlurmProbe
 from rlhpc.jobs.shared_files import read_json_file
+from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
-from rlhpc.jobs.slurm import QueuedJob, jobs_named, scancel, seconds_to_start
+from rlhpc.jobs.slurm import QueuedJob, scancel, seconds_to_start
 from rlhpc.metrics import update_provenance
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.allocation import in_slurm_job
@@ -50,7 +51,7 @@ class HelperJobs:
         plan: Plan of the jobs.
         max_useful: Maximum number of ranks that the run can use in addition to the initial ranks.
         on_job_end: Called with the id of an ended job. No rank of that job can be alive.
-        count_present: Returns job id → number of present ranks; 0 if all ranks of the job have left.
+        count_present: Returns a dict from job id to number of present ranks; 0 if all ranks of the job have left.
         faulty_jobs: Ids of jobs in which a rank raised an error, for example because of a broken node.
     """
 
@@ -72,7 +73,8 @@ class HelperJobs:
         self._num_failed, self._failed_at = 0, 0.0
         self._last_seen: dict[str, float] = {}
         self._last_note = ""
-        self._stopping = threading.Event()
+        self._probe = SharedProbe(SlurmProbe(command_timeout_s=10.0))
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rlhpc-helpers", daemon=True)
 
     def start(self) -> None:
@@ -88,8 +90,8 @@ class HelperJobs:
         step_s = row.get("time/step_s", 0.0)
         if step_s > 0:
             wait_share = min(1.0, row.get("time/rollout_s", 0.0) / step_s)
-            previous = wait_share if self._wait_share is None else self._wait_share
-            self._wait_share = (1 - _NEW_STEP_WEIGHT) * previous + _NEW_STEP_WEIGHT * wait_share
+            last_share = wait_share if self._wait_share is None else self._wait_share
+            self._wait_share = (1 - _NEW_STEP_WEIGHT) * last_share + _NEW_STEP_WEIGHT * wait_share
 
     def stop(self, *, is_restarting: bool, is_killed: bool = False) -> None:
         """Stops the thread at the end of the driver, and ends the helper jobs.
@@ -98,12 +100,13 @@ class HelperJobs:
             is_restarting: True if another driver continues the run. The helper jobs stay alive and wait for that driver.
             is_killed: True if only Slurm knows whether another driver follows. Only queued helper jobs end.
         """
-        self._stopping.set()
+        self._stop_event.set()
         if self._thread.is_alive():
             self._thread.join(_ANSWER_TIMEOUT_S)
             if self._thread.is_alive():
                 give_up(self._thread)
                 self._thread.join(_ANSWER_TIMEOUT_S)
+        self._probe.leave([job.id for job in self.jobs])
         if shutil.which("scancel") is not None and not is_restarting:
             end_helpers(self.paths, queued_only=is_killed, graceful=not is_killed, timeout_s=10.0)
 
@@ -115,7 +118,7 @@ class HelperJobs:
     # -- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        while not self._stop_event.is_set():
             try:
                 self.update()
             except RlhpcError as error:
@@ -123,47 +126,56 @@ class HelperJobs:
             except Exception as error:  # such as a full disk; an error here must not end the run
                 self._print_note(f"{type(error).__name__}: {error}")
                 log.debug("looking after the helpers", exc_info=True)
-            self._stopping.wait(self.plan.look_s)
+            self._stop_event.wait(self.plan.look_s)
 
-    def _print_note(self, text: str) -> None:
+    def _print_note(self, note_text: str) -> None:
         """Prints a note for the user, unless it repeats the previous note."""
-        if text != self._last_note and not self._stopping.is_set():
-            self._last_note = text
-            note(f"cluster.elastic: {text}")
+        if note_text != self._last_note and not self._stop_event.is_set():
+            self._last_note = note_text
+            note(f"cluster.elastic: {note_text}")
 
     def update(self) -> None:
-        """Queries the job queue once, updates the records, and applies the rule's decision."""
-        queue = jobs_named(self._name)
+        """Reads the job queue, updates the records, and applies the rule's decision.
+
+        The queue is the last answer to any command of this user on this host, so it is up to 10 seconds old.
+        """
+        queue, asked_at = self._probe.jobs_named(self._name)
         if queue is None:
             self._print_note("Slurm does not answer; the run goes on with the ranks that there are")
             return
         now = time.time()
-        self._reconcile(queue, now)
-        decision = self._rule.decide(self._cluster_state(now))
+        self._reconcile(queue, asked_at, now)
+        decision = self._rule.decide(self._find_cluster_state(now))
         try:
             self._apply_decision(decision, now)
         finally:
             self._record.write(self.paths, self.plan.group)
 
-    def _reconcile(self, queue: Sequence[QueuedJob], now: float) -> None:
-        """Updates the records of all jobs from the queue, and adds jobs of an earlier driver and unrecorded jobs."""
+    def _reconcile(self, queue: Sequence[QueuedJob], asked_at: float, now: float) -> None:
+        """Updates the records of all jobs from the queue, and adds jobs of an earlier driver and unrecorded jobs.
+
+        Args:
+            queue: Jobs in the queue.
+            asked_at: Time of the queue; it lacks jobs that were submitted later.
+            now: Current time.
+        """
         joined_ranks, record = self._count_present(), self._record
         queued_jobs = {job.id: job for job in queue}
         for job in queue:
             job_record = record.jobs.get(job.id) or HelperJobRecord(job.id, self.plan.group, self.plan.counted, now)
-            job_record = job_record.observe(job, _num_joined(joined_ranks, job.id))
+            job_record = job_record.observe(job, _count_joined(joined_ranks, job.id))
             record.jobs[job.id] = job_record.leave(now) if job.state in _ENDING_STATES else job_record
-            self._last_seen[job.id] = now
+            self._last_seen[job.id] = asked_at
             if job.state in _ENDING_STATES:
                 self._on_job_end(job.id)
-        ended_jobs = [live_job for live_job in record.live() if live_job.id not in queued_jobs]
-        reports = (
-            SlurmProbe(command_timeout_s=10.0).query([live_job.id for live_job in ended_jobs]) if ended_jobs else {}
-        )
-        for live_job in ended_jobs:
+        missing_jobs = [job for job in record.live() if job.id not in queued_jobs and job.submitted < asked_at]
+        reports = self._probe.query([job.id for job in missing_jobs]) if missing_jobs else {}
+        for live_job in missing_jobs:
+            if not reports[live_job.id].conclusive:
+                continue  # Slurm was not asked about it yet, or does not answer
             job_record = record.jobs[live_job.id] = live_job.finish(
                 reports[live_job.id].state.value,
-                _num_joined(joined_ranks, live_job.id),
+                _count_joined(joined_ranks, live_job.id),
                 now=now,
                 last_seen=self._last_seen.pop(live_job.id, live_job.submitted),
                 walltime_s=60.0 * self.plan.minutes,
@@ -183,7 +195,7 @@ class HelperJobs:
                     f"job {job_record.id} ended ({job_record.state}) before a rank of it had joined; see {log_file}"
                 )
 
-    def _cluster_state(self, now: float) -> ClusterState:
+    def _find_cluster_state(self, now: float) -> ClusterState:
         joined_ranks = self._count_present()
         jobs = [
             LiveHelperJob(
@@ -211,13 +223,13 @@ class HelperJobs:
         if not decision.submit:
             return
         if decision.only_soon:
-            seconds, start_note = seconds_to_start(dict(self.plan.options))
-            if seconds is None or seconds > self.plan.start_within_s:
+            wait_s, start_note = seconds_to_start(dict(self.plan.options))
+            if wait_s is None or wait_s > self.plan.start_within_s:
                 self._rule.limit_to_live_jobs(len([job for job in self._record.live() if job.leaving is None]))
                 self._print_note(f"no further ranks for now: {start_note}")
                 return
         for _ in range(decision.submit):
-            if self._stopping.is_set():
+            if self._stop_event.is_set():
                 return
             job_id = submit(self.paths.helpers, self._name, self.plan, self.paths.root)
             self._record.jobs[job_id] = HelperJobRecord(job_id, self.plan.group, self.plan.counted, time.time())
@@ -228,25 +240,25 @@ class HelperJobs:
         )
 
 
-def _num_joined(present: Mapping[str, int], job: str) -> int:
+def _count_joined(present_ranks: Mapping[str, int], job_id: str) -> int:
     """Returns the number of a job's present ranks, but at least 1 if a rank joined and has left again; 0 if no rank joined."""
-    return max(1, present[job]) if job in present else 0
+    return max(1, present_ranks[job_id]) if job_id in present_ranks else 0
 
 
 def requested_ranks(paths: RunPaths, group: str) -> int | None:
-    """Returns the number of ranks requested with `rlhpc scale`; None without a request."""
+    """Returns the number of ranks requested with `rlhpc scale`; None if there is no request."""
     ranks = (read_json_file(paths.requested_ranks) or {}).get(group) if paths.requested_ranks.exists() else None
     return ranks if isinstance(ranks, int) else None
 
 
-def join_address(plans: Sequence[HelperPlan], cluster: Cluster) -> str | None:
+def join_address(helper_plans: Sequence[HelperPlan], cluster: Cluster) -> str | None:
     """Returns the TCP address for ranks that join from other hosts; None if no ranks can join, or if the run has remote nodes
     and therefore listens already.
     """
-    if not plans or any(not node.is_local for node in cluster.nodes):
+    if not helper_plans or any(not node.is_local for node in cluster.nodes):
         return None
     try:
-        return address_for_partition(dict(plans[0].options).get("partition"), cluster.interface)
+        return address_for_partition(dict(helper_plans[0].options).get("partition"), cluster.interface)
     except ConfigError as error:
         note(f"cluster.elastic: {error}; only ranks on this host can join")
         return None

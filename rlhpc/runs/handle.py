@@ -78,7 +78,7 @@ def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
         ConfigError: A key or value is wrong, or the run has checkpoints already (pass `runner.resume_dir="auto"`).
         UserError: Another process trains this run.
     """
-    override_words = [override(key, plain_value(value, key)) for key, value in overrides.items()]
+    override_words = [override(key, plain_value(override_value, key)) for key, override_value in overrides.items()]
     cfg = load_for_training(config, override_words)
     check_planned(cfg)
     require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
@@ -102,10 +102,10 @@ class TrainingRun:
         self._files = SegmentJournal(self.paths, 0)
         self._created_folders = _make_folders(self._files.driver_err.parent)
         self._err_offset = size_of(self._files.driver_err)
-        self._old_metrics = None if cfg.runner.resume_dir is not None else _file_identity(self.paths.metrics)
+        self._old_metrics = None if cfg.runner.resume_dir is not None else _read_file_identity(self.paths.metrics)
         self._config = self._files.driver_err.with_suffix(".yaml")
         self._process: Popen[bytes] | None = None
-        self._finished, self._cancelled, self._failure = threading.Event(), False, ""
+        self._finish_event, self._is_cancelled, self._failure = threading.Event(), False, ""
         try:
             write_config(self._config, cfg, f"As started from {source}")
             self._start(driver_command(self._config, segment=None))
@@ -131,12 +131,12 @@ class TrainingRun:
                 return
             finally:
                 start_attempted.set()
-            code = self._process.wait()
-            if code == UserError.exit_code:
+            exit_code = self._process.wait()
+            if exit_code == UserError.exit_code:
                 self._remove_traces()
             with contextlib.suppress(ValueError):
                 _live_runs.remove(self)
-            self._finished.set()
+            self._finish_event.set()
 
         threading.Thread(target=run_driver, name=f"rlhpc {self.name}", daemon=True).start()
         start_attempted.wait()
@@ -168,10 +168,10 @@ class TrainingRun:
     @property
     def state(self) -> str:
         """State of the run: `running`, `finished`, `stopped` (ended on request before the last step) or `failed`."""
-        code = None if self._process is None or not self._finished.is_set() else self._process.returncode
-        if code is None:
+        exit_code = None if self._process is None or not self._finish_event.is_set() else self._process.returncode
+        if exit_code is None:
             return "running"
-        return "finished" if code == 0 else "stopped" if code in _STOP_CODES else "failed"
+        return "finished" if exit_code == 0 else "stopped" if exit_code in _STOP_CODES else "failed"
 
     @property
     def step(self) -> int:
@@ -181,13 +181,13 @@ class TrainingRun:
 
     @property
     def checkpoint(self) -> Path | None:
-        """Best checkpoint of a run with `runner.keep_best`, otherwise the newest complete checkpoint; None without one."""
+        """Best checkpoint of a run with `runner.keep_best`, otherwise the newest complete checkpoint, or None."""
         step = self.paths.chosen_step()
         return None if step is None else self.paths.checkpoint(step)
 
     def done(self) -> bool:
         """Returns whether the run has ended, in any state."""
-        return self._finished.is_set()
+        return self._finish_event.is_set()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns a row of metrics for each step so far, with the step's number as `step`. Non-finite values are None;
@@ -197,7 +197,7 @@ class TrainingRun:
 
     def _is_old(self) -> bool:
         """Returns whether the metrics file is still the file of an earlier start that saved nothing."""
-        return self._old_metrics is not None and _file_identity(self.paths.metrics) == self._old_metrics
+        return self._old_metrics is not None and _read_file_identity(self.paths.metrics) == self._old_metrics
 
     def _last_row(self) -> dict[str, Any] | None:
         """Returns the newest row of metrics. Reads only the end of the file, because it is called twice a second."""
@@ -236,7 +236,7 @@ class TrainingRun:
         try:
             with contextlib.ExitStack() as exit_stack:
                 bar = None
-                while not self._finished.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+                while not self._finish_event.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
                     if time.monotonic() >= deadline:
                         raise DeadlineExceeded(
                             f"run {self.folder} has not ended within {timeout_s:g} s; it goes on (step {self.step} of "
@@ -245,9 +245,9 @@ class TrainingRun:
                     if row := self._last_row():
                         step = int(row["step"])
                         bar = bar or exit_stack.enter_context(ProgressBar(self._total_steps, step - 1, name=self.name))
-                        bar.update(step, _number_fields(row))
+                        bar.update(step, _select_number_fields(row))
                 if bar is not None and (row := self._last_row()):
-                    bar.update(int(row["step"]), _number_fields(row))
+                    bar.update(int(row["step"]), _select_number_fields(row))
         except KeyboardInterrupt:
             note(f"interrupted: {self.folder} saves and ends; Ctrl-C again ends it at once")
             self.cancel()
@@ -258,19 +258,21 @@ class TrainingRun:
     def _raise_failure(self) -> None:
         """Raises the first error of a failed run; does nothing for a run that finished or was cancelled by this object."""
         assert self._process is not None
-        code, log = self._process.returncode, self._files.driver_err
-        if code == 0 or (self._cancelled and code in (*_STOP_CODES, -signal.SIGKILL)):
+        exit_code, log = self._process.returncode, self._files.driver_err
+        if exit_code == 0 or (self._is_cancelled and exit_code in (*_STOP_CODES, -signal.SIGKILL)):
             return
-        if code == UserError.exit_code:
+        if exit_code == UserError.exit_code:
             raise DriverRejected(self._failure)
-        saved = f"saved in {self.checkpoint}" if self.checkpoint else "nothing is saved"
-        if code in _STOP_CODES:
+        saved_text = f"saved in {self.checkpoint}" if self.checkpoint else "nothing is saved"
+        if exit_code in _STOP_CODES:
             raise DriverFailed(
-                f"run {self.folder} was asked to end from elsewhere at step {self.step} of {self._total_steps}; {saved}; "
-                'to go on: runner.resume_dir="auto"', exit_code=abs(code), log_path=str(log),
+                f"run {self.folder} was asked to end from elsewhere at step {self.step} of {self._total_steps}; {saved_text}; "
+                'to go on: runner.resume_dir="auto"', exit_code=abs(exit_code), log_path=str(log),
             )  # fmt: skip
-        message = first_failure(log, self._err_offset) or f"its process ended with code {code} and no message"
-        raise DriverFailed(f"run {self.folder} failed: {message}\n(log: {log})", exit_code=abs(code), log_path=str(log))
+        message = first_failure(log, self._err_offset) or f"its process ended with code {exit_code} and no message"
+        raise DriverFailed(
+            f"run {self.folder} failed: {message}\n(log: {log})", exit_code=abs(exit_code), log_path=str(log)
+        )
 
     def cancel(self, grace_s: float = _GRACE_S) -> None:
         """Ends the run, which saves first; returns after its end. Has no effect on a run that has already ended.
@@ -278,10 +280,10 @@ class TrainingRun:
         Args:
             grace_s: Maximum seconds for the run to save, after which the run is killed.
         """
-        self._cancelled = self._cancelled or not self.done()
+        self._is_cancelled = self._is_cancelled or not self.done()
         self._send_signal(signal.SIGTERM)
         try:
-            if not self._finished.wait(grace_s):
+            if not self._finish_event.wait(grace_s):
                 self._kill()
         except KeyboardInterrupt:
             self._kill()
@@ -290,7 +292,7 @@ class TrainingRun:
     def _kill(self) -> None:
         """Kills the driver and waits for its end; the kernel ends the ranks too."""
         self._send_signal(signal.SIGKILL)
-        self._finished.wait()
+        self._finish_event.wait()
 
     def _send_signal(self, signum: signal.Signals) -> None:
         if self._process is not None and not self.done():
@@ -305,11 +307,11 @@ class TrainingRun:
         self.cancel()
 
 
-def _number_fields(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if isinstance(value, (int, float))}
+def _select_number_fields(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: field_value for name, field_value in row.items() if isinstance(field_value, (int, float))}
 
 
-def _file_identity(path: Path) -> tuple[int, int, int] | None:
+def _read_file_identity(path: Path) -> tuple[int, int, int] | None:
     """Returns inode, modification time and size of a file, which identify its content; None if the file does not exist."""
     try:
         status = path.stat()
@@ -334,9 +336,9 @@ def _make_folders(folder: Path) -> list[Path]:
     return missing_folders
 
 
-def _end_all(owner: int = os.getpid()) -> None:
+def _end_all(owner_pid: int = os.getpid()) -> None:
     """Ends the runs of this process at its exit; the runs save first."""
-    if os.getpid() != owner:  # a forked process
+    if os.getpid() != owner_pid:  # a forked process
         return
     for run in (living_runs := list(_live_runs)):
         note(f"{run.folder} saves and ends with the program that started it; wait() for it to train to its end")

@@ -48,12 +48,12 @@ class RunMetrics:
         """
         if name.startswith("eval/"):
             x_by_step = dict(zip(*series(self.rows, against), strict=True))  # step → x
-            points = [
+            chart_points = [
                 (x_by_step[evaluation.step], evaluation.value)
                 for evaluation in self.evaluated(name)
                 if evaluation.step in x_by_step
             ]
-            return [x for x, _ in points], [y for _, y in points]
+            return [x for x, _ in chart_points], [y for _, y in chart_points]
         x, y = series(self.rows, name, against)
         return x, running_mean(y) if len(y) >= 60 else y
 
@@ -63,13 +63,13 @@ class RunMetrics:
 
     def final(self, name: str) -> EvaluationPoint | None:
         """Returns the last value of a metric; for an evaluation metric, the value of the best checkpoint if the run tracks the
-        best checkpoint. Returns None without a value.
+        best checkpoint. Returns None if there is no value.
         """
         if name.startswith("eval/"):
             evaluations = self.evaluated(name)
-            best = self.paths.best_step()
+            best_step = self.paths.best_step()
             return next(
-                (evaluation for evaluation in evaluations if evaluation.step == best),
+                (evaluation for evaluation in evaluations if evaluation.step == best_step),
                 evaluations[-1] if evaluations else None,
             )
         x, y = series(self.rows, name)
@@ -137,33 +137,33 @@ def _format_group(headline: Headline, runs: Sequence[RunMetrics]) -> str:
     A share has a 95 % interval, over seeds or, for one run, from its evaluation. Another number has the minimum and the
     maximum, if they differ.
     """
-    finals = [final_result for run in runs if (final_result := run.final(headline.metric)) is not None]
-    if not finals:
+    final_results = [final_result for run in runs if (final_result := run.final(headline.metric)) is not None]
+    if not final_results:
         return NO_VALUE
-    values = [final_result.value for final_result in finals]
+    final_values = [final_result.value for final_result in final_results]
     if headline.form == "share":
-        return f"{statistics.fmean(values):.1%}{in_parentheses(_share_interval(finals), '.1%', to=' … ')}"
-    return mean_text(values, number if headline.form == "count" else decimals)
+        return f"{statistics.fmean(final_values):.1%}{in_parentheses(_share_interval(final_results), '.1%', separator=' … ')}"
+    return mean_text(final_values, number if headline.form == "count" else decimals)
 
 
-def _share_interval(finals: Sequence[EvaluationPoint]) -> tuple[float, float]:
-    if len(finals) == 1:
-        return finals[0].low, finals[0].high
+def _share_interval(final_results: Sequence[EvaluationPoint]) -> tuple[float, float]:
+    if len(final_results) == 1:
+        return final_results[0].low, final_results[0].high
     from rlhpc.metrics.statistics import mean  # imports numpy
 
     # The interval is over seeds, as in the table of scores, because the episodes of one seed are not independent.
-    _, low, high = mean([final_result.value for final_result in finals]).of_share()
-    return low, high
+    _, low_bound, high_bound = mean([final_result.value for final_result in final_results]).of_share()
+    return low_bound, high_bound
 
 
-def mean_text(values: Sequence[float | None], format_number: Callable[[float], str]) -> str:
+def mean_text(optional_values: Sequence[float | None], format_number: Callable[[float], str]) -> str:
     """Formats the mean of numbers, with the minimum and the maximum if they differ."""
-    numbers = [value for value in values if value is not None]
-    if not numbers:
+    finite_values = [optional_value for optional_value in optional_values if optional_value is not None]
+    if not finite_values:
         return NO_VALUE
     formatted_mean, min_text, max_text = (
-        format_number(statistics.fmean(numbers)),
-        format_number(min(numbers)),
-        format_number(max(numbers)),
+        format_number(statistics.fmean(finite_values)),
+        format_number(min(finite_values)),
+        format_number(max(finite_values)),
     )
     return formatted_mean if min_text == max_text else f"{formatted_mean} ({min_text} … {max_text})"

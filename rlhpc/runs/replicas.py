@@ -105,13 +105,13 @@ class Replicas:
         """Returns the first rank of each present replica."""
         return self.present()[:: self._size]
 
-    def _replica(self, rank: int) -> tuple[int, ...]:
+    def _list_replica_ranks(self, rank: int) -> tuple[int, ...]:
         leader = rank - rank % self._size
         return tuple(range(leader, leader + self._size))
 
     def _complete_replicas(self, ranks: Collection[int]) -> list[int]:
         """Returns the ranks that belong to replicas whose ranks are all among `ranks`, in ascending order."""
-        return [rank for rank in sorted(ranks) if {*self._replica(rank)} <= {*ranks}]
+        return [rank for rank in sorted(ranks) if {*self._list_replica_ranks(rank)} <= {*ranks}]
 
     def step_group(self) -> WorkerGroup:
         """Returns the group restricted to the ranks that take part."""
@@ -121,7 +121,7 @@ class Replicas:
         """Updates the replicas before a step: removes lost ranks, restarts lost ranks, and adds ranks that are ready."""
         present_ranks = self._group.present
         self._opening_calls = {
-            ranks: handle for ranks, handle in self._opening_calls.items() if {*ranks} <= {*present_ranks}
+            ranks: call_handle for ranks, call_handle in self._opening_calls.items() if {*ranks} <= {*present_ranks}
         }
         self._admitted_ranks &= {*present_ranks}
         if lost_ranks := sorted({*self.ranks} - {*self.present()}):
@@ -133,10 +133,10 @@ class Replicas:
         self._restart_lost()
         self._admitted_ranks |= {*self._group.admit()}
         for leader in self._complete_replicas(self._admitted_ranks)[:: self._size]:
-            ranks = self._replica(leader)
+            ranks = self._list_replica_ranks(leader)
             self._admitted_ranks -= {*ranks}
             self._opening_calls[ranks] = self._opens(*ranks)
-        for ranks in [ranks for ranks, handle in self._opening_calls.items() if handle.done()]:
+        for ranks in [ranks for ranks, call_handle in self._opening_calls.items() if call_handle.done()]:
             self._opening_calls.pop(ranks).wait()
             self._joins(*ranks)
             for rank in ranks:
@@ -157,8 +157,8 @@ class Replicas:
         """Formats the lost ranks: ranks that ended, and ranks that left on request."""
         reasons = {rank: self._group.why_left(rank) for rank in ranks}
         ended_ranks = [rank for rank in ranks if not reasons[rank]]
-        phrases = [f"{self._format_ranks([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
-        return ", ".join([*([f"{self._format_ranks(ended_ranks)} ended"] if ended_ranks else []), *phrases])
+        loss_phrases = [f"{self._format_ranks([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
+        return ", ".join([*([f"{self._format_ranks(ended_ranks)} ended"] if ended_ranks else []), *loss_phrases])
 
     def _format_ranks(self, ranks: Collection[int]) -> str:
         return ", ".join(f"{self._group.name}[{rank}]" for rank in ranks)

@@ -18,20 +18,22 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.metrics import write_provenance
+from rlhpc.runs.config_changes import recorded_changes
 from rlhpc.runs.run_identity import check_same_run
 from rlhpc.runtime.disk_errors import advice, storage_error
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration, StorageError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.ownership import require_own_run_folder, require_private
+from rlhpc.runtime.registry import TIMELINE
 from rlhpc.runtime.standard_streams import tell
 
 _STATUS_INTERVAL_S = 2.0
 
 
-def note(text: str) -> None:
+def note(note_text: str) -> None:
     """Prints a note for the user."""
-    tell(f"rlhpc: {text}")
+    tell(f"rlhpc: {note_text}")
 
 
 @dataclass
@@ -47,6 +49,7 @@ class RunFolder:
         foreign: True if the checkpoint belongs to another run.
         started: Unix time of the start.
         marks: Stage of the start → Unix time at which it was reached.
+        step_facts: Figures of the last step, which status.json keeps when the run ends, however it ends.
     """
 
     paths: RunPaths
@@ -57,6 +60,7 @@ class RunFolder:
     foreign: bool = False
     started: float = field(default_factory=time.time)
     marks: dict[str, float] = field(default_factory=dict)
+    step_facts: dict[str, Any] = field(default_factory=dict)
     _status_written: float = 0.0
 
     @classmethod
@@ -76,7 +80,7 @@ class RunFolder:
         """
         paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
         resume_from, checkpoints = resolve_resume(cfg, segment, resume_with=resume_with)
-        total, segments = total_steps(cfg), cfg.runner.segments
+        last_step, segments = total_steps(cfg), cfg.runner.segments
         resume = find_resumable(paths, resume_from)
         for path, reason in resume.skipped:
             note(f"skipped {path.name}: {reason}")
@@ -85,9 +89,14 @@ class RunFolder:
                 f"runner.resume_dir=auto: none of the {len(checkpoints)} checkpoints in {paths.checkpoints} can be used (see "
                 "above). Restore one, or start fresh with another runner.name"
             )
-        foreign = resume.path is not None and resume.path.parent.resolve() != paths.checkpoints.resolve()
-        end_step = total if segment is None else segment_end(total, segment, segments)
-        return cls(paths, segment, end_step, total, resume, foreign)
+        is_foreign = resume.path is not None and resume.path.parent.resolve() != paths.checkpoints.resolve()
+        end_step = last_step if segment is None else segment_end(last_step, segment, segments)
+        return cls(paths, segment, end_step, last_step, resume, is_foreign)
+
+    @property
+    def continues_run(self) -> bool:
+        """True if this start continues the run itself, not a checkpoint of another run."""
+        return self.resume.path is not None and not self.foreign
 
     def open(self, cfg: RunConfig) -> None:
         """Creates the folder, writes config.yaml and provenance.json, and renames newer checkpoints; called once per start.
@@ -95,6 +104,9 @@ class RunFolder:
         Raises:
             ConfigError: The folder cannot be written.
         """
+        resumed_step = None
+        if self.continues_run:
+            resumed_step = {"step": self.resume.step, "changes": recorded_changes(self.paths.config, cfg)}
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
             replace_durably(self.paths.config, config_to_yaml(cfg).encode())
@@ -103,10 +115,10 @@ class RunFolder:
                 f"runner.run_dir: {error.filename or self.paths.root} cannot be written: {error.strerror}. "
                 f"{advice(error, self.paths.root)}, or choose another runner.run_dir"
             ) from error
-        if self.resume.path is not None and not self.foreign:
+        if self.continues_run:
             for moved_checkpoint in move_newer_aside(self.paths, self.resume.step):
                 note(f"kept a newer checkpoint as {moved_checkpoint.name}")
-        write_provenance(self.paths, cfg, [*sys.orig_argv])
+        write_provenance(self.paths, cfg, [*sys.orig_argv], resumed_step)
 
     def mark(self, name: str) -> None:
         """Stores the current time for a stage of the start, unless the stage already has a time."""
@@ -114,13 +126,11 @@ class RunFolder:
 
     def write_marks(self, registry: Path) -> None:
         """Writes `timeline.json`, with the time of each stage of this start, to the generation's folder."""
-        self._write(
-            registry / "timeline.json", json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times"
-        )
+        self._write(registry / TIMELINE, json.dumps({"driver": self.started, **self.marks}).encode() + b"\n", "times")
 
     def write_status(self, state: str, step: int, *, force: bool = False, **facts: Any) -> None:
         """Replaces status.json, at most every two seconds unless `force` is true. `facts` are additional fields."""
-        now = time.time()
+        now, facts = time.time(), {**self.step_facts, **facts}
         if not force and now - self._status_written < _STATUS_INTERVAL_S:
             return
         self._status_written = now
@@ -149,7 +159,7 @@ class RunFolder:
         Returns:
             The content of the file: segment, global_step, checkpoint, stop_reason.
         """
-        newest_checkpoint = newest_valid(self.paths, checksums=False)
+        newest_checkpoint = newest_valid(self.paths, checks_digests=False)
         record = {
             "segment": self.segment or 0,
             "global_step": step,

@@ -4,6 +4,9 @@ submitted job.
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhpc.config import config_to_yaml, segment_ends
@@ -15,8 +18,10 @@ from rlhpc.runs.config_changes import require_same_run
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import task_type_of
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import expand_home, replace_durably
+from rlhpc.runtime.files import expand_home, read_file, replace_durably
 
+#: Comments at the beginning of a submitted configuration: the user's file, and the overrides as a JSON list.
+_SUBMITTED_FROM, _OVERRIDES = "As submitted from ", "Overrides: "
 _NAME_ADVICE = (
     "Give this one a name of its own (runner.name=…) or another folder (runner.run_dir=…), or go back to the old values"
 )
@@ -67,7 +72,11 @@ def make_longer(paths: RunPaths, cfg: RunConfig, segment: int, *, wait: bool = F
     if segment_to_reopen(paths, segment_ends(cfg), goal_moved=is_goal_moved) == segment:
         if wait:
             wait_for_end(paths, segment)
-        reopen(paths, segment)
+        paths.submit.mkdir(parents=True, exist_ok=True)
+        with SegmentJournal(paths, segment).submit_lock():
+            # another process may have reopened it, and its job may even have finished it again
+            if segment_to_reopen(paths, segment_ends(cfg), goal_moved=is_goal_moved) == segment:
+                reopen(paths, segment)
 
 
 def write_config(path: Path, cfg: RunConfig, comment: str) -> None:
@@ -82,24 +91,40 @@ def write_config(path: Path, cfg: RunConfig, comment: str) -> None:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def read_source(path: Path) -> tuple[str, list[str]]:
+    """Returns the user's configuration file and overrides of a submitted segment; ("", []) if its file lacks them."""
+    try:
+        lines = read_file(path).decode().splitlines()[:2]
+    except (OSError, ValueError):
+        return "", []
+    source_line = next((line.removeprefix(f"# {_SUBMITTED_FROM}") for line in lines if _SUBMITTED_FROM in line), "")
+    for line in lines:
+        if line.startswith(f"# {_OVERRIDES}"):
+            with contextlib.suppress(ValueError):
+                return source_line, [str(override) for override in json.loads(line.removeprefix(f"# {_OVERRIDES}"))]
+    return source_line, []
+
+
 class SubmittedConfig:
     """Configuration file of a submitted segment, which the segment's job reads.
 
     A job may wait for days and start several times. The user's file may change in that time.
     """
 
-    def __init__(self, files: SegmentJournal, cfg: RunConfig, source: str | Path) -> None:
+    def __init__(
+        self, files: SegmentJournal, cfg: RunConfig, source: str | Path, overrides: Sequence[str] = ()
+    ) -> None:
         self.path = files.config
-        self._files, self._cfg, self._source = files, cfg, source
+        self._files, self._cfg, self._source, self._overrides = files, cfg, source, [*overrides]
 
-    def __call__(self, live: bool) -> None:
+    def __call__(self, is_live: bool) -> None:
         """Writes the configuration or, if the segment has a live job, compares it with the configuration of that job. Called
         under the submit lock.
 
         Raises:
             ConfigError: The live job has a different training configuration.
         """
-        if live:
+        if is_live:
             root = self._files.paths.root
             require_same_run(
                 self.path,
@@ -108,4 +133,7 @@ class SubmittedConfig:
                 way_out=f"{_NAME_ADVICE}; or end the job first (rlhpc cancel {root})",
             )
             return
-        write_config(self.path, self._cfg, f"As submitted from {expand_home(self._source).absolute()}")
+        comment = (
+            f"{_SUBMITTED_FROM}{expand_home(self._source).absolute()}\n# {_OVERRIDES}{json.dumps(self._overrides)}"
+        )
+        write_config(self.path, self._cfg, comment)

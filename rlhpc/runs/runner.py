@@ -8,7 +8,7 @@ import collections
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Generic, final
 
@@ -16,10 +16,14 @@ import numpy as np
 
 from rlhpc.checkpoint import CheckpointWriter, newest_valid, prune
 from rlhpc.config import segment_ends
+from rlhpc.config.alerts import has_hook
+from rlhpc.config.constraints import parse_steps
 from rlhpc.config.typed import plain, select
+from rlhpc.jobs.alerts import stall_limit_s
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.jobs.signals import StopRequest, end_of_job
 from rlhpc.metrics import MetricLogger, ProgressBar
+from rlhpc.metrics.energy import RunEnergy
 from rlhpc.metrics.loggers.base import public_config
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.metrics.provenance import update_provenance
@@ -30,13 +34,15 @@ from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.files import read_json
 from rlhpc.runtime.session import Session
+from rlhpc.runtime.trace_control import ProfileOptions, TraceControl
+from rlhpc.runtime.trace_recorder import span
 
 #: Number of recent steps, and of recent saves, in the estimates of their durations.
 _MAX_RECENT = 100
 
 
-def _p95(seconds: Collection[float]) -> float:
-    return float(np.percentile(list(seconds), 95)) if seconds else 0.0
+def _compute_p95(step_seconds: Collection[float]) -> float:
+    return float(np.percentile(list(step_seconds), 95)) if step_seconds else 0.0
 
 
 class Runner(Generic[Cfg]):
@@ -66,6 +72,8 @@ class Runner(Generic[Cfg]):
         self.stop = stop or StopRequest()
         self.step, self.elapsed, self.stop_reason = 0, 0.0, ""
         self.timeout = cfg.runner.step_timeout_s
+        self._has_alerts = has_hook(cfg.runner.alerts)
+        self._energy = RunEnergy(self.folder.paths.energy, is_continued=self.folder.continues_run)
         self._step_durations_s: collections.deque[float] = collections.deque(maxlen=_MAX_RECENT)
         self._save_durations_s: collections.deque[float] = collections.deque(maxlen=_MAX_RECENT)
         self.best = BestCheckpoint(cfg.runner.keep_best, cfg.runner.patience)
@@ -75,6 +83,19 @@ class Runner(Generic[Cfg]):
         self.recoveries = 0
         self._num_recoveries_in_a_row, self._recovery_step = 0, -1
         self._elapsed_before, self._started_s = 0.0, active_s()
+        self._trace = self._build_trace_control()
+
+    def _build_trace_control(self) -> TraceControl:
+        section = self.cfg.runner.trace
+        steps = parse_steps(section.steps) or frozenset()
+        profile = ProfileOptions(
+            set(section.profile.groups),
+            parse_steps(section.profile.ranks, first=0) or frozenset(),
+            (parse_steps(section.profile.steps) or steps) if section.profile.groups else (),
+            set(section.profile.nsys),
+            parse_steps(section.profile.nsys_steps) or (),
+        )
+        return TraceControl(self.folder.paths.trace, steps, Session.running(), profile)
 
     # -- hooks of a subclass --------------------------------------------------------------------------------------
 
@@ -122,9 +143,9 @@ class Runner(Generic[Cfg]):
         """
         return False
 
-    def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Updates the counters of losses after a recovery. `ranks` is the number of lost ranks, `before` the result of `state`
-        before the recovery restored it.
+    def count_lost(self, num_ranks: int, state_before: dict[str, Any]) -> None:
+        """Updates the counters of losses after a recovery. `num_ranks` is the number of lost ranks, `state_before` the
+        result of `state` before the recovery restored it.
         """
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -137,8 +158,8 @@ class Runner(Generic[Cfg]):
         self.build()
         if self.folder.resume.path is not None:
             self._restore_run_state(self.folder.resume.path)
-        elif (start := select(self.cfg, "runner.init_from")) is not None:  # only some task types have this key
-            self._start_from(start)
+        elif (start_folder := select(self.cfg, "runner.init_from")) is not None:  # only some task types have this key
+            self._start_from(start_folder)
         self._is_ready = True
         self.folder.mark("ready")
 
@@ -155,15 +176,15 @@ class Runner(Generic[Cfg]):
     def _restore_run_state(self, checkpoint: Path) -> None:
         """Restores the run from a checkpoint: first the state of all ranks, then the state of the runner (`runner.json`)."""
         handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}
-        self.restored({role: handle.wait(self.timeout) for role, handle in handles.items()})
+        self.restored({role: call_handle.wait(self.timeout) for role, call_handle in handles.items()})
         try:
-            state = read_json((checkpoint / "runner.json").read_bytes())
-            self.step, self.elapsed = int(state["step"]), float(state["elapsed_s"])
-            self.stop_reason = str(state["stop_reason"])
-            self.load_state(state)
+            saved_state = read_json((checkpoint / "runner.json").read_bytes())
+            self.step, self.elapsed = int(saved_state["step"]), float(saved_state["elapsed_s"])
+            self.stop_reason = str(saved_state["stop_reason"])
+            self.load_state(saved_state)
             is_same_run = checkpoint.parent.resolve() == self.folder.paths.checkpoints.resolve()
             self.best.load_state(
-                state if is_same_run else {}
+                saved_state if is_same_run else {}
             )  # this run does not manage the checkpoints of another run
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint / 'runner.json'}: cannot be read ({error!r})") from error
@@ -174,17 +195,32 @@ class Runner(Generic[Cfg]):
 
     @property
     @final
+    def stall_limit_s(self) -> float | None:
+        """Seconds without a finished step after which the run counts as stalled; None if `runner.alerts` has no hook."""
+        runner = self.cfg.runner
+        if not self._has_alerts:
+            return None
+        start_limit_s = runner.rendezvous_timeout_s + runner.step_timeout_s
+        return stall_limit_s(self._step_durations_s, runner.alerts, start_limit_s)
+
+    @property
+    @final
     def max_recoveries(self) -> int:
         """Maximum number of restarts of restartable groups without a new checkpoint in between (`SessionPolicies`)."""
         session = Session.running()
         return session.failures.policies.max_recoveries if session else 0
 
     @final
-    def run(self, on_step: Callable[[dict[str, float]], None] | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        on_step: Callable[[dict[str, float]], None] | None = None,
+        on_lost: Callable[[str, Sequence[int], str], None] = lambda role, ranks, reason: None,
+    ) -> dict[str, Any]:
         """Trains until the end of this start, or until a stop is requested.
 
         Args:
             on_step: Called with each step's row of metrics.
+            on_lost: Called with role, ranks and reason when ranks were lost and start again.
 
         Returns:
             global_step, stop_reason, finished (whether this start reached its end), checkpoint, elapsed_s, and the fields of
@@ -199,19 +235,27 @@ class Runner(Generic[Cfg]):
                 self._train(resumed_step, on_step)
                 break
             except (WorkerFailed, StepFailed, ChannelError) as error:
-                resumed_step = self._recover(error)
-        finished = self.stop_reason != "signal"
+                resumed_step = self._recover(error, on_lost)
+        is_finished = self.stop_reason != "signal"
         reason = self.stop_reason or ("max_steps" if self.step >= folder.total else "segment_end")
         stop_reason = self.stop.reason if reason == "signal" else reason
-        state = "finished" if finished and reason != "segment_end" else "stopped"
+        final_state = "finished" if is_finished and reason != "segment_end" else "stopped"
         run_result = self.result()
-        folder.write_status(state, self.step, force=True, stop_reason=stop_reason, elapsed_s=self.elapsed,
-                            **{"return": run_result.get("episode_return")}, **self.best.facts())  # fmt: skip
+        returns = {"return": run_result["episode_return"]} if run_result.get("episode_return") is not None else {}
+        folder.write_status(
+            final_state,
+            self.step,
+            force=True,
+            stop_reason=stop_reason,
+            elapsed_s=self.elapsed,
+            **returns,
+            **self.best.facts(),
+        )
         return {
             "global_step": self.step,
             **run_result,
             "stop_reason": reason,
-            "finished": finished,
+            "finished": is_finished,
             "checkpoint": str(folder.paths.checkpoint(self.step)),
             "elapsed_s": self.elapsed,
         }
@@ -233,7 +277,9 @@ class Runner(Generic[Cfg]):
             ) as logger,
             ProgressBar(folder.end_step, self.step, name=cfg.runner.name) as bar,
         ):
-            folder.write_status("running", self.step, force=True, recoveries=self.recoveries)
+            folder.write_status(
+                "running", self.step, force=True, recoveries=self.recoveries, stall_after_s=self.stall_limit_s
+            )  # fmt: skip
             self.begin()
             while self.step < folder.end_step and not self.stop_reason:
                 self._count_save(self.saves.advance)
@@ -242,17 +288,19 @@ class Runner(Generic[Cfg]):
                     self.stop_reason = "signal"
                     bar.message(f"rlhpc: {self.stop.reason}: saving step {self.step}; Ctrl-C again ends at once")
                     break
-                row = self._timed_step()
+                row = self._run_timed_step()
                 if on_step is not None:
                     on_step(row)
                 if "first_step" not in folder.marks:
                     folder.mark("first_step")
                     folder.write_marks(current().registry.root)
+                    if (session := Session.running()) is not None:
+                        session.end_start()
                 logger.log(self.step, row)
                 bar.update(self.step, row)
                 is_best = self.best.record(self.step, row)
-                folder.write_status("running", self.step, eta_s=bar.eta_s(), elapsed_s=self.elapsed,
-                                    **self.facts(row), **self.best.facts())  # fmt: skip
+                folder.step_facts = {"elapsed_s": self.elapsed, **self.facts(row), **self.best.facts()}
+                folder.write_status("running", self.step, eta_s=bar.eta_s(), stall_after_s=self.stall_limit_s)
                 self.stop_reason = self._find_stop_reason()
                 if self.stop_reason == PATIENCE:
                     bar.message(f"rlhpc: ends at step {self.step}: {self.best.reason()}")
@@ -262,25 +310,41 @@ class Runner(Generic[Cfg]):
             if self._saved_step != self.step:
                 self._save(logger)
             self._count_save(self.saves.finish)
+            self._trace.end()
+            self._collect_energy()
 
-    def _timed_step(self) -> dict[str, float]:
+    def _run_timed_step(self) -> dict[str, float]:
+        self._trace.begin_step(self.step + 1)
         started_s = active_s()
-        row = self.one_step()
-        seconds = active_s() - started_s
-        self._step_durations_s.append(seconds)
+        with span(f"step {self.step + 1}", "step", step=self.step + 1):
+            row = self.one_step()
+        step_s = active_s() - started_s
+        self._step_durations_s.append(step_s)
         self._count_time()
         row["time/wall_s"] = self.elapsed
         if self._pause_s:
             row["time/save_s"], self._pause_s = self._pause_s, 0.0
-        row.setdefault("time/step_s", seconds)
+        row.setdefault("time/step_s", step_s)
+        row.update(self._collect_energy(time.monotonic()))
         return row
+
+    def _collect_energy(self, now: float | None = None) -> dict[str, float]:
+        """Returns the step's energy metrics, and writes the run's account if it is due; always without `now`."""
+        if (session := Session.running()) is None:
+            return {}
+        answers, busy_ranks, records = session.pop_energy()
+        if not answers and now is not None:  # no rank has a counter; the end's account says why
+            return {}
+        metrics = self._energy.collect(answers, busy_ranks)
+        self._energy.write(records, now)
+        return metrics
 
     def _count_time(self) -> None:
         self.elapsed = self._elapsed_before + active_s() - self._started_s
 
     # -- after a failure ------------------------------------------------------------------------------------------
 
-    def _recover(self, error: RlhpcError) -> int:
+    def _recover(self, error: RlhpcError, on_lost: Callable[[str, Sequence[int], str], None]) -> int:
         """Restarts the lost ranks, and continues from the newest checkpoint or, if unharmed, from the current step. The other
         ranks stay alive.
 
@@ -295,7 +359,7 @@ class Runner(Generic[Cfg]):
         is_stateless = error.group in self.stateless
         if session is None or not session.failures.policies.restartable or self.stop.requested:
             raise error
-        newest_checkpoint = newest_valid(self.folder.paths, checksums=False)
+        newest_checkpoint = newest_valid(self.folder.paths, checks_digests=False)
         pending_step = self.saves.pending_step
         if newest_checkpoint.path is None and not is_stateless and pending_step is None:
             raise error
@@ -305,21 +369,23 @@ class Runner(Generic[Cfg]):
         if self._num_recoveries_in_a_row > self.max_recoveries:
             raise error
         lost_ranks = session.recover()
-        ranks = ", ".join(f"{role}[{rank}]" for role, role_ranks in lost_ranks.items() for rank in role_ranks)
+        ranks_text = ", ".join(f"{role}[{rank}]" for role, role_ranks in lost_ranks.items() for rank in role_ranks)
         reason = str(error).splitlines()[0]
+        for role, role_ranks in lost_ranks.items():
+            on_lost(role, role_ranks, reason)
         with session.recovering():
             self.rebuild(lost_ranks)
-            self._count_save(self.saves.settle)
-            newest_path = newest_valid(self.folder.paths, checksums=False).path
+            self._count_save(self.saves.finish_or_drop)
+            newest_path = newest_valid(self.folder.paths, checks_digests=False).path
             if pending_step is not None and newest_path != self.folder.paths.checkpoint(pending_step):
                 self._saved_step = -1
             state_before = self.state()
             if self.unharmed(lost_ranks):
-                note(f"{reason}; {ranks} start again, and step {self.step + 1} with them; nothing else is lost")
+                note(f"{reason}; {ranks_text} start again, and step {self.step + 1} with them; nothing else is lost")
             elif newest_path is None:
                 raise error
             else:
-                note(f"{reason}; {ranks} start again from {newest_path.name}, all other ranks stay")
+                note(f"{reason}; {ranks_text} start again from {newest_path.name}, all other ranks stay")
                 self._restore_run_state(newest_path)
         self.count_lost(sum(map(len, lost_ranks.values())), state_before)
         self.recoveries += 1
@@ -333,12 +399,12 @@ class Runner(Generic[Cfg]):
 
     def _check_walltime(self) -> None:
         """Requests a stop if the job's remaining walltime is too short for another step and a save."""
-        reserve = max(self.cfg.runner.save_reserve_s, 2 * _p95(self._save_durations_s))
+        reserve = max(self.cfg.runner.save_reserve_s, 2 * _compute_p95(self._save_durations_s))
 
-        def is_enough(end: float | None) -> bool:
-            return end is None or time.time() + _p95(self._step_durations_s) + reserve <= end
+        def is_enough(end_step: float | None) -> bool:
+            return end_step is None or time.time() + _compute_p95(self._step_durations_s) + reserve <= end_step
 
-        if not is_enough(end_of_job()) and not is_enough(end_of_job(at_once=True)):
+        if not is_enough(end_of_job()) and not is_enough(end_of_job(queries_slurm=True)):
             self.stop.request("the job's walltime leaves no room for another step")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
@@ -349,10 +415,14 @@ class Runner(Generic[Cfg]):
 
     def _save(self, logger: MetricLogger) -> None:
         """Commits the metrics of the current step, and begins its checkpoint; the ranks may complete the checkpoint later."""
+        with span("save", "save", step=self.step):
+            self._begin_save(logger)
+
+    def _begin_save(self, logger: MetricLogger) -> None:
         self._count_save(self.saves.finish)
         started_s = active_s()
         current().registry.check_current()  # raises if another driver has replaced this driver
-        state = {
+        runner_state = {
             "step": self.step,
             **self.state(),
             **self.best.state(),
@@ -362,23 +432,25 @@ class Runner(Generic[Cfg]):
         }
         logger.commit()
         files: dict[str, bytes | Path] = {
-            "runner.json": json.dumps(state, indent=1).encode() + b"\n",
+            "runner.json": json.dumps(runner_state, indent=1).encode() + b"\n",
             CONFIG: self.folder.paths.config,
         }
         self.saves.begin(CheckpointWriter(self.folder.paths, self.step), files, self.result())
         self._saved_step = self.step
         self._pause_s += active_s() - started_s
 
-    def _count_save(self, commit: Callable[[], float | None]) -> None:
-        """Calls `commit`; if it committed a save, records the duration and prunes older checkpoints."""
+    def _count_save(self, commit_save: Callable[[], float | None]) -> None:
+        """Calls `commit_save`; if it committed a save, records the duration and prunes older checkpoints."""
         started_s = active_s()
-        if (seconds := commit()) is not None:
-            self._save_durations_s.append(seconds)
+        if (save_s := commit_save()) is not None:
+            self._save_durations_s.append(save_s)
             self.best.link(self.folder.paths)
-            prune(self.folder.paths, self.cfg.runner.keep_checkpoints, self._retained_steps(), checksums=False)
+            prune(
+                self.folder.paths, self.cfg.runner.keep_checkpoints, self._find_retained_steps(), checks_digests=False
+            )
             self._pause_s += active_s() - started_s
 
-    def _retained_steps(self) -> list[int]:
+    def _find_retained_steps(self) -> list[int]:
         """Returns the steps that pruning keeps for evaluation and conversion: the best step and the end of each segment."""
         planned_steps = segment_ends(self.cfg) if self.cfg.runner.segments > 1 else []
         return [*planned_steps, *self.folder.finished_segments(), *self.best.retained_steps(self.folder.paths)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhpc.metrics.charts import ChartRow, interval_chart, number
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.page import Cell, figures, table
+from rlhpc.metrics.page import Cell, render_figures, table
 from rlhpc.metrics.provenance import is_share
 from rlhpc.metrics.statistics import Estimate, improvement, interquartile_mean, mean
 from rlhpc.runs.headlines import RunMetrics
@@ -95,17 +95,17 @@ def _eval_scores(run: RunMetrics, metric: str) -> dict[float, float]:
 
 
 def metric_of(task_type: TaskType[Any], runs: Sequence[RunMetrics]) -> str | None:
-    """Returns the first comparison metric of the task type that all runs have at a common step; None without one."""
-    names = list(dict.fromkeys(name for name, _, _ in task_type.reporting.compared))
-    return next((name for name in names if runs and scores_at(runs, name)[0] is not None), None)
+    """Returns the first comparison metric of the task type that all runs have at a common step; None if no metric fits."""
+    metric_names = list(dict.fromkeys(name for name, _, _ in task_type.reporting.compared))
+    return next((name for name in metric_names if runs and scores_at(runs, name)[0] is not None), None)
 
 
-def ranked(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
+def rank_configurations(configurations: Sequence[ConfigScores], goal: str) -> list[ConfigScores]:
     """Returns the configurations with scores, sorted by interquartile mean, the best first."""
-    sign = -1 if goal == "maximize" else 1
+    goal_sign = -1 if goal == "maximize" else 1
     return sorted(
         (config_scores for config_scores in configurations if config_scores.scores),
-        key=lambda config_scores: sign * interquartile_mean(config_scores.scores).value,
+        key=lambda config_scores: goal_sign * interquartile_mean(config_scores.scores).value,
     )
 
 
@@ -118,23 +118,26 @@ def render_scores(configurations: Sequence[ConfigScores], title: str, goal: str,
         goal: `maximize` or `minimize`.
         metric: Name of the metric.
     """
-    order = ranked(configurations, goal)
-    if not order:
+    ranked_scores = rank_configurations(configurations, goal)
+    if not ranked_scores:
         return ""
     colors = {config_scores.label: index for index, config_scores in enumerate(configurations)}  # as in the curves
-    best, sign = order[0], 1 if goal == "maximize" else -1
-    iqms = [interquartile_mean(config_scores.scores) for config_scores in order]
-    means = [mean(config_scores.scores) for config_scores in order]
+    best_scores, goal_sign = ranked_scores[0], 1 if goal == "maximize" else -1
+    iqms = [interquartile_mean(config_scores.scores) for config_scores in ranked_scores]
+    means = [mean(config_scores.scores) for config_scores in ranked_scores]
     if is_share(metric.rpartition("/")[2]):
         iqms, means = ([estimate.of_share() for estimate in estimates] for estimates in (iqms, means))
     table_rows: list[list[Cell]] = []
-    for config_scores, average, iqm in zip(order, means, iqms, strict=True):
-        comparison = "–"
-        if config_scores is not best and min(len(config_scores.scores), len(best.scores)) < _MIN_SEEDS:
-            comparison = "too few seeds"
-        elif config_scores is not best:
-            comparison = f"{improvement([sign * s for s in best.scores], [sign * s for s in config_scores.scores]):.0%}"
-        cells = [estimate_text(average), estimate_text(iqm), comparison]
+    for config_scores, average, iqm in zip(ranked_scores, means, iqms, strict=True):
+        comparison_text = "–"
+        if config_scores is not best_scores and min(len(config_scores.scores), len(best_scores.scores)) < _MIN_SEEDS:
+            comparison_text = "too few seeds"
+        elif config_scores is not best_scores:
+            best_signed, compared_signed = (
+                [goal_sign * s for s in config_score.scores] for config_score in (best_scores, config_scores)
+            )
+            comparison_text = f"{improvement(best_signed, compared_signed):.0%}"
+        cells = [estimate_text(average), estimate_text(iqm), comparison_text]
         table_rows.append([config_scores.label, config_scores.seeds_text, *cells])
     unscored_labels = [config_scores.label for config_scores in configurations if not config_scores.scores]
     unscored_text = (
@@ -144,13 +147,13 @@ def render_scores(configurations: Sequence[ConfigScores], title: str, goal: str,
     )
     rows = [
         ChartRow(config_scores.label, *iqm, dots=config_scores.scores, color=colors[config_scores.label])
-        for config_scores, iqm in zip(order[:MAX_DRAWN], iqms, strict=False)
+        for config_scores, iqm in zip(ranked_scores[:MAX_DRAWN], iqms, strict=False)
     ]
-    selection_note = f", the best {MAX_DRAWN} of {len(order)}" if len(order) > MAX_DRAWN else ""
-    chart = interval_chart(f"IQM over seeds{selection_note}", f"{title} (dots: single runs)", rows)
+    selection_note = f", the best {MAX_DRAWN} of {len(ranked_scores)}" if len(ranked_scores) > MAX_DRAWN else ""
+    interval_svg = interval_chart(f"IQM over seeds{selection_note}", f"{title} (dots: single runs)", rows)
     head = ["configuration", "seeds", "mean", "IQM", "P(best > this)"]
     return (
-        f'<div class="scroll">{table(head, table_rows, text_columns={0})}</div>{unscored_text}{figures([chart])}'
+        f'<div class="scroll">{table(head, table_rows, text_columns={0})}</div>{unscored_text}{render_figures([interval_svg])}'
         f'<p class="legend">{_METHOD}</p>'
     )
 

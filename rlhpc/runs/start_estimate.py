@@ -47,7 +47,7 @@ class JobShape:
         configured: True for the shape that the configuration requests.
         script: Job script that requests the shape.
         train_s: Seconds of training; None if unknown.
-        usable_s: Seconds of a job that are available for training; None without a walltime.
+        usable_s: Seconds of a job that are available for training; None if there is no walltime.
         idle_gpus: True if the partition's nodes have GPUs and the shape requests none.
     """
 
@@ -130,7 +130,7 @@ class StartEstimate:
 def estimate_starts(
     request: TuneRequest,
     nodes: Sequence[int],
-    partitions: Sequence[str],
+    partition_names: Sequence[str],
     query_start: Callable[[str], EstimatedStart] = would_start,
 ) -> StartEstimate:
     """Asks the scheduler for the start of each job shape; returns the estimate.
@@ -138,24 +138,24 @@ def estimate_starts(
     Args:
         request: Configuration and options.
         nodes: Numbers of nodes in addition to the configured number; by default half and twice that number.
-        partitions: Partitions in addition to the configured partition; by default the partitions of the site file.
+        partition_names: Partitions in addition to the configured partition; by default the partitions of the site file.
         query_start: Function that returns the start estimate for a job script.
 
     Raises:
-        ConfigError: `nodes` or `partitions` are set, but the configuration has node groups and therefore only one shape.
+        ConfigError: `nodes` or `partition_names` are set, but the configuration has node groups and therefore only one shape.
     """
     cfg = load_config(request.config, request.overrides, site=request.site)
-    if cfg.cluster.node_groups and (nodes or partitions):
+    if cfg.cluster.node_groups and (nodes or partition_names):
         raise ConfigError(
             "--nodes and --partitions are for configurations without cluster.node_groups; change the groups in the file"
         )
     space, reason = _read_costs(request, cfg)
     now, impossible_shapes, answers = time.time(), list[str](), list[StartTimes]()
-    for count, partition in _alternatives(request, cfg, nodes, partitions):
+    for num_nodes, partition in _list_alternatives(request, cfg, nodes, partition_names):
         try:
-            shapes = _shapes(request, cfg, count, partition, space)
+            shapes = _shapes(request, cfg, num_nodes, partition, space)
         except RlhpcError as error:
-            impossible_shapes.append(f"{count_noun(count, 'node')}: {error}")
+            impossible_shapes.append(f"{count_noun(num_nodes, 'node')}: {error}")
             continue
         candidates = [StartTimes(shape, query_start(shape.script)) for shape in shapes]
         answers.append(min(candidates, key=lambda answer: answer.rank))
@@ -163,43 +163,43 @@ def estimate_starts(
     return StartEstimate(answers, allowance(cfg.cluster.account), reason, impossible_shapes, now)
 
 
-def _alternatives(
-    request: TuneRequest, cfg: RunConfig, nodes: Sequence[int], partitions: Sequence[str]
+def _list_alternatives(
+    request: TuneRequest, cfg: RunConfig, nodes: Sequence[int], partition_names: Sequence[str]
 ) -> list[tuple[int, str | None]]:
     """Returns pairs of a number of nodes and a partition, the configured pair first."""
-    count, partition = cfg.cluster.num_nodes, cfg.cluster.partition
+    num_nodes, partition = cfg.cluster.num_nodes, cfg.cluster.partition
     if cfg.cluster.node_groups:
-        return [(count, None)]
-    counts = [count, *(nodes or (count // 2, 2 * count))]
-    names = [partition, *(partitions or _site_partitions(request.site))]
-    return list(dict.fromkeys((n, name) for n, name in itertools.product(counts, names) if n))
+        return [(num_nodes, None)]
+    node_counts = [num_nodes, *(nodes or (num_nodes // 2, 2 * num_nodes))]
+    partition_choices = [partition, *(partition_names or _find_site_partitions(request.site))]
+    return list(dict.fromkeys((n, name) for n, name in itertools.product(node_counts, partition_choices) if n))
 
 
-def _site_partitions(site: str | None) -> list[str]:
+def _find_site_partitions(site: str | None) -> list[str]:
     """Returns the partitions that a site file names."""
     if not site:
         return []
-    names: list[str] = []
-    for _, content in read_files(find_site(site)):
-        cluster = typed_value(content.get("cluster") or {}, ClusterConfig)
-        names += [
+    partition_names: list[str] = []
+    for _, file_content in read_files(find_site(site)):
+        cluster = typed_value(file_content.get("cluster") or {}, ClusterConfig)
+        partition_names += [
             section["partition"]
             for section in (cluster, *(cluster.get("node_groups") or ()))
             if section.get("partition")
         ]
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(partition_names))
 
 
 def _read_costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
     """Returns (search space with the costs that `rlhpc tune` measured for this run, ""), or (None, reason)."""
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    record = read_json_file(paths.tuned)
+    record = read_json_file(paths.tuning_record)
     if record is None:
         return None, "how long it takes is not known: rlhpc tune, on such nodes, finds out"
     if record.get("fingerprint") != training_fingerprint(cfg):
         return (
             None,
-            f"{paths.tuned} is of another configuration, so it is not known how long this one takes: rlhpc tune again",
+            f"{paths.tuning_record} is of another configuration, so it is not known how long this one takes: rlhpc tune again",
         )
     try:
         workload = workload_of(cfg, None)
@@ -207,58 +207,63 @@ def _read_costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str
             Knob(knob.key, (configured_candidate(cfg, workload).settings[knob.key],)) for knob in workload.knobs
         )
         workload = dataclasses.replace(workload, knobs=knobs)
-        return space_of(request, workload, Costs.from_json(record["costs"]), cfg, here=False), ""
+        return space_of(request, workload, Costs.from_json(record["costs"]), cfg, is_local=False), ""
     except (KeyError, TypeError, ValueError) as error:
-        return None, f"{paths.tuned} cannot be read ({error!r}): rlhpc tune again"
+        return None, f"{paths.tuning_record} cannot be read ({error!r}): rlhpc tune again"
 
 
 def _shapes(
-    request: TuneRequest, cfg: RunConfig, nodes: int, partition: str | None, space: Space | None
+    request: TuneRequest, cfg: RunConfig, num_nodes: int, partition: str | None, space: Space | None
 ) -> list[JobShape]:
     """Returns the job shapes of a number of nodes in a partition, one for each candidate walltime.
 
     Raises:
         ConfigError, PlacementError: The configuration cannot be placed on these nodes.
     """
-    is_configured_nodes, is_configured_partition = nodes == cfg.cluster.num_nodes, partition == cfg.cluster.partition
-    override_words = [] if is_configured_nodes else [f"cluster.num_nodes={nodes}"]
+    is_configured_nodes, is_configured_partition = (
+        num_nodes == cfg.cluster.num_nodes,
+        partition == cfg.cluster.partition,
+    )
+    override_words = [] if is_configured_nodes else [f"cluster.num_nodes={num_nodes}"]
     override_words += [] if is_configured_partition else [f"cluster.partition={partition}"]
     step_s = None
     if space is not None:
-        shape_request = dataclasses.replace(request, nodes=None if is_configured_nodes else nodes)
-        shape_space = space_of(shape_request, space.model.workload, space.model.costs, cfg, here=False)
+        shape_request = dataclasses.replace(request, nodes=None if is_configured_nodes else num_nodes)
+        shape_space = space_of(shape_request, space.model.workload, space.model.costs, cfg, is_local=False)
         if is_configured_nodes:
             step_s = shape_space.model.predict(shape_space.configured).step_s
-        elif best := search(shape_space, 1, lambda candidate: is_allowed(shape_request, candidate, here=False)):
-            step_s = best[0].prediction.step_s
-            override_words += best[0].candidate.overrides()[:1]
+        elif best_candidates := search(
+            shape_space, 1, lambda candidate: is_allowed(shape_request, candidate, is_local=False)
+        ):
+            step_s = best_candidates[0].prediction.step_s
+            override_words += best_candidates[0].candidate.overrides()[:1]
         else:
             raise ConfigError("no placement is allowed on them")
     shape_cfg = load_config(request.config, [*request.overrides, *override_words], site=request.site)
     train_s = None if step_s is None else step_s * total_steps(cfg)
     shapes = []
     for walltime in walltimes(shape_cfg, train_s):
-        time_overrides = [] if walltime == _walltime(shape_cfg) else [f"cluster.time={walltime}"]
+        time_overrides = [] if walltime == _find_walltime(shape_cfg) else [f"cluster.time={walltime}"]
         sized_cfg = load_config(
             request.config, [*request.overrides, *override_words, *time_overrides], site=request.site
         )
         plan = build_plan(with_accelerators(sized_cfg), launcher="slurm")
-        accelerators = sum(node.accelerators for node in plan.nodes)
+        num_accelerators = sum(node.accelerators for node in plan.nodes)
         usable_s = None if walltime is None else max(0.0, 60.0 * walltime - _reserve_s(sized_cfg))
         shapes.append(
             JobShape(
-                nodes, accelerators, str(partition or ""), walltime, (*override_words, *time_overrides),
+                num_nodes, num_accelerators, str(partition or ""), walltime, (*override_words, *time_overrides),
                 not (override_words or time_overrides),
                 plan.test_script(), train_s, usable_s,
-                not accelerators and not sized_cfg.cluster.node_groups and has_gpus(partition),
+                not num_accelerators and not sized_cfg.cluster.node_groups and has_gpus(partition),
             )
         )  # fmt: skip
     return shapes
 
 
-def _walltime(cfg: RunConfig) -> int | None:
+def _find_walltime(cfg: RunConfig) -> int | None:
     time_limits: list[str | None] = [group.time for group in cfg.cluster.node_groups if group.time]
-    return min((minutes_of(limit) for limit in time_limits or [cfg.cluster.time] if limit), default=None)
+    return min((minutes_of(time_limit) for time_limit in time_limits or [cfg.cluster.time] if time_limit), default=None)
 
 
 def _reserve_s(cfg: RunConfig) -> float:
@@ -272,7 +277,7 @@ def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
     The shorter walltimes are the shortest that fits the run, and a quarter of the configured one, which back-fill can start
     early.
     """
-    configured_minutes = _walltime(cfg)
+    configured_minutes = _find_walltime(cfg)
     if any(group.time for group in cfg.cluster.node_groups):
         return [configured_minutes]  # each node group has its own walltime
     candidates: list[int | None] = [configured_minutes]
@@ -289,8 +294,8 @@ def walltimes(cfg: RunConfig, train_s: float | None) -> list[int | None]:
 
 def render(estimate: StartEstimate) -> str:
     """Formats the output of `rlhpc plan --when`."""
-    unit = "GPU-hours" if any(answer.shape.accelerators for answer in estimate.answers) else "node hours"
-    table = [["", "nodes", "GPUs", "partition", "walltime", "start", "end", "jobs", unit]]
+    unit_name = "GPU-hours" if any(answer.shape.accelerators for answer in estimate.answers) else "node hours"
+    table = [["", "nodes", "GPUs", "partition", "walltime", "start", "end", "jobs", unit_name]]
     for index, answer in enumerate(estimate.answers):
         shape = answer.shape
         table.append(
@@ -311,7 +316,7 @@ def render(estimate: StartEstimate) -> str:
             *(f"not possible on {shape_text}" for shape_text in estimate.impossible_shapes),
             *([estimate.unknown_duration] if estimate.unknown_duration else []),
             *verdict(estimate),
-            *_account_lines(estimate),
+            *_format_account_lines(estimate),
         ]
     )
 
@@ -321,81 +326,82 @@ def verdict(estimate: StartEstimate) -> list[str]:
     startable = [answer for answer in estimate.answers if answer.start.at is not None]
     if not startable:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
-    best = startable[0]
+    best_answer = startable[0]
     lines = []
-    worse_answer = next((answer for answer in startable[1:] if answer.rank[1] > best.rank[1]), None)
+    worse_answer = next((answer for answer in startable[1:] if answer.rank[1] > best_answer.rank[1]), None)
     if worse_answer is not None:
-        have_ends = best.end is not None and worse_answer.end is not None
-        verb, count = "end" if have_ends else "start", best.shape.accelerators or best.shape.nodes
+        have_ends = best_answer.end is not None and worse_answer.end is not None
+        verb, num_resources = "end" if have_ends else "start", best_answer.shape.accelerators or best_answer.shape.nodes
         lines.append(
-            f"{_describe(best, estimate.now)} {verb}{'s' * (count == 1)} before {_describe(worse_answer, estimate.now)}"
+            f"{_describe(best_answer, estimate.now)} {verb}{'s' * (num_resources == 1)} before "
+            f"{_describe(worse_answer, estimate.now)}"
             + (
-                f": {moment(best.end or 0, estimate.now)}, not {moment(worse_answer.end or 0, estimate.now)}"
+                f": {moment(best_answer.end or 0, estimate.now)}, not {moment(worse_answer.end or 0, estimate.now)}"
                 if have_ends
                 else ""
             )
         )
-    if best.shape.idle_gpus:
-        partition_text = best.shape.partition or "the default partition"
+    if best_answer.shape.idle_gpus:
+        partition_text = best_answer.shape.partition or "the default partition"
         lines.append(
             f"the nodes of {partition_text} have GPUs, which this run would not use: ask whether the site allows that"
         )
-    if best.shape.overrides:
-        lines.append(f"for the first: {' '.join(best.shape.overrides)}")
+    if best_answer.shape.overrides:
+        lines.append(f"for the first: {' '.join(best_answer.shape.overrides)}")
     return lines
 
 
 def _describe(answer: StartTimes, now: float) -> str:
     shape = answer.shape
-    count = count_noun(shape.accelerators, "GPU") if shape.accelerators else count_noun(shape.nodes, "node")
+    count_text = count_noun(shape.accelerators, "GPU") if shape.accelerators else count_noun(shape.nodes, "node")
     partition_text = f" in {shape.partition}" if shape.partition else ""
     start_text = moment(answer.start.at or now, now)
-    return f"{count}{partition_text} {start_text if start_text == 'now' else f'from {start_text}'}"
+    return f"{count_text}{partition_text} {start_text if start_text == 'now' else f'from {start_text}'}"
 
 
-def moment(at: float, now: float) -> str:
+def moment(timestamp: float, now: float) -> str:
     """Formats a Unix time as "now", as a time of today, as a weekday with time, or as a date with time."""
-    if at - now < SAME_S:
+    if timestamp - now < SAME_S:
         return "now"
-    local_time, local_now = time.localtime(at), time.localtime(now)
+    local_time, local_now = time.localtime(timestamp), time.localtime(now)
     if local_time[:3] == local_now[:3]:
         return time.strftime("%H:%M", local_time)
-    return time.strftime("%A %H:%M" if at - now < 6 * 86400 else "%Y-%m-%d %H:%M", local_time)
+    return time.strftime("%A %H:%M" if timestamp - now < 6 * 86400 else "%Y-%m-%d %H:%M", local_time)
 
 
-def _account_lines(estimate: StartEstimate) -> list[str]:
+def _format_account_lines(estimate: StartEstimate) -> list[str]:
     """Formats the remaining limits of the account, and the shapes that exceed them."""
     account_allowance = estimate.allowance
     if account_allowance is None:
         return ["what the account may use is not known: sshare does not tell"]
     fair_share_text = "" if account_allowance.fair_share is None else f"; fair share {account_allowance.fair_share:.2f}"
     limit_texts = [
-        f"{(limit - used_minutes) / 60:.3g} of {limit / 60:.3g} {_resource_name(resource)}-hours left"
-        for resource, (limit, used_minutes) in account_allowance.minutes.items()
-        if limit > 0
+        f"{(limit_minutes - used_minutes) / 60:.3g} of {limit_minutes / 60:.3g} {_format_resource_name(resource)}-hours left"
+        for resource, (limit_minutes, used_minutes) in account_allowance.minutes.items()
+        if limit_minutes > 0
     ]
     lines = [f"account {account_allowance.account}: {', '.join(limit_texts) or 'no limit'}{fair_share_text}"]
     for answer in estimate.answers:
-        lines += [f"  {excess_text}" for excess_text in _excess_warnings(answer.shape, account_allowance.minutes)]
+        lines += [f"  {excess_text}" for excess_text in _list_excess_warnings(answer.shape, account_allowance.minutes)]
     return lines
 
 
-def _resource_name(resource: str) -> str:
+def _format_resource_name(resource: str) -> str:
     return {"gres/gpu": "GPU", "cpu": "CPU"}.get(resource, resource)
 
 
-def _excess_warnings(shape: JobShape, minutes: Mapping[str, tuple[float, float]]) -> list[str]:
+def _list_excess_warnings(shape: JobShape, minutes_by_resource: Mapping[str, tuple[float, float]]) -> list[str]:
     """Returns a warning for each limit of the account that a run in this shape would exceed."""
     requirements: dict[str, Any] = {"gres/gpu": shape.accelerators, "node": shape.nodes}
     warnings = []
-    for resource, count in requirements.items():
-        if shape.train_s is None or not count or resource not in minutes:
+    for resource, num_required in requirements.items():
+        if shape.train_s is None or not num_required or resource not in minutes_by_resource:
             continue
-        limit, used_minutes = minutes[resource]
-        hours = shape.train_s * count / 3600
-        if hours > (limit - used_minutes) / 60:
+        limit_minutes, used_minutes = minutes_by_resource[resource]
+        required_hours = shape.train_s * num_required / 3600
+        if required_hours > (limit_minutes - used_minutes) / 60:
             warnings.append(
-                f"{count_noun(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {hours:.3g} "
-                f"{_resource_name(resource)}-hours are more than that"
+                f"{count_noun(shape.nodes, 'node')} in {shape.partition or 'the default partition'}: {required_hours:.3g} "
+                f"{_format_resource_name(resource)}-hours are more than that"
             )
     return warnings

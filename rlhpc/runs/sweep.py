@@ -95,7 +95,7 @@ class Sweep:
         try:
             self.paths.root.mkdir(parents=True, exist_ok=True)
             replace_durably(self.paths.record, record_text.encode())
-            self.paths.cancelled.unlink(missing_ok=True)
+            self.paths.cancel_mark.unlink(missing_ok=True)
         except OSError as error:
             raise unwritten(error, self.paths.record) from error
 
@@ -114,8 +114,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     Raises:
         ConfigError: The sweep or a run is invalid; the message names the run and its values.
     """
-    source = str(find_config(path))
-    files = read_files(Path(source))
+    config_source = str(find_config(path))
+    files = read_files(Path(config_source))
     if read_section(files, overrides) is None:
         return None
     sweep_section = read_section(files, overrides, find_task_type(*read_task_type(files, overrides)).schema)
@@ -127,7 +127,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
     ]
     named_points = points(section, sweep_source, common_overrides)
     first_cfg = _load(
-        source,
+        config_source,
         [*common_overrides, *named_points[0].overrides],
         named_points[0],
         sweep_source,
@@ -147,15 +147,22 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
         )
     run_dir_overrides = [*common_overrides, override("runner.run_dir", os.path.normpath(f"{folder}/{name}"))]
     runs = []
-    for point in named_points:
-        run_overrides = [*run_dir_overrides, override("runner.name", point.name), *point.overrides]
-        cfg = _load(source, run_overrides, point, sweep_source, common_overrides, site)
+    for sweep_point in named_points:
+        run_overrides = [*run_dir_overrides, override("runner.name", sweep_point.name), *sweep_point.overrides]
+        cfg = _load(config_source, run_overrides, sweep_point, sweep_source, common_overrides, site)
         runs.append(
             _move_preparations(
-                SweepRun(point, tuple(run_overrides), cfg), source, paths, sweep_source, common_overrides, site
+                SweepRun(sweep_point, tuple(run_overrides), cfg),
+                config_source,
+                paths,
+                sweep_source,
+                common_overrides,
+                site,
             )
         )
-    return Sweep(name, paths, source, section, tuple(_share_preparations(runs, source, sweep_source, site)))
+    return Sweep(
+        name, paths, config_source, section, tuple(_share_preparations(runs, config_source, sweep_source, site))
+    )
 
 
 def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
@@ -169,38 +176,40 @@ def check_begun(sweep: Sweep, *, resume_with: bool = False) -> None:
 
 
 def _load(
-    source: str, run_overrides: Sequence[str], point: Point, sweep_source: str, common_overrides: Sequence[str],
+    config_source: str, run_overrides: Sequence[str], sweep_point: Point, sweep_source: str, common_overrides: Sequence[str],
     site: str | None, *, check: bool = True,
 ) -> RunConfig:  # fmt: skip
     try:
-        return load_config(source, run_overrides, check=check, site=site)
+        return load_config(config_source, run_overrides, check=check, site=site)
     except ConfigError as error:
         try:
-            load_config(source, common_overrides, check=check, site=site)
+            load_config(config_source, common_overrides, check=check, site=site)
         except ConfigError as common_error:
             if str(common_error) == str(error):
                 raise error from None  # the sweep's values are not the cause
-        raise ConfigError(f"{sweep_source}: {SWEEP}: run {point.name} ({' '.join(point.overrides)}): {error}") from None
+        raise ConfigError(
+            f"{sweep_source}: {SWEEP}: run {sweep_point.name} ({' '.join(sweep_point.overrides)}): {error}"
+        ) from None
 
 
 # -- preparations -----------------------------------------------------------------------------------------------------
 
 
-def sft_of(source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
-    """Returns the file and the configuration of the SFT run that precedes a run; None without an SFT run."""
+def sft_of(config_source: str, cfg: RunConfig, site: str | None) -> tuple[str, RunConfig] | None:
+    """Returns the file and the configuration of the SFT run that precedes a run; None if there is no SFT run."""
     sft = task_type_of(cfg).offline.preparation(cfg).sft
     if sft is None:
         return None
-    path = os.path.normpath(Path(source).parent / sft[0])
+    path = os.path.normpath(Path(config_source).parent / sft[0])
     return path, load_config(path, sft[1], site=site)
 
 
-def sft_export(source: str, cfg: RunConfig, sft_source: tuple[str, RunConfig]) -> Path:
+def sft_export(config_source: str, cfg: RunConfig, sft_source: tuple[str, RunConfig]) -> Path:
     """Returns the folder into which the workflow exports the policy of the SFT run: `export/chosen`, unless the RL run's
     `actor.model.model_path` names the export of the SFT run's last step.
 
     Args:
-        source: File of the RL run.
+        config_source: File of the RL run.
         cfg: Configuration of the RL run.
         sft_source: Result of `sft_of`.
 
@@ -218,7 +227,7 @@ def sft_export(source: str, cfg: RunConfig, sft_source: tuple[str, RunConfig]) -
     if model.parent.absolute() != chosen_export.parent.absolute() or model.name == chosen_export.name:
         return chosen_export
     reasons = {"runner.keep_best": sft.runner.keep_best, "runner.patience": sft.runner.patience}
-    set_keys = [key for key, setting in reasons.items() if setting]
+    set_keys = [key for key, is_set in reasons.items() if is_set]
     if set_keys or model.name != last_export.name:
         reason = (
             f"its {' and '.join(set_keys)} may choose another step"
@@ -226,14 +235,20 @@ def sft_export(source: str, cfg: RunConfig, sft_source: tuple[str, RunConfig]) -
             else f"its last step is {last_export.name}"
         )
         raise ConfigError(
-            f"{source}: actor.model.model_path is {model_path!r}, of the run of workflow.sft ({path}), and {reason}; name "
+            f"{config_source}: actor.model.model_path is {model_path!r}, of the run of workflow.sft ({path}), and "
+            f"{reason}; name "
             f"{chosen_export}, where the policy of the chosen step is exported"
         )
     return last_export
 
 
 def _move_preparations(
-    run: SweepRun, source: str, paths: SweepPaths, sweep_source: str, common_overrides: Sequence[str], site: str | None
+    run: SweepRun,
+    config_source: str,
+    paths: SweepPaths,
+    sweep_source: str,
+    common_overrides: Sequence[str],
+    site: str | None,
 ) -> SweepRun:
     """Returns the run with overrides that rename preparations with the run's name in their path.
 
@@ -242,12 +257,12 @@ def _move_preparations(
     """
     task_type, name = task_type_of(run.cfg), run.point.name
     moved_overrides: list[str] = []
-    sft_source = sft_of(source, run.cfg, site)
+    sft_source = sft_of(config_source, run.cfg, site)
     if sft_source is not None and name in sft_source[1].runner.name:
         sft_folder = RunPaths.of(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
-        content = plain(sft_source[1])
-        content["runner"] = {k: v for k, v in content["runner"].items() if k not in ("name", "run_dir")}
-        folder = paths.root / f"sft-{digest(content)}"
+        sft_content = plain(sft_source[1])
+        sft_content["runner"] = {k: v for k, v in sft_content["runner"].items() if k not in ("name", "run_dir")}
+        folder = paths.root / f"sft-{digest(sft_content)}"
         sft = task_type.offline.preparation(run.cfg).sft
         sft_overrides = [
             *(sft[1] if sft else ()),
@@ -260,14 +275,16 @@ def _move_preparations(
         ]
     demos = task_type.offline.preparation(run.cfg).demos
     if demos is not None and name in demos[0]:
-        demo_facts = [_recording_values(run.cfg), run.cfg.runner.seed]
+        demo_facts = [_select_recording_values(run.cfg), run.cfg.runner.seed]
         moved_overrides += _iter_moved_overrides(
             run.cfg, Path(demos[0]), paths.root / f"demos-{digest(demo_facts)}{Path(demos[0]).suffix}"
         )
     if not moved_overrides:
         return run
     overrides = (*run.overrides, *moved_overrides)
-    return SweepRun(run.point, overrides, _load(source, overrides, run.point, sweep_source, common_overrides, site))
+    return SweepRun(
+        run.point, overrides, _load(config_source, overrides, run.point, sweep_source, common_overrides, site)
+    )
 
 
 def _iter_moved_overrides(cfg: RunConfig, old_location: Path, new_location: Path) -> Iterator[str]:
@@ -281,12 +298,12 @@ def _iter_moved_overrides(cfg: RunConfig, old_location: Path, new_location: Path
                 yield override(key, f"{new_path}{path.removeprefix(old_path)}")
 
 
-def _recording_values(cfg: RunConfig) -> Any:
+def _select_recording_values(cfg: RunConfig) -> Any:
     """Returns all values except the seed that determine an expert's recorded episodes."""
-    content = plain(cfg)
+    plain_config = plain(cfg)
     demos = task_type_of(cfg).offline.preparation(cfg).demos
     return [
-        {key: content.get(key) for key in _RECORDING_SECTIONS},
+        {key: plain_config.get(key) for key in _RECORDING_SECTIONS},
         *(demos[1:] if demos else ()),
         task_type_of(cfg).offline.recording(cfg)[1],
     ]
@@ -296,11 +313,11 @@ def recording_key(cfg: RunConfig) -> str:
     """Returns the fingerprint of an expert's recorded demonstrations, without the seed. Runs of a sweep with the same
     fingerprint share the demonstrations.
     """
-    return digest(_recording_values(cfg))
+    return digest(_select_recording_values(cfg))
 
 
 def _share_preparations(
-    runs: Sequence[SweepRun], source: str, sweep_source: str, site: str | None
+    runs: Sequence[SweepRun], config_source: str, sweep_source: str, site: str | None
 ) -> Iterator[SweepRun]:
     """Yields the runs; assigns each shared preparation to the first run that needs it.
 
@@ -310,16 +327,19 @@ def _share_preparations(
     makers_by_path: dict[str, tuple[SweepRun, Any]] = {}
     for run in runs:
         assigned_preparations = set()
-        sft_source, demos = sft_of(source, run.cfg, site), task_type_of(run.cfg).offline.preparation(run.cfg).demos
+        sft_source, demos = (
+            sft_of(config_source, run.cfg, site),
+            task_type_of(run.cfg).offline.preparation(run.cfg).demos,
+        )
         preparations = []
         if sft_source is not None:
             sft_folder = RunPaths.of(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
             preparations.append(("sft", str(sft_folder), digest(plain(sft_source[1]))))
         if demos is not None:
             preparations.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))
-        for preparation, path, content in preparations:
-            maker, maker_content = makers_by_path.setdefault(path, (run, content))
-            if maker_content != content:
+        for preparation, path, sft_content in preparations:
+            maker, maker_content = makers_by_path.setdefault(path, (run, sft_content))
+            if maker_content != sft_content:
                 raise ConfigError(
                     f"{sweep_source}: {SWEEP}: runs {maker.point.name} and {run.point.name} both prepare {path}, and "
                     "differently; put ${runner.name} into its name"
@@ -329,10 +349,10 @@ def _share_preparations(
         yield SweepRun(run.point, run.overrides, run.cfg, frozenset(assigned_preparations))
 
 
-def rule_prefixes(names: Sequence[str]) -> dict[str, str]:
-    """Returns run name → unique prefix of the run's rules in the workflow, with only the characters of a rule's name."""
+def rule_prefixes(rule_names: Sequence[str]) -> dict[str, str]:
+    """Returns the unique prefix of each run's rules in the workflow, with only the characters of a rule's name."""
     prefixes: dict[str, str] = {}
-    for name in names:
+    for name in rule_names:
         prefix = "run_" + re.sub(r"\W", "_", name) + "_"
         prefixes[name] = prefix if prefix not in prefixes.values() else f"{prefix}{len(prefixes)}_"
     return prefixes

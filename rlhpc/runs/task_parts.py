@@ -135,7 +135,7 @@ class GroupSpec(Generic[Cfg]):
         self.preload = tuple(preload) or self.preload
 
     def roles_of(self, cfg: Cfg) -> Mapping[str, str]:
-        """Returns group → worker class for a run with this configuration: `roles`, and groups that the configuration adds."""
+        """Returns the worker class of each group of a run: `roles`, and the groups that the configuration adds."""
         return self.roles
 
     def components(self, cfg: Cfg) -> Sequence[str]:
@@ -151,12 +151,12 @@ class GroupSpec(Generic[Cfg]):
         """
         return SessionPolicies({}, max_recoveries)
 
-    def most_useful(self, cfg: Cfg, started: Mapping[str, int]) -> dict[str, int]:
-        """Returns elastic group → maximum number of ranks that the group can use at a time.
+    def most_useful(self, cfg: Cfg, num_started: Mapping[str, int]) -> dict[str, int]:
+        """Returns the maximum number of ranks that each elastic group can use at a time.
 
         Args:
             cfg: The configuration.
-            started: Group → number of ranks at the start.
+            num_started: Group → number of ranks at the start.
         """
         return {}
 
@@ -250,12 +250,12 @@ class ConfigChecks(Generic[Cfg]):
         return []
 
     def goal(self, cfg: Cfg) -> Any:
-        """Returns the settings that can end a segment before its planned step; None without such settings."""
+        """Returns the settings that can end a segment before its planned step; None if there are no such settings."""
         return [cfg.runner.keep_best, cfg.runner.patience] if cfg.runner.patience > 0 else None
 
     def evaluation_metrics(self, cfg: Cfg) -> Sequence[str]:
-        """Returns the allowed values of `runner.keep_best`: metrics with a better direction that the run measures on held-out
-        data during training. Empty for a run that does not evaluate.
+        """Returns the allowed values of `runner.keep_best`: metrics on held-out data of which a higher or a lower value is
+        better. Empty for a run that does not evaluate during training.
         """
         return ()
 
@@ -309,9 +309,21 @@ class Offline(Generic[Cfg]):
             options: Options of `rlhpc play`.
 
         Returns:
-            A one-line summary of the result; "" without a result.
+            A one-line summary of the result; "" if there is no result.
         """
         raise ConfigError(f"runs of kind {self.name} have nothing to play; rlhpc eval evaluates their checkpoints")
+
+    def load_policy(self, cfg: Cfg, checkpoint: Path, *, trust_code: bool) -> Any:
+        """Loads a checkpoint's policy for scripts and notebooks: an object with `act` or `generate`, and with `close`.
+
+        Args:
+            cfg: The configuration.
+            checkpoint: Folder of the checkpoint, which is valid.
+            trust_code: True to allow imports of `module:Class` names in the checkpoint.
+        """
+        raise ConfigError(
+            f"runs of kind {self.name} have no policy that acts or answers; rlhpc eval evaluates their checkpoints"
+        )
 
     def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
         """Exports a checkpoint as a folder for other tools.

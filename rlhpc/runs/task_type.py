@@ -40,7 +40,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_file, read_yaml
 from rlhpc.runtime.former_names import former_attributes
 from rlhpc.runtime.key_metadata import OnResume
-from rlhpc.runtime.plugins import Registry, import_attribute, nearest, offered
+from rlhpc.runtime.plugins import Registry, import_attribute, list_entry_points, nearest
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from rlhpc.runtime.text import short_repr
 
@@ -263,15 +263,15 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
         return self.independent
 
     def elastic_of(self, cfg: Cfg) -> dict[str, int]:
-        """Returns elastic group → minimum number of ranks."""
+        """Returns the minimum number of ranks of each elastic group."""
         return {}
 
     def together_of(self, cfg: Cfg) -> dict[str, int]:
-        """Returns group → number of ranks per replica."""
+        """Returns the number of ranks per replica of each group."""
         return {}
 
     def patience_of(self, cfg: Cfg) -> dict[str, float]:
-        """Returns group → seconds of silence after which a rank counts as lost, for groups that set this time."""
+        """Returns a dict from group to seconds of silence after which a rank counts as lost, for groups that set this time."""
         return {}
 
     def why_fixed(self, cfg: Cfg) -> str:
@@ -287,28 +287,28 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
     def policies(self, cfg: Cfg, *, max_recoveries: int = 0) -> SessionPolicies:
         """Returns the failure policies that the former methods describe."""
         restartable, independent = self.expendable_of(cfg), self.independent_of(cfg)
-        min_ranks, sizes, leases = self.elastic_of(cfg), self.together_of(cfg), self.patience_of(cfg)
+        min_ranks, group_sizes, leases = self.elastic_of(cfg), self.together_of(cfg), self.patience_of(cfg)
         groups = {
             name: GroupPolicy(
                 restartable=name in restartable,
                 independent_ranks=name in independent,
                 min_ranks=min_ranks.get(name),
-                replica_size=sizes.get(name, 1),
+                replica_size=group_sizes.get(name, 1),
                 lease_s=leases.get(name),
             )
-            for name in {*restartable, *min_ranks, *sizes, *leases}
+            for name in {*restartable, *min_ranks, *group_sizes, *leases}
         }
         return SessionPolicies(groups, max_recoveries, self.why_fixed(cfg))
 
 
-def _is_in(key: str, names: Sequence[str]) -> bool:
-    """Returns whether `names` contains the key or a section of the key."""
-    return any(key == name.rstrip(".") or key.startswith(f"{name.rstrip('.')}.") for name in names)
+def _is_in(key: str, parent_names: Sequence[str]) -> bool:
+    """Returns whether `parent_names` contains the key or a section of the key."""
+    return any(key == name.rstrip(".") or key.startswith(f"{name.rstrip('.')}.") for name in parent_names)
 
 
 def task_type_names() -> list[str]:
     """Returns all allowed values of `runner.task_type` except `module:NAME`."""
-    return [*TASK_TYPES.built_in, *sorted(offered(TASK_TYPES.group))]
+    return [*TASK_TYPES.built_in, *sorted(list_entry_points(TASK_TYPES.group))]
 
 
 def all_task_types() -> list[TaskType[Any]]:
@@ -316,37 +316,37 @@ def all_task_types() -> list[TaskType[Any]]:
     return [find_task_type(name) for name in task_type_names()]
 
 
-def find_task_type(name: str | None = None, source: str = "configuration") -> TaskType[Any]:
+def find_task_type(name: str | None = None, source_name: str = "configuration") -> TaskType[Any]:
     """Returns the task type that `runner.task_type` names.
 
     Args:
         name: Name in upper or lower case; None for the default.
-        source: Source of the name, for messages.
+        source_name: Source of the name, for messages.
 
     Raises:
         ConfigError: The task type does not exist; the message lists the existing ones.
     """
     type_name = DEFAULT if name is None else name
     if path := TASK_TYPES.path(type_name):
-        return _require_task_type(import_attribute(path, f"{source}: {TASK_TYPES.key}"), type_name, source)
+        return _require_task_type(import_attribute(path, f"{source_name}: {TASK_TYPES.key}"), type_name, source_name)
     raise ConfigError(
-        f"{source}: {TASK_TYPES.key} is {short_repr(type_name)}{nearest(type_name, task_type_names())} "
+        f"{source_name}: {TASK_TYPES.key} is {short_repr(type_name)}{nearest(type_name, task_type_names())} "
         f"allowed: {', '.join(task_type_names())}, or {TASK_TYPES.form}"
     )
 
 
-def task_type_keys(name: str | None = None, source: str = "configuration") -> ConfigKeys:
+def task_type_keys(name: str | None = None, source_name: str = "configuration") -> ConfigKeys:
     """Returns the keys of the task type that `runner.task_type` names (`find_task_type`)."""
-    return find_task_type(name, source).keys
+    return find_task_type(name, source_name).keys
 
 
-def _require_task_type(item: Any, name: str, source: str) -> TaskType[Any]:
-    if isinstance(item, TaskType):
-        return item
-    if isinstance(item, Kind):
-        return item.task_type
+def _require_task_type(found_item: Any, name: str, source_name: str) -> TaskType[Any]:
+    if isinstance(found_item, TaskType):
+        return found_item
+    if isinstance(found_item, Kind):
+        return found_item.task_type
     raise ConfigError(
-        f"{source}: runner.task_type is {short_repr(name)}, which is a {type(item).__name__} and no TaskType"
+        f"{source_name}: runner.task_type is {short_repr(name)}, which is a {type(found_item).__name__} and no TaskType"
     )
 
 
@@ -357,15 +357,15 @@ def task_type_of(cfg: Cfg) -> TaskType[Cfg]:
 
 def task_type_of_run(paths: RunPaths) -> TaskType[Any]:
     """Returns the task type of a run, from its config.yaml; the default if the file cannot be read."""
-    return _task_type_of_file(paths.config) or find_task_type()
+    return _find_task_type_of_file(paths.config) or find_task_type()
 
 
 def task_type_of_checkpoint(checkpoint: Path) -> TaskType[Any]:
     """Returns the task type of a checkpoint's run, from its config.yaml; the default if the file cannot be read."""
-    return _task_type_of_file(checkpoint / CONFIG) or find_task_type()
+    return _find_task_type_of_file(checkpoint / CONFIG) or find_task_type()
 
 
-def _task_type_of_file(config: Path) -> TaskType[Any] | None:
+def _find_task_type_of_file(config: Path) -> TaskType[Any] | None:
     try:
         name = str(read_yaml(read_file(config))["runner"]["task_type"])
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from rlhpc.config.constraints import parse_steps
 from rlhpc.config.sections import RunConfig
-from rlhpc.jobs.attempt_logs import mark_start
 from rlhpc.jobs.driver_lock import require_hosts, require_live_allocation, require_no_driver, sole_driver
 from rlhpc.jobs.elastic.helper_plan import helper_plans
 from rlhpc.jobs.elastic.records import Attendance
+from rlhpc.jobs.logs import mark_start
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.plan import count_noun
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
@@ -19,14 +21,17 @@ from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.config_changes import check_resume
 from rlhpc.runs.elastic_driver import Elastic, join_address
 from rlhpc.runs.preflight import run_checks
+from rlhpc.runs.run_alerts import RunAlerts
 from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.run_identity import make_longer
 from rlhpc.runs.runner import Runner
 from rlhpc.runs.task_type import Cfg, TaskType, task_type_of
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.devices import torch_device
+from rlhpc.runtime.environment_archive import check_archive
 from rlhpc.runtime.errors import Stopped
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.launchers.srun_commands import nsys_command, nsys_options
 from rlhpc.runtime.placement import HybridComponentPlacement, Placement, PlacementStrategy
 from rlhpc.runtime.plugins import load_attribute
 from rlhpc.runtime.session import Session
@@ -60,6 +65,8 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
         return {**segment_record, "finished": True, "exit_code": 0}
     if cfg.cluster.scratch is not None:
         os.environ["RLHPC_SCRATCH"] = str(expand_home(cfg.cluster.scratch))  # the ranks inherit it
+    if cfg.cluster.environment_archive is not None:
+        check_archive(expand_home(cfg.cluster.environment_archive))
     Session.prewarm(task_type.groups.preload)  # the fork server imports torch while this process checks the run
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
@@ -68,8 +75,8 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
     if cluster.source == "machine":  # in a job, the steps check their accelerators: this host may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
-    if (idle := idle_accelerators(cluster, placements)) is not None:
-        note(idle)
+    if (idle_text := idle_accelerators(cluster, placements)) is not None:
+        note(idle_text)
     cfg = task_type.checks.prepare(cfg, resumes=run.resume.path is not None)
     cfg = task_type.groups.placed(cfg, {role: strategy.replica for role, strategy in strategies.items()})
     if run.resume.path is not None:
@@ -82,14 +89,21 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
 
 def idle_accelerators(cluster: Cluster, placements: Mapping[str, Sequence[Placement]]) -> str | None:
     """Returns a sentence about granted accelerators that no rank uses; None if ranks use all of them."""
-    used = {(rank.node_rank, index) for ranks in placements.values() for rank in ranks for index in rank.accelerators}
-    if cluster.granted <= used:
+    used_accelerators = {
+        (rank.node_rank, index) for ranks in placements.values() for rank in ranks for index in rank.accelerators
+    }
+    if cluster.granted <= used_accelerators:
         return None
-    owner = "the job" if cluster.source == "slurm" else "this machine"
-    key = "component_placement" if cluster.num_accelerators > len(used) else "accelerators_per_node"
+    owner_text = "the job" if cluster.source == "slurm" else "this machine"
+    if cluster.num_accelerators > len(used_accelerators):
+        key = "component_placement"
+    elif any(node_rank >= cluster.num_nodes for node_rank, _ in cluster.granted):
+        key = "num_nodes"
+    else:
+        key = "accelerators_per_node"
     return (
-        f"{owner} has {count_noun(len(cluster.granted), 'accelerator')}, and the run uses {len(used) or 'none'} "
-        f"(cluster.{key})"
+        f"{owner_text} has {count_noun(len(cluster.granted), 'accelerator')}, "
+        f"and the run uses {len(used_accelerators) or 'none'} (cluster.{key})"
     )
 
 
@@ -118,8 +132,9 @@ def _train(
     mark_start(logs)
     record_placement(run.paths, {role: [asdict(rank) for rank in ranks] for role, ranks in placements.items()})
     attendance = Attendance(run.paths.attendance)
+    archive = cfg.cluster.environment_archive
     runner: Runner[Cfg] | None = None
-    with StopRequest() as stop_request:
+    with StopRequest() as stop_request, RunAlerts(cfg, run, stop_request) as alerts:
         session = Session.start(
             registry_root=run.paths.registry,
             log_dir=logs,
@@ -128,6 +143,9 @@ def _train(
             tcp_address=join_address(helper_jobs, cluster),
             check_stop=stop_request.check,
             on_membership=attendance.note,
+            on_lost=lambda group, rank, reason: alerts.record_lost(group, [rank], reason),
+            reports_calls=True,
+            environment_archive=None if archive is None else expand_home(archive),
         )
         elastic = Elastic(helper_jobs, run.paths, useful_ranks, session, attendance)
         try:
@@ -136,7 +154,14 @@ def _train(
             active_runner.init_workers()
             with session.training(policies):
                 elastic.start()
-                run_result = active_runner.run(on_step=elastic.record_step if helper_jobs else None)
+                alerts.watch(active_runner)
+
+                def record_step(row: dict[str, float]) -> None:
+                    elastic.record_step(row)
+                    if alerts.has_hook:
+                        alerts.record_step(row)
+
+                run_result = active_runner.run(record_step, alerts.record_lost)
             for group in groups.values():
                 group.shutdown()
         except Stopped as stop_error:
@@ -154,6 +179,7 @@ def _train(
             elastic.close(stop_request)
         if run.segment is not None and run_result["finished"]:
             run_result.update(run.finish_segment(run_result["global_step"], run_result["stop_reason"]))
+        alerts.record_end(run_result)
         return {**run_result, "exit_code": 0 if run_result["finished"] else stop_request.exit_code}
 
 
@@ -165,6 +191,16 @@ def _launch(
     run: RunFolder,
 ) -> dict[str, WorkerGroup]:
     """Starts the ranks of all groups and waits until they are ready; returns the groups by role."""
+    profile = cfg.runner.trace.profile
+    profiled_groups, options = (
+        set(profile.nsys),
+        nsys_options(profile.nsys_options, parse_steps(profile.nsys_steps) or ()),
+    )
+    if profiled_groups and shutil.which("nsys") is None:
+        note("runner.trace.profile.nsys: there is no nsys on this machine's PATH; the run goes on without its profiles")
+        profiled_groups = set()
+    if profiled_groups:
+        run.paths.nsys.mkdir(parents=True, exist_ok=True)
     groups = {
         role: cls.create_group(cfg).launch(
             cluster,
@@ -172,6 +208,7 @@ def _launch(
             name=role,
             timeout=cfg.runner.rendezvous_timeout_s,
             wait=False,
+            command_prefix=nsys_command(run.paths.nsys, role, options) if role in profiled_groups else (),
         )
         for role, cls in classes.items()
     }

@@ -7,6 +7,8 @@ copy, and over TCP between hosts. `entrust` sends data of any size to the home, 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import pickle
 import queue
@@ -15,16 +17,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rlhpc.runtime.comm.background import AsyncWork, in_background
-from rlhpc.runtime.comm.context import Context, current
+from rlhpc.runtime.comm.context import Context, current, installed_context
 from rlhpc.runtime.comm.device_memory import address
-from rlhpc.runtime.comm.payload import Packed, owned
+from rlhpc.runtime.comm.payload import Packed, copy_shared
 from rlhpc.runtime.comm.queues import ChannelRefused, ConsumerLocation, Item, PutEstimate
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import ChannelError, RegistryError
 from rlhpc.runtime.former_names import former_keywords
 from rlhpc.runtime.host import process_key
-from rlhpc.runtime.session import here
+from rlhpc.runtime.trace_recorder import span
 
 DEFAULT_KEY = "default_queue"
 _CONFIRM_INTERVAL = 64
@@ -32,11 +34,23 @@ _CONFIRM_INTERVAL = 64
 _OPEN_TIMEOUT_S = 60.0
 
 
-class QueueFull(queue.Full):
+def _context() -> Context:
+    """Returns this process's context; a process that belongs to no run becomes the driver of a new run."""
+    context = installed_context()
+    if context is None:
+        from rlhpc.runtime.session import (
+            current_context,
+        )  # the driver's part of the runtime, which a rank does not need
+
+        context = current_context()
+    return context
+
+
+class QueueFull(queue.Full, asyncio.QueueFull):
     """Error raised by `put_nowait` on a full channel."""
 
 
-class QueueEmpty(queue.Empty):
+class QueueEmpty(queue.Empty, asyncio.QueueEmpty):
     """Error raised by `get_nowait` and `take_nowait` on an empty channel."""
 
 
@@ -89,7 +103,7 @@ class Channel:
         Raises:
             ChannelError: One of the processes over which the keys are distributed has ended.
         """
-        context = here()
+        context = _context()
         if distributed or home:
             groups = [home] if home else context.group_names()
             members = [
@@ -102,13 +116,14 @@ class Channel:
         homes = [context.member(*member)["data"] for member in members] or [context.service.endpoint]
         if context.service.endpoint in homes:
             context.service.open_channel(name, maxsize, max_bytes)
-        for member, record in dict(zip(members, homes, strict=False)).items():
-            if record != context.service.endpoint:
-                arguments, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
-                request = peers.begin(
-                    choose(record), b"OPEN", [arguments], f"the home of channel {name!r}", _OPEN_TIMEOUT_S
-                )
-                peers.reply_to(request, _OPEN_TIMEOUT_S, functools.partial(context.has_left, *member))
+        arguments, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
+        requests = {}  # sent to all homes before waiting for any: there may be thousands
+        for member, record in zip(members, homes, strict=False):
+            if record != context.service.endpoint and (endpoint := choose(record)) not in requests:
+                wait_purpose = f"the home of channel {name!r}"
+                requests[endpoint] = member, peers.begin(endpoint, b"OPEN", [arguments], wait_purpose, _OPEN_TIMEOUT_S)
+        for member, request in requests.values():
+            peers.reply_to(request, _OPEN_TIMEOUT_S, functools.partial(context.has_left, *member))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
 
@@ -119,7 +134,7 @@ class Channel:
         Raises:
             ChannelError: The channel did not exist after `timeout` seconds.
         """
-        context = here()
+        context = _context()
         try:
             record = context.registry.wait_for("channels", name, timeout, f"a Channel.create({name!r})", context.check)
         except RegistryError as error:
@@ -129,7 +144,7 @@ class Channel:
     def __reduce__(self) -> tuple[Any, ...]:
         return Channel, (self.name, self._homes, self._maxsize)
 
-    def _home_of(self, key: str) -> dict[str, str]:
+    def _find_home(self, key: str) -> dict[str, str]:
         if len(self._homes) == 1:
             return self._homes[0]
         index = int(key) if key.isdigit() else zlib.crc32(key.encode())
@@ -157,18 +172,20 @@ class Channel:
             ChannelError: The channel's home has ended.
         """
         context, key = current(), str(key)
-        consumer, holders = self._consumers.get(key), [process_key(self._home_of(key))]
-        if consumer is None:
-            packed = context.service.pack(item, holders=holders)
-        else:
-            lend = not async_op and consumer.host != context.host
-            packed = context.service.pack(item, lend=lend, consumers=[consumer], holders=holders)
-        if async_op:
-            packed.owned()
-            return in_background(
-                f"put-{self.name}", lambda: self._put(context, packed, weight, key, True, confirm=True)
-            )
-        self._put(context, packed, weight, key, True, home_ended=home_ended)
+        consumer, holders = self._consumers.get(key), [process_key(self._find_home(key))]
+        with span(self.name, "send", key=key) as send_span:
+            if consumer is None:
+                payload = context.service.pack(item, holders=holders, about=self.name)
+            else:
+                lend = not async_op and consumer.host != context.host
+                payload = context.service.pack(item, lend=lend, consumers=[consumer], holders=holders, about=self.name)
+            send_span.add(bytes=payload.nbytes)
+            if async_op:
+                payload.copy_inline()
+                return in_background(
+                    f"put-{self.name}", lambda: self._put(context, payload, weight, key, True, confirm=True)
+                )
+            self._put(context, payload, weight, key, True, home_ended=home_ended)
         return None
 
     def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
@@ -177,7 +194,9 @@ class Channel:
         For large items this is slower than `put`, which keeps the data on this host until the consumer fetches it.
         """
         context = current()
-        self._put(context, context.service.pack(item, inline=True), 0, str(key), True, confirm=True)
+        with span(self.name, "send", key=key):
+            payload = context.service.pack(item, inline=True, about=self.name)
+            self._put(context, payload, 0, str(key), True, confirm=True)
 
     def put_nowait(self, item: Any, weight: float = 0, key: str = DEFAULT_KEY) -> None:
         """Appends `item` without waiting.
@@ -186,73 +205,77 @@ class Channel:
             QueueFull: The channel is full.
         """
         context = current()
-        packed = context.service.pack(item, holders=[process_key(self._home_of(str(key)))])
-        self._put(context, packed, weight, str(key), False)
+        payload = context.service.pack(item, holders=[process_key(self._find_home(str(key)))], about=self.name)
+        self._put(context, payload, weight, str(key), False)
 
     def _put(
         self,
         context: Context,
-        packed: Packed,
+        payload: Packed,
         weight: float,
         key: str,
-        wait: bool,
+        wait_for_room: bool,
         confirm: bool = False,
         home_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        service, home = context.service, self._home_of(key)
-        purpose = f"room in channel {self.name!r}, key {key!r}"
+        service, home = context.service, self._find_home(key)
+        wait_purpose = f"room in channel {self.name!r}, key {key!r}"
         try:
             if home["ipc"] == service.endpoint["ipc"]:
-                frames = owned(packed.frames())
+                frames = copy_shared(payload.frames())
 
                 estimate = PutEstimate("", "", False)
 
                 def put_item(answer: Any) -> bool:
                     nonlocal estimate
-                    state = service.channel(self.name)
-                    estimate = state.estimate(key)
-                    return state.put(key, frames, packed.nbytes, weight, packed.segment or "", answer if wait else None)
+                    channel_state = service.channel(self.name)
+                    estimate = channel_state.estimate(key)
+                    return channel_state.put(
+                        key, frames, payload.nbytes, weight, payload.segment or "", answer if wait_for_room else None
+                    )
 
-                if wait:
-                    service.wait_local(put_item, context.wait_deadline, purpose)
+                if wait_for_room:
+                    with span(self.name, "wait", key=key):
+                        service.wait_local(put_item, context.wait_deadline, wait_purpose)
                 else:
                     with service.lock:
                         is_admitted = put_item(None)
                     if not is_admitted:
                         context.check()
-                        raise QueueFull(purpose)
-                self._settle_sent(context, packed, key, estimate)
+                        raise QueueFull(wait_purpose)
+                self._settle_sent(context, payload, key, estimate)
                 return
-            header = pickle.dumps((self.name, key, packed.nbytes, weight, packed.segment or "", wait))
+            header = pickle.dumps((self.name, key, payload.nbytes, weight, payload.segment or "", wait_for_room))
             self._num_posted += 1
             if (
-                wait
+                wait_for_room
                 and not confirm
                 and self._maxsize == 0
-                and packed.segment is None
+                and payload.segment is None
                 and self._num_posted % _CONFIRM_INTERVAL
             ):
                 # Small items for an unbounded channel need not all be confirmed: the socket keeps their order, and every
                 # 64th is confirmed, which bounds the number in flight when the byte limit is reached.
-                frames = [header, *packed.frames()]
-                service.peers.post(choose(home), b"PUT", frames, context.wait_deadline, purpose, process_key(home))
+                frames = [header, *payload.frames()]
+                service.peers.post(choose(home), b"PUT", frames, context.wait_deadline, wait_purpose, process_key(home))
                 return
             request = service.peers.begin(
-                choose(home), b"PUT", [header, *packed.frames()], purpose, context.wait_deadline
+                choose(home), b"PUT", [header, *payload.frames()], wait_purpose, context.wait_deadline
             )
-            reply = service.peers.reply_to(request, context.wait_deadline, home_ended)
-            self._settle_sent(context, packed, key, PutEstimate(*pickle.loads(reply[0])))
+            with span(self.name, "wait", key=key):
+                reply = service.peers.reply_to(request, context.wait_deadline, home_ended)
+            self._settle_sent(context, payload, key, PutEstimate(*pickle.loads(reply[0])))
         except BaseException as error:
-            packed.discard()
+            payload.discard()
             if isinstance(error, ChannelRefused):
                 context.check()
-                raise QueueFull(purpose) from None
+                raise QueueFull(wait_purpose) from None
             raise
 
-    def _settle_sent(self, context: Context, packed: Packed, key: str, estimate: PutEstimate) -> None:
+    def _settle_sent(self, context: Context, payload: Packed, key: str, estimate: PutEstimate) -> None:
         if estimate.host:
             self._consumers[key] = estimate.consumer
-        packed.settle(estimate.waiting, context.check)
+        payload.finish_reads(estimate.waiting, context.check)
 
     # -- get ------------------------------------------------------------------------------------------------------
 
@@ -279,7 +302,8 @@ class Channel:
         """Leases the oldest item until this process acknowledges the item with `done`. If the process ends before that, the
         item returns to the front of its queue.
 
-        Works only if the home is another process. A home in the driver notices the end of ranks on any host.
+        The process that stores the channel (its home) must be another one than this. If the driver stores the channel, it
+        notices the end of ranks on any host.
 
         Raises:
             QueueEmpty: The channel is empty.
@@ -292,36 +316,44 @@ class Channel:
     @former_keywords(taken="lease")
     def done(self, lease: LeasedItem) -> None:
         """Acknowledges a leased item, so that the item is not requeued if this process ends."""
-        home = choose(self._home_of(lease.key))
+        home = choose(self._find_home(lease.key))
         current().service.peers.post(home, b"ACK", [pickle.dumps((self.name, [lease.number]))])
 
-    def get_batch(self, target_weight: float, key: str = DEFAULT_KEY) -> list[Any]:
+    def get_batch(self, target_weight: float, key: str = DEFAULT_KEY, async_op: bool = False) -> Any:
         """Removes and returns the oldest items whose weights add up to at most `target_weight`, but at least one item.
 
-        Waits until the queued items reach `target_weight` or the queue is full.
+        Waits until the queued items reach `target_weight` or the queue is full. With `async_op` returns an `AsyncWork` at
+        once.
         """
-        return self._get(current(), str(key), float(target_weight), True, None)
+        context, key, target = current(), str(key), float(target_weight)
+        if async_op:
+            return in_background(f"get-{self.name}-{key}", lambda: self._get(context, key, target, True, None))
+        return self._get(context, key, target, True, None)
 
-    def _get(self, context: Context, key: str, target: float | None, wait: bool, timeout: float | None) -> list[Any]:
-        service, home = context.service, self._home_of(key)
+    def _get(
+        self, context: Context, key: str, target: float | None, wait_for_items: bool, timeout: float | None
+    ) -> list[Any]:
+        service, home = context.service, self._find_home(key)
         timeout = context.wait_deadline if timeout is None else timeout
         consumer = ConsumerLocation(context.host, address())
-        service.lane.settle()
+        service.device_channel.free_read_buffers()
         if home["ipc"] == service.endpoint["ipc"]:
-            purpose = f"an item in channel {self.name!r}, key {key!r}"
+            wait_purpose = f"an item in channel {self.name!r}, key {key!r}"
 
             def get_items(answer: Any) -> bool:
-                state = service.channel(self.name)
-                state.record_consumer(key, consumer)
-                return bool(wait or state.count(key)) and state.get(key, (), target, answer)
+                channel_state = service.channel(self.name)
+                channel_state.record_consumer(key, consumer)
+                return bool(wait_for_items or channel_state.count(key)) and channel_state.get(key, (), target, answer)
 
             try:
-                items = service.wait_local(get_items, timeout, purpose)
+                with span(self.name, "wait", key=key) if wait_for_items else contextlib.nullcontext():
+                    items = service.wait_local(get_items, timeout, wait_purpose)
             except queue.Empty:
                 context.check()  # a loop that polls also waits for another process
-                raise QueueEmpty(purpose) from None
-            return [service.unpack(item.frames) for item in items]
-        return [item for item, _ in self._fetch(context, key, target, wait, timeout, consumer)]
+                raise QueueEmpty(wait_purpose) from None
+            with span(self.name, "receive", key=key):
+                return [service.unpack(item.frames) for item in items]
+        return [item for item, _ in self._fetch(context, key, target, wait_for_items, timeout, consumer)]
 
     def _fetch(
         self,
@@ -334,21 +366,23 @@ class Channel:
         keep_leases: bool = False,
     ) -> list[tuple[Any, int]]:
         """Returns items with their numbers from a home in another process; acknowledges them unless `keep_leases`."""
-        service, home = context.service, self._home_of(key)
-        purpose = f"an item in channel {self.name!r}, key {key!r}"
+        service, home = context.service, self._find_home(key)
+        wait_purpose = f"an item in channel {self.name!r}, key {key!r}"
         header = pickle.dumps((self.name, key, target, wait, tuple(consumer), process_key(service.endpoint)))
         try:
-            reply = service.peers.request(choose(home), b"GET", [header], timeout, purpose)
+            with span(self.name, "wait", key=key) if wait else contextlib.nullcontext():
+                reply = service.peers.request(choose(home), b"GET", [header], timeout, wait_purpose)
         except ChannelRefused:
             context.check()
-            raise QueueEmpty(purpose) from None
+            raise QueueEmpty(wait_purpose) from None
         leased_items, frame_offset = list[tuple[Any, int]](), 1
         releases: list[Callable[[], None]] = []
-        for item_id, count in pickle.loads(reply[0]):
-            leased_items.append(
-                (service.unpack(reply[frame_offset : frame_offset + count], releases=releases), item_id)
-            )
-            frame_offset += count
+        with span(self.name, "receive", key=key):
+            for item_id, num_frames in pickle.loads(reply[0]):
+                leased_items.append(
+                    (service.unpack(reply[frame_offset : frame_offset + num_frames], releases=releases), item_id)
+                )
+                frame_offset += num_frames
         if not keep_leases:
             item_ids = [item_id for _, item_id in leased_items]
             service.peers.post(choose(home), b"ACK", [pickle.dumps((self.name, item_ids))])
@@ -359,12 +393,12 @@ class Channel:
     # -- inspection -----------------------------------------------------------------------------------------------
 
     def _count_and_fullness(self, key: str) -> tuple[int, bool]:
-        context, home = current(), self._home_of(key)
+        context, home = current(), self._find_home(key)
         context.check()
         if home["ipc"] == context.service.endpoint["ipc"]:
             with context.service.lock:
-                state = context.service.channel(self.name)
-                return state.count(key), state.full(key)
+                channel_state = context.service.channel(self.name)
+                return channel_state.count(key), channel_state.full(key)
         request = pickle.dumps((self.name, key))
         reply = context.service.peers.request(
             choose(home), b"STAT", [request], 60, f"the home of channel {self.name!r}"

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from omegaconf import MISSING
-
 from rlhpc.runtime.key_metadata import COUNT, NOT_NEGATIVE, POSITIVE, Choices, Range
 
 
@@ -40,7 +38,7 @@ class NodeGroupConfig(SlurmOptions):
     """Nodes with a label, which components name in their placement. A Slurm option that a group omits is taken from
     `cluster`."""
 
-    label: str = MISSING
+    label: str = "???"  # `omegaconf.MISSING`, whose import would take a tenth of a second in each process of a run
     """Name of the group; `cluster` and `node` are reserved."""
     node_ranks: Any = None
     """Nodes of the group, such as `0-1,3`; by default all, or those of `het_component`."""
@@ -62,7 +60,7 @@ class NodeGroupConfig(SlurmOptions):
 
 @dataclass
 class ClusterConfig(SlurmOptions):
-    """The machines of a run, and which component runs where."""
+    """Machines of a run, and the placement of its components."""
 
     num_nodes: Annotated[int, COUNT] = 1
     """Number of nodes."""
@@ -83,6 +81,10 @@ class ClusterConfig(SlurmOptions):
     """Network interface by which nodes reach one another, such as `ib0`; by default the one on the route between them."""
     scratch: str | None = None
     """Folder on each node's own disk for data that do not fit into its shared memory; by default below `/tmp`."""
+    environment_archive: str | None = None
+    """Archive of the Python environment (`rlhpc pack FILE`). Each node unpacks it below `scratch` before ranks start there and
+    removes it after the run, unless another run on the node uses it. Ranks then import from the node's disk. Null imports from
+    the environment itself, and so do ranks that one process of this machine forks."""
     bind_cores: bool = True
     """Ranks with accelerators stay on the granted cores of these accelerators' NUMA nodes, where those are as many as a rank
     has threads."""
@@ -90,8 +92,22 @@ class ClusterConfig(SlurmOptions):
     """Lines of the job's script before the driver starts: `module load …`, `source …/activate`."""
     sbatch: list[str] = field(default_factory=list)
     """Further sbatch options for the whole job, such as `--reservation=rl`."""
+    srun: list[str] = field(default_factory=list)
+    """Further srun options for every job step, each one word, such as `--network=single_node_vni` or
+    `--container-image=/shared/rlhpc.sqsh`. Steps have `--mpi=none` unless one of these is `--mpi=…`. Options that rlhpc itself
+    sets, such as `--nodes`, are refused."""
+    mail_type: str | None = None
+    """Events of the job about which Slurm itself sends a mail, in upper case and joined by commas, such as `END,FAIL,REQUEUE`
+    (`sbatch --mail-type`)."""
+    mail_user: str | None = None
+    """Address of these mails (`sbatch --mail-user`); null: the user who submits."""
     container: list[str] = field(default_factory=list)
-    """Words put before every command of a job step, such as `[apptainer, exec, --nv, rlhpc.sif]`."""
+    """Words put before every command of a job step, and of evaluation and conversion on Slurm, such as
+    `[apptainer, exec, --nv, rlhpc.sif]`. The image must show the run folder under its own path; `/tmp` and `/dev/shm` are
+    best those of the node."""
+    container_python: str | None = None
+    """Python in the image of `container`, such as `/opt/venv/bin/python`; null: that of the driver, which the image must then
+    show under the same path. A node group's `python_interpreter` comes first."""
     signal_lead_s: Annotated[int, Range(1, 65535)] = 120  # what Slurm accepts for --signal
     """Seconds before the walltime at which Slurm asks the job to save and end."""
 
@@ -122,15 +138,15 @@ class ElasticConfig(SlurmOptions):
     """A job beyond `min` is only submitted if Slurm expects it to start within these seconds (`sbatch --test-only`)."""
     react_s: Annotated[float, NOT_NEGATIVE] = 60.0
     """Seconds for which the actor must have waited for rollouts, or not at all, before there are more ranks, or fewer."""
-    look_s: Annotated[float, Range(5)] = 15.0  # each look is a command or two of Slurm
-    """Seconds between two looks at the queue, 5 at least: each run with this key asks Slurm by itself."""
+    look_s: Annotated[float, Range(5)] = 15.0  # commands of a host share one query in ten seconds
+    """Seconds between two looks at the queue, 5 at least. Slurm's answer is up to 10 s old: commands of a host share it."""
     signal_lead_s: Annotated[int, Range(1, 65535)] = 30
     """Seconds before the walltime at which a job leaves."""
 
 
 @dataclass
 class ElasticClusterConfig(ClusterConfig):
-    """The machines of a run whose ranks may join and leave, and the placement of its components."""
+    """Machines of a run whose ranks may join and leave, and the placement of its components."""
 
     elastic: list[ElasticConfig] = field(default_factory=list)
     """Ranks that join from jobs of their own, on whatever partition is named; at most one entry a group."""
@@ -142,9 +158,12 @@ Key = Literal[
     "partition", "account", "qos", "constraint", "gres", "gres_name", "mem", "cpus_per_node", "time",
     "label", "node_ranks", "het_component", "num_nodes", "accelerators_per_node", "accelerator_memory", "accelerator_kind",
     "env_vars",
-    "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "bind_cores", "setup", "sbatch",
-    "container", "signal_lead_s", "elastic", "group", "min", "max", "ranks_per_job", "accelerators_per_rank", "max_gpu_hours",
-    "start_within_s", "react_s", "look_s", "memory_check", "save_reserve_s",
+    "python_interpreter", "component_placement", "node_groups", "interface", "scratch", "environment_archive", "bind_cores",
+    "setup", "sbatch", "srun", "container", "container_python", "mail_type", "mail_user", "signal_lead_s", "elastic", "group",
+    "min", "max",
+    "ranks_per_job",
+    "accelerators_per_rank", "max_gpu_hours", "start_within_s", "react_s", "look_s", "memory_check", "save_reserve_s",
+    "run_dir", "trace", "profile", "nsys", "nsys_steps", "nsys_options",
 ]  # fmt: skip
 #: Section of a configuration: a dataclass, or a mapping with some of the keys.
 SectionSource = SlurmOptions | Mapping[str, Any] | None

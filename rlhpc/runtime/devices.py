@@ -81,13 +81,49 @@ def device_memory(device: torch.device) -> float | None:
     return float(module.mem_get_info(device)[1])
 
 
-def receiving_device(sent: str) -> str:
-    """Returns the device for a received tensor that was on device `sent` in the sending process.
+#: Divisor of an accelerator's memory: messages in transit may use 1/32 of it.
+_BUDGET_DIVISOR = 32
+
+
+def message_budget(memory: int) -> int:
+    """Returns the bytes of an accelerator's memory that a process's messages in transit may use.
+
+    Args:
+        memory: Bytes of the accelerator's memory.
+    """
+    return memory // _BUDGET_DIVISOR
+
+
+#: Index of this process's accelerator among those that it sees; None if it is the first, or a thread's current one.
+_device_index: int | None = None
+
+
+def set_process_device(index: int) -> None:
+    """Sets this process's accelerator, by its index among those that the process sees.
+
+    Torch's current device belongs to a thread. Messages and weights also arrive in other threads, whose current device is
+    the first that the process sees.
+    """
+    global _device_index
+    import torch
+
+    torch.accelerator.set_device_index(index)
+    _device_index = index
+
+
+def process_device_index() -> int | None:
+    """Returns the index that `set_process_device` has set; None if it was not called."""
+    return _device_index
+
+
+def receiving_device(sender_device: str) -> str:
+    """Returns the device for a received tensor that was on device `sender_device` in the sending process.
 
     This is the CPU for a tensor from a CPU. For a tensor from an accelerator it is this process's accelerator, or the CPU if
     this process has no accelerator.
     """
-    return sent if sent == "cpu" else accelerator() or "cpu"
+    device_type = "cpu" if sender_device == "cpu" else accelerator() or "cpu"
+    return device_type if device_type == "cpu" or _device_index is None else f"{device_type}:{_device_index}"
 
 
 def collective_backends(device: str) -> str:
@@ -108,30 +144,30 @@ def computes_bfloat16(device: str) -> bool:
     return device != "cpu" and bool(torch.get_device_module(device).is_bf16_supported(including_emulation=False))
 
 
-def has_segment_attention(query: torch.Tensor, value: torch.Tensor) -> bool:
+def has_segment_attention(query_states: torch.Tensor, value_states: torch.Tensor) -> bool:
     """Returns whether torch has a kernel for attention within the samples of a packed sequence.
 
     Args:
-        query: Queries, `[1, heads, T, d]`.
-        value: Values, `[1, heads, T, d]`.
+        query_states: Queries, `[1, heads, T, d]`.
+        value_states: Values, `[1, heads, T, d]`.
     """
     import torch
 
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and is_half and query.shape[-1] == value.shape[-1] <= 256
+    is_half = query_states.dtype in (torch.float16, torch.bfloat16)
+    return query_states.is_cuda and is_half and query_states.shape[-1] == value_states.shape[-1] <= 256
 
 
-def moved(module: Module, device: torch.device) -> Module:
+def move_module(module: Module, device: torch.device) -> Module:
     """Moves a module to a device, and ties its tied parameters again, such as embeddings shared with the LM head.
 
     `Module.to` duplicates tied parameters on accelerators that torch supports only through extensions.
     """
-    names: dict[torch.nn.Parameter, list[str]] = {}
+    names_by_parameter: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names_by_parameter.setdefault(parameter, []).append(name)
     module.to(device)
-    for name_kept, *aliases in names.values():
-        for parent, _, attribute in (alias.rpartition(".") for alias in aliases):
+    for name_kept, *alias_names in names_by_parameter.values():
+        for parent, _, attribute in (alias.rpartition(".") for alias in alias_names):
             setattr(module.get_submodule(parent), attribute, module.get_parameter(name_kept))
     return module
 
@@ -152,7 +188,7 @@ def synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def host_memory(size: int, device: str) -> torch.Tensor:
+def host_memory(num_bytes: int, device: str) -> torch.Tensor:
     """Allocates host memory for copies from and to a device; returns a uint8 tensor.
 
     Locks the pages unless the device is the CPU. Unlike torch's allocator of pinned memory, does not round up the size to a
@@ -160,9 +196,9 @@ def host_memory(size: int, device: str) -> torch.Tensor:
     """
     import torch
 
-    if device == "cpu" or not size:
-        return torch.empty(size, dtype=torch.uint8)
-    return locked(mmap.mmap(-1, size))
+    if device == "cpu" or not num_bytes:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    return locked_tensor(mmap.mmap(-1, num_bytes))
 
 
 def lock_pages(memory: torch.Tensor) -> bool:
@@ -195,7 +231,7 @@ def locks_pages() -> bool:
     return accelerator() == "cuda"
 
 
-def locked(memory: mmap.mmap) -> torch.Tensor:
+def locked_tensor(memory: mmap.mmap) -> torch.Tensor:
     """Returns mapped memory as a uint8 tensor, and locks its pages for the lifetime of the tensor (`lock_pages`)."""
     import torch
 
@@ -233,27 +269,27 @@ class SideCopies:
         import torch
 
         if self._stream is None:
-            for target, source in pairs:
-                target.copy_(source)
+            for target, source_tensor in pairs:
+                target.copy_(source_tensor)
             return lambda: None
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        finished, live_pairs = self._stream.record_event(), list(pairs)
+            for target, source_tensor in pairs:
+                target.copy_(source_tensor, non_blocking=True)
+        copy_finished, live_pairs = self._stream.record_event(), list(pairs)
 
         def wait() -> None:
-            finished.synchronize()
+            copy_finished.synchronize()
             live_pairs.clear()
 
         return wait
 
 
-def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
+def torch_device(granted_indices: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
     """Returns the type of device on which a process computes: that of its accelerators, or `cpu` if it has none.
 
     Args:
-        granted: Indices of the process's accelerators on the node.
+        granted_indices: Indices of the process's accelerators on the node.
         environ: Environment of the process.
 
     Raises:
@@ -262,39 +298,44 @@ def torch_device(granted: Sequence[int], environ: Mapping[str, str] = os.environ
     """
     import torch
 
-    if not granted:
+    if not granted_indices:
         return "cpu"
     device_type = accelerator()
-    visible = torch.accelerator.device_count() if device_type else 0
-    if visible >= len(granted):
+    num_visible = torch.accelerator.device_count() if device_type else 0
+    if num_visible >= len(granted_indices):
         return device_type
     if environ.get(VIRTUAL):
         return device_type or "cpu"
-    reason, remedy = explain_unseen(visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES"))
+    reason, remedy_text = explain_unseen(
+        num_visible, torch.version.cuda, torch.version.hip, environ.get("CUDA_VISIBLE_DEVICES")
+    )
     raise ConfigError(
-        f"accelerators {', '.join(map(str, granted))} of {node_name()} were granted, but cannot be used by torch "
-        f"{torch.__version__}, which {reason}; {remedy}; or do without them: cluster.accelerators_per_node=0"
+        f"accelerators {', '.join(map(str, granted_indices))} of {node_name()} were granted, but cannot be used by torch "
+        f"{torch.__version__}, which {reason}; {remedy_text}; or do without them: cluster.accelerators_per_node=0"
     )
 
 
 def explain_unseen(
-    visible: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = ""
+    num_visible: int, cuda: str | None, hip: str | None, mask: str | None, driver: str = ""
 ) -> tuple[str, str]:
     """Returns the reason why torch sees fewer accelerators than were granted ("torch 2.13, which …"), and a remedy.
 
     Args:
-        visible: Number of accelerators that torch sees.
+        num_visible: Number of accelerators that torch sees.
         cuda, hip: Versions of CUDA and ROCm for which torch is built.
         mask: Value of CUDA_VISIBLE_DEVICES.
         driver: Newest version of CUDA that the node's driver supports, if known.
     """
     if not cuda and not hip:
-        build = (
-            next((build for since, build in _BUILDS if _parse_version(driver) >= since), "cu126") if driver else "auto"
+        torch_build = (
+            next((cuda_build for min_version, cuda_build in _BUILDS if _parse_version(driver) >= min_version), "cu126")
+            if driver
+            else "auto"
         )
-        return "is built for the CPU", f"install the other build: RLHPC_TORCH={build} bash envs/setup.sh"
+        return "is built for the CPU", f"install the other build: RLHPC_TORCH={torch_build} bash envs/setup.sh"
     return (
-        f"is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'} and finds {visible} of them (CUDA_VISIBLE_DEVICES={mask})",
+        f"is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}'} and finds {num_visible} of them "
+        f"(CUDA_VISIBLE_DEVICES={mask})",
         "look at that node's driver with nvidia-smi, or take a build for it: RLHPC_TORCH=cu126 bash envs/setup.sh",
     )
 

@@ -77,31 +77,31 @@ def storage_error(error: OSError, path: str | Path, label: str) -> StorageError:
     )
 
 
-def explained(error: BaseException, operation: str, *, anyway: bool = True) -> BaseException:
+def explain_error(error: BaseException, operation: str, *, allows_unknown_path: bool = True) -> BaseException:
     """Returns a `StorageError` with the file or filesystem if `error` or its cause means that the disk is full, else `error`.
 
     Args:
         error: Any exception.
         operation: Name of the failed operation; the message begins with it.
-        anyway: Return a `StorageError` even if neither the file nor the filesystem is known.
+        allows_unknown_path: Return a `StorageError` even if neither the file nor the filesystem is known.
     """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, UserError):
-        if isinstance(cause, OSError) and cause.errno in _FULL_ERRNOS:
-            path = cause.filename or first_full_filesystem(
-                _probable_folders()
+    error_cause: BaseException | None = error
+    while error_cause is not None and not isinstance(error_cause, UserError):
+        if isinstance(error_cause, OSError) and error_cause.errno in _FULL_ERRNOS:
+            path = error_cause.filename or first_full_filesystem(
+                _find_probable_folders()
             )  # the error of a failed write does not always name the file
-            if path is None and not anyway:
+            if path is None and not allows_unknown_path:
                 return error
             if path is None:
-                remedy = advice(cause, ".") if cause.errno == errno.EFBIG else "Make room"
-                return StorageError(f"{operation}: {cause.strerror}. {remedy}, then continue with: {GO_ON}")
-            return storage_error(cause, path, f"what {operation} wrote")
-        cause = cause.__cause__ or cause.__context__
+                remedy_text = advice(error_cause, ".") if error_cause.errno == errno.EFBIG else "Make room"
+                return StorageError(f"{operation}: {error_cause.strerror}. {remedy_text}, then continue with: {GO_ON}")
+            return storage_error(error_cause, path, f"what {operation} wrote")
+        error_cause = error_cause.__cause__ or error_cause.__context__
     return error
 
 
-def _probable_folders() -> list[str]:
+def _find_probable_folders() -> list[str]:
     """Returns folders to which this process was probably writing."""
     folders = ["."]
     with contextlib.suppress(OSError):

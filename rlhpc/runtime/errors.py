@@ -1,6 +1,19 @@
-"""Exception tree of the package. Each message states the fault, its location, and the next step."""
+"""Exception tree of the package, and guards for threads that must survive an exception.
+
+Each message states the fault, its location, and the next step.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import ParamSpec
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 
 class RlhpcError(Exception):
@@ -168,5 +181,25 @@ class WorkerFailed(RlhpcError):
     @property
     def restartable(self) -> bool:  # type: ignore[override]
         """True if the rank was killed or lost, or if it raised a restartable exception."""
-        cause = self.__cause__
-        return cause.restartable if isinstance(cause, RlhpcError) else not self.remote_traceback
+        error_cause = self.__cause__
+        return error_cause.restartable if isinstance(error_cause, RlhpcError) else not self.remote_traceback
+
+
+@contextlib.contextmanager
+def log_errors(message: str) -> Iterator[None]:
+    """Logs an exception of the block with a message, and continues after the block."""
+    try:
+        yield
+    except Exception:
+        log.exception(message)
+
+
+def guard_handler(handler: Callable[P, None]) -> Callable[P, None]:
+    """Decorates the handler of a report, so that its exceptions are logged and its thread continues."""
+
+    @functools.wraps(handler)
+    def guard(*args: P.args, **kwargs: P.kwargs) -> None:
+        with log_errors(f"a report could not be handled ({handler.__qualname__})"):
+            handler(*args, **kwargs)
+
+    return guard

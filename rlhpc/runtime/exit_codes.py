@@ -12,27 +12,28 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from rlhpc.runtime.disk_errors import explained
-from rlhpc.runtime.env_references import masked
+from rlhpc.runtime.disk_errors import explain_error
+from rlhpc.runtime.env_references import mask_values
 from rlhpc.runtime.errors import RlhpcError, UserError
 from rlhpc.runtime.standard_streams import silence_output, tell
 from rlhpc.runtime.text import readable
+from rlhpc.troubleshooting import pointer
 
 
 def report_errors(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code; prints an exception as a message."""
     try:
         try:
-            code = command()
+            exit_code = command()
             sys.stdout.flush()  # here, because at its end the interpreter only prints an error and ignores it
-            return code
+            return exit_code
         except Exception as error:
-            failure = explained(error, "this command", anyway=False)
+            failure = explain_error(error, "this command", allows_unknown_path=False)
             if failure is error:
                 raise
             raise failure from error
     except RlhpcError as error:
-        tell(f"rlhpc: error: {(readable if isinstance(error, UserError) else masked)(str(error))}")
+        _report((readable if isinstance(error, UserError) else mask_values)(str(error)))
         return error.exit_code
     except KeyboardInterrupt:
         tell("rlhpc: interrupted")
@@ -44,10 +45,12 @@ def report_errors(command: Callable[[], int]) -> int:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             silence_output()
             failed_path = error.filename or "standard output, or a file of the run (metrics, logs, checkpoints)"
-            tell(f"rlhpc: error: cannot write {failed_path}: {error.strerror}")
+            _report(f"cannot write {failed_path}: {error.strerror}")
             return 1
-        if error.errno == errno.ENAMETOOLONG:  # a name from the user, because the names that rlhpc makes are shorter
-            tell(f"rlhpc: error: {readable(f'{error.filename}: {error.strerror}')}")
+        # a name from the user, because the names that rlhpc makes are shorter; or a file that is closed to this user
+        is_closed = error.filename is not None and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        if error.errno == errno.ENAMETOOLONG or is_closed:
+            _report(readable(f"{error.filename}: {error.strerror}"))
             return 2
         return _fault(error)
     except Exception as error:
@@ -58,8 +61,13 @@ def _fault(error: Exception) -> int:
     """Reports an unexpected error in one line, which says how to get the traceback; returns the exit code."""
     if os.environ.get("RLHPC_DEBUG"):
         traceback.print_exception(error)
-    advice = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"
+    advice_text = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"
     message_lines = f"{error}".splitlines()
-    summary = f"{type(error).__name__}: {masked(message_lines[0]) if message_lines else ''}"
-    tell(f"rlhpc: error: {summary} (a fault of rlhpc itself, or of code it called; {advice})")
+    summary = f"{type(error).__name__}: {mask_values(message_lines[0]) if message_lines else ''}"
+    _report(f"{summary} (a fault of rlhpc itself, or of code it called; {advice_text})")
     return 1
+
+
+def _report(message: str) -> None:
+    """Prints an error message, and in a last line the command that explains it."""
+    tell("\n".join(filter(None, (f"rlhpc: error: {message}", pointer(message)))))

@@ -20,7 +20,7 @@ K = TypeVar("K")
 
 
 class Rank(Protocol):
-    """Rank as the policy sees it: its specification and its state, which is starting, ready, stopping or ended."""
+    """Specification and state of a rank; the state is starting, ready, stopping or ended."""
 
     @property
     def spec(self) -> WorkerSpec: ...
@@ -86,13 +86,15 @@ class FailurePolicy:
         if isinstance(failure, WorkerFailed) and failure.remote_traceback and not is_joined:
             return False
         replica = self.replica_of(group, rank)
-        remaining = [r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica]
-        return self.first_failure is None and len(remaining) >= elastic[group]
+        remaining_ranks = [
+            r for r in ranks if r.spec.group == group and r.state == "ready" and r.spec.rank not in replica
+        ]
+        return self.first_failure is None and len(remaining_ranks) >= elastic[group]
 
     def replica_of(self, group: str, rank: int) -> range:
         """Returns the ranks of a rank's replica, including itself."""
-        size = self.policies.of(group).replica_size
-        return range(rank - rank % size, rank - rank % size + size)
+        replica_size = self.policies.of(group).replica_size
+        return range(rank - rank % replica_size, rank - rank % replica_size + replica_size)
 
     def forgive(self) -> None:
         """Forgets the first failure, because the session recovers from it."""
@@ -103,7 +105,7 @@ class FailurePolicy:
         if self.first_failure is not None:
             self.past_failure, self.first_failure = self.first_failure, None
 
-    def spared(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
+    def names_to_keep(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
         """Returns the names of the ranks that may stay alive after a failure.
 
         If a restartable group has failed, these are the ranks of all groups that are not restartable. If a rank of a group
@@ -119,9 +121,9 @@ class FailurePolicy:
             r.spec.name for r in ranks if (is_independent and r.state != "ended") or r.spec.group not in restartable
         }
 
-    def doomed(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
+    def names_to_end(self, failure: RlhpcError, ranks: Collection[Rank]) -> set[str]:
         """Returns the names of the ranks that must end after a failure."""
-        return {r.spec.name for r in ranks} - self.spared(failure, ranks)
+        return {r.spec.name for r in ranks} - self.names_to_keep(failure, ranks)
 
     def recoverable(self, ranks: Collection[Rank]) -> bool:
         """Returns whether the run can continue with the remaining ranks after the others have ended.
@@ -129,9 +131,13 @@ class FailurePolicy:
         All ended ranks must be restartable, at least one rank must be ready, and all other ranks must have ended. Ranks that
         are joining do not count, because no other rank needs them, and they may never arrive.
         """
-        states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
+        rank_states = [r.state for r in ranks if r.state != "starting" or r.spec.rank < r.spec.world_size]
         ended_groups = {r.spec.group for r in ranks if r.state == "ended"}
-        return ended_groups <= self.policies.restartable and "ready" in states and {*states} <= {"ended", "ready"}
+        return (
+            ended_groups <= self.policies.restartable
+            and "ready" in rank_states
+            and {*rank_states} <= {"ended", "ready"}
+        )
 
 
 def group_by(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
@@ -186,43 +192,43 @@ class HeartbeatMonitor:
         if event == "unreachable":
             self._unreachable.add(member.spec.incarnation)
             return
-        member.alive, member.suspect = time.monotonic(), False
-        member.leaving = member.leaving or event == "leaving"
+        member.last_heartbeat, member.suspect = time.monotonic(), False
+        member.asks_to_leave = member.asks_to_leave or event == "leaving"
 
     def check_ranks(self, members: Iterable[Member]) -> None:
-        """Checks the time since each rank's last heartbeat (`Member.alive`); called every `TICK_S` seconds."""
+        """Checks the time since each rank's last heartbeat (`Member.last_heartbeat`); called every `TICK_S` seconds."""
         now = time.monotonic()
         # if the job was suspended or the driver stopped, no heartbeat could arrive during that time
         pause_s, self.last_check = now - self.last_check - TICK_S, now
         suspects: list[Member] = []
         for member in members:
-            spec, is_joined = member.spec, member.spec.rank >= member.spec.world_size
+            worker_spec, is_joined = member.spec, member.spec.rank >= member.spec.world_size
             if member.state != "ready" and not (member.state == "starting" and is_joined):
                 continue
             if pause_s > _DRIVER_PAUSE_S:
-                member.alive += pause_s
-            silent_s = now - member.alive
+                member.last_heartbeat += pause_s
+            silent_s = now - member.last_heartbeat
             lease_s = LOST_S if not is_joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
             if (
                 is_joined
                 and member.record
-                and (spec.incarnation in self._unreachable or self._has_ended(member.record))
+                and (worker_spec.incarnation in self._unreachable or self._has_ended(member.record))
             ):
-                self._unreachable.discard(spec.incarnation)
-                self._fail(_lost_rank_error(spec, "has ended, and so has whoever started it"))
-            elif silent_s > (self._failures.policies.of(spec.group).lease_s or lease_s):
-                self._fail(_lost_rank_error(spec, f"gave no sign of life for {silent_s:.0f} s"))
+                self._unreachable.discard(worker_spec.incarnation)
+                self._fail(_make_lost_rank_error(worker_spec, "has ended, and so has whoever started it"))
+            elif silent_s > (self._failures.policies.of(worker_spec.group).lease_s or lease_s):
+                self._fail(_make_lost_rank_error(worker_spec, f"gave no sign of life for {silent_s:.0f} s"))
             elif silent_s > SUSPECT_S and not member.suspect:
                 member.suspect = True
                 suspects.append(member)
         for member in suspects[:_MAX_NAMED]:
-            log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.alive)
+            log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.last_heartbeat)
         if len(suspects) > _MAX_NAMED:
             log.warning("so have %d other ranks", len(suspects) - _MAX_NAMED)
 
 
-def _lost_rank_error(spec: WorkerSpec, fault: str) -> WorkerFailed:
+def _make_lost_rank_error(worker_spec: WorkerSpec, fault_text: str) -> WorkerFailed:
     return WorkerFailed(
-        f"{spec.group}[{spec.rank}] on node {spec.node} {fault} (log {spec.log_err})",
-        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+        f"{worker_spec.group}[{worker_spec.rank}] on node {worker_spec.node} {fault_text} (log {worker_spec.log_err})",
+        group=worker_spec.group, rank=worker_spec.rank, node=worker_spec.node, log_path=worker_spec.log_err,
     )  # fmt: skip

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import errno
+import functools
+import itertools
 import json
 import math
 import os
 import re
 import secrets
+import shutil
 import stat
+import struct
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.similar_names import similar_names
 
 
 def expand_home(path: str | Path) -> Path:
@@ -41,11 +48,14 @@ def check_encoding(text: str) -> None:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        locale = " ".join(f"{name}={os.environ[name]}" for name in ("LC_ALL", "LC_CTYPE", "LANG") if name in os.environ)
+        locale_text = " ".join(
+            f"{name}={os.environ[name]}" for name in ("LC_ALL", "LC_CTYPE", "LANG") if name in os.environ
+        )
         readable = text.encode(encoding, "surrogateescape" if encoding == "utf-8" else "replace")
         raise ConfigError(
-            f"{readable.decode('utf-8', 'replace')!r}: the encoding of this process is {encoding} ({locale or 'no locale'}), "
-            "which cannot represent it; set PYTHONUTF8=1, or a UTF-8 locale such as LC_ALL=C.UTF-8"
+            f"{readable.decode('utf-8', 'replace')!r}: the encoding of this process is {encoding} "
+            f"({locale_text or 'no locale'}), which cannot represent it; "
+            "set PYTHONUTF8=1, or a UTF-8 locale such as LC_ALL=C.UTF-8"
         ) from None
 
 
@@ -69,20 +79,20 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
         if not files:
             raise ConfigError(f"{key}.path is {path!r}, a folder without files that end in {', '.join(suffixes)}")
         return files
-    if any(sign in path for sign in "*?["):
+    if any(glob_character in path for glob_character in "*?["):
         search_root = Path(location.anchor or ".")
         files = sorted(file for file in search_root.glob(str(location.relative_to(location.anchor))) if file.is_file())
         if not files:
             raise ConfigError(f"{key}.path is {path!r}; no file fits this pattern (from {Path.cwd()})")
         return files
-    raise ConfigError(f"{key}.path is {path!r}; there is no such file or folder{_suggest_path(location)}")
+    raise ConfigError(f"{key}.path is {path!r}; there is no such file or folder{_suggest_absolute_path(location)}")
 
 
-def _suggest_path(path: Path) -> str:
+def _suggest_absolute_path(path: Path) -> str:
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    similar_names = difflib.get_close_matches(path.name, siblings, 1)
-    if similar_names:
-        return f"; did you mean {str(path.with_name(similar_names[0]))!r}?"
+    matches = similar_names(path.name, siblings, 1)
+    if matches:
+        return f"; did you mean {str(path.with_name(matches[0]))!r}?"
     return "" if path.is_absolute() else f" (from {Path.cwd()})"
 
 
@@ -104,30 +114,210 @@ def fsync_file(path: Path) -> None:
         os.close(fd)
 
 
-def write_durably(path: Path, data: bytes) -> None:
+def write_durably(path: Path, file_bytes: bytes) -> None:
     """Writes a new file and fsyncs it. The write is not atomic, so use it for files in a staging folder."""
     with path.open("wb") as file:
-        _write(file, data)
+        _write(file, file_bytes)
 
 
-def _write(file: IO[bytes], data: bytes, *, sync: bool = True) -> None:
-    file.write(data)
+def _write(file: IO[bytes], file_bytes: bytes, *, is_durable: bool = True) -> None:
+    file.write(file_bytes)
     file.flush()
-    if sync:
+    if is_durable:
         os.fsync(file.fileno())
 
 
-def _open_new(path: Path, mode: int) -> int:
+@dataclass(frozen=True)
+class ServerStatus:
+    """Status of a file on the filesystem's server, which may differ from this host's cache."""
+
+    inode: int
+    num_links: int
+    size: int
+    mtime_ns: int
+
+
+_AT_EMPTY_PATH, _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS = 0x1000, 0x2000, 0x7FF
+
+
+def server_status(path: Path) -> ServerStatus:
+    """Returns the status of a file after a query of the server; NFS and others may answer `stat` from a cache for a minute.
+
+    Raises:
+        OSError: The file is missing, or the server does not answer.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # NFS looks the name up again
+    try:
+        buffer = _query_server(fd)
+        if buffer is None:
+            status = os.fstat(fd)
+            return ServerStatus(status.st_ino, status.st_nlink, status.st_size, status.st_mtime_ns)
+    finally:
+        os.close(fd)
+    num_links = struct.unpack_from("I", buffer, 16)[0]
+    inode, num_bytes = struct.unpack_from("QQ", buffer, 32)
+    mtime_s, mtime_ns = struct.unpack_from("qI", buffer, 112)
+    return ServerStatus(inode, num_links, num_bytes, mtime_s * 10**9 + mtime_ns)
+
+
+def _query_server(fd: int) -> bytes | None:
+    """Returns struct statx, by AT_STATX_FORCE_SYNC; None on an old kernel, or where a container forbids the call."""
+    import ctypes
+
+    statx = _load_statx()
+    buffer = ctypes.create_string_buffer(256)
+    if statx is None:
+        return None
+    if statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, _STATX_BASIC_STATS, buffer) == 0:
+        return buffer.raw
+    error = ctypes.get_errno()
+    if error in (errno.ENOSYS, errno.EINVAL, errno.EPERM):
+        return None
+    raise OSError(error, os.strerror(error))
+
+
+@functools.cache
+def _load_statx() -> Any:
+    """Returns the C library's statx, which Python's `os` does not have yet; None if the library lacks it too."""
+    import ctypes
+
+    return getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+
+
+def _open_new(path: Path, mode_bits: int) -> int:
     """Creates a file and returns its descriptor; fails if the path exists, even as a link."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode_bits)
 
 
-def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = True, parents: bool = True) -> None:
+_MAX_TEMPORARY_NAMES = 16
+
+
+def _open_temporary(path: Path, mode_bits: int) -> tuple[int, Path]:
+    """Creates a file next to `path` under a random name; returns its descriptor and its path.
+
+    If the name exists, the reply to an earlier attempt of the client was lost: the file is removed, and another name is used.
+    """
+    for _ in range(_MAX_TEMPORARY_NAMES - 1):
+        temporary_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            return _open_new(temporary_path, mode_bits), temporary_path
+        except FileExistsError:
+            temporary_path.unlink(missing_ok=True)
+    temporary_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    return _open_new(temporary_path, mode_bits), temporary_path
+
+
+#: Number of processes that may replace a folder faster than this one.
+_MAX_ATTEMPTS = 10
+#: Seconds to wait for a name that this host has looked for before: the host may remember that the name was missing.
+MISSING_NAME_S = 5.0
+
+
+def rename(source: Path, target: Path) -> Path:
+    """Renames a file or folder like `os.rename`, which replaces an existing file; returns `target`.
+
+    On NFS, the reply to a successful rename may be lost. The client then sends the request again, and the second one fails
+    because `source` is gone. This function compares the inode of `target` with that of `source` before it
+    reports that error.
+
+    Raises:
+        OSError: The rename failed; `source` still has its name, or did not exist before.
+    """
+    status = os.lstat(source)
+    try:
+        source.rename(target)
+    except (FileNotFoundError, FileExistsError):
+        deadline = time.monotonic() + MISSING_NAME_S
+        while not _is_file(target, status):
+            if _is_on_server(source) or not target.parent.is_dir() or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+    return target
+
+
+def _is_on_server(path: Path) -> bool:
+    try:
+        server_status(path)
+    except OSError:
+        return False
+    return True
+
+
+def _is_file(path: Path, status: os.stat_result) -> bool:
+    """Returns whether a path is the file with this status."""
+    try:
+        return os.path.samestat(os.lstat(path), status) or (
+            not path.is_symlink() and server_status(path).inode == status.st_ino
+        )
+    except OSError:
+        return False
+
+
+def create_folder(path: Path, *, mode_bits: int = 0o777) -> None:
+    """Creates a folder whose random name no other process uses, so that an empty folder of that name is this folder.
+
+    On NFS, the reply to a successful request may be lost, and the second request fails because the folder exists.
+
+    Raises:
+        OSError: The folder could not be created, or a folder with files has this name.
+    """
+    try:
+        path.mkdir(mode=mode_bits)
+    except FileExistsError:
+        if path.is_symlink() or not path.is_dir() or os.listdir(path):
+            raise
+
+
+def remove_tree(folder: Path) -> bool:
+    """Removes a folder with its content; returns whether it is gone.
+
+    Raises no error. On NFS, a file that a process of this host has open stays as `.nfs…` until it is closed, and its folder
+    stays with it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    return not os.path.lexists(folder)
+
+
+def replace_folder(staging_folder: Path, target: Path, replaced_folder: Path) -> None:
+    """Renames `staging_folder` to `target`; removes a folder that has this name, under the name `replaced_folder`.
+
+    A rename cannot replace a folder that is not empty. If another process replaces `target` at the same time, the last one
+    wins, and neither fails.
+
+    Raises:
+        OSError: `staging_folder` could not be renamed; the folder that was there before has its name again.
+    """
+    for num_attempts in itertools.count(1):
+        try:
+            with contextlib.suppress(FileNotFoundError):  # no folder has the name, or not any more
+                rename(target, replaced_folder)
+            rename(staging_folder, target)
+            break
+        except BaseException as error:
+            has_lost = isinstance(error, OSError) and is_taken(error) and num_attempts < _MAX_ATTEMPTS
+            with contextlib.suppress(OSError):  # another process has given the name to its folder, or there was none
+                rename(replaced_folder, target)
+            if target.exists():
+                remove_tree(replaced_folder)
+            if not has_lost:
+                raise
+    fsync_folder(target.parent)
+    remove_tree(replaced_folder)
+
+
+def is_taken(error: OSError) -> bool:
+    """Returns whether a folder could not be renamed because a folder with content has the new name."""
+    return error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+
+
+def replace_durably(
+    path: Path, file_bytes: bytes, *, mode: int = 0o666, sync: bool = True, parents: bool = True
+) -> None:
     """Replaces a file atomically: readers see the old file or the new one, even after a power failure.
 
     Args:
         path: Path of the file.
-        data: Complete new content.
+        file_bytes: Complete new content.
         mode: Permissions of the new file, before the umask.
         parents: Create a missing parent folder. False if a removed folder must not be created again.
         sync: Wait until the data is on the disk. False for data that is not needed after a crash.
@@ -137,14 +327,13 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
     """
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    fd = _open_new(temporary, mode)
+    fd, temporary_path = _open_temporary(path, mode)
     try:
         with os.fdopen(fd, "wb") as file:  # some filesystems report a full disk only when the block closes the file
-            _write(file, data, sync=sync)
-        temporary.replace(path)
+            _write(file, file_bytes, is_durable=sync)
+        rename(temporary_path, path)
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # the error of a failed write does not name the file
         raise
@@ -152,19 +341,50 @@ def replace_durably(path: Path, data: bytes, *, mode: int = 0o666, sync: bool = 
         fsync_folder(path.parent)
 
 
-def follow_umask(folder: Path) -> None:
+#: Number of threads that query the status of files, and minimum number of files for which threads are started.
+_STAT_THREADS, _MIN_THREADED_FILES = 16, 64
+
+
+def stat_files(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
+    """Returns the status of each path that exists, by one query each; of a symbolic link the status of its target.
+
+    On a network filesystem a query takes about a millisecond, so several threads query the paths of large checkpoints.
+    """
+    paths = list(paths)
+
+    def query(path: Path) -> os.stat_result | None:
+        try:
+            return path.stat()
+        except FileNotFoundError:
+            return None
+
+    if len(paths) < _MIN_THREADED_FILES:
+        statuses = [query(path) for path in paths]
+    else:
+        from concurrent.futures import ThreadPoolExecutor  # few commands need it, and all of them import this module
+
+        with ThreadPoolExecutor(_STAT_THREADS, thread_name_prefix="status") as pool:
+            statuses = list(pool.map(query, paths))
+    return {path: status for path, status in zip(paths, statuses, strict=True) if status is not None}
+
+
+def follow_umask(folder: Path, statuses: Mapping[Path, os.stat_result] | None = None) -> None:
     """Changes the mode of files below `folder` from 0600 to the mode that follows from the umask.
 
     Libraries that write to a temporary file and rename it, such as safetensors, leave mode 0600 with any umask.
+
+    Args:
+        folder: The folder.
+        statuses: Status of its files, if known (`stat_files`); by default it is queried.
     """
-    intended_mode = 0o666 & ~_umask()
-    for path in folder.rglob("*"):
-        status = path.lstat()
-        if stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600 != intended_mode:
+    intended_mode = 0o666 & ~_read_umask()
+    for path, status in (stat_files(folder.rglob("*")) if statuses is None else statuses).items():
+        is_private = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600 != intended_mode
+        if is_private and not path.is_symlink():
             path.chmod(intended_mode)
 
 
-def _umask() -> int:
+def _read_umask() -> int:
     """Returns the umask from /proc. `os.umask` would have to change it temporarily, which affects files of other threads."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
@@ -172,7 +392,7 @@ def _umask() -> int:
     return 0o077  # a kernel before 4.7: keep the current mode
 
 
-def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
+def create_exclusively(path: Path, file_bytes: bytes, *, mode: int = 0o666) -> bool:
     """Creates a file with its complete content atomically; returns False if the path exists already.
 
     If `link` fails because the path exists, the number of links of the new file decides: on NFS, a request that is sent again
@@ -181,33 +401,28 @@ def create_exclusively(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
     Raises:
         OSError: The write failed; the file was not created.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    fd = _open_new(temporary, mode)
+    fd, temporary_path = _open_temporary(path, mode)
     try:
         with os.fdopen(fd, "wb") as file:
-            _write(file, data)
+            _write(file, file_bytes)
         try:
-            os.link(temporary, path)
+            os.link(temporary_path, path)
         except FileExistsError:
-            fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)  # makes NFS query the server
-            try:
-                return os.fstat(fd).st_nlink > 1
-            finally:
-                os.close(fd)
+            return server_status(temporary_path).num_links > 1
         except OSError:  # a filesystem without hard links
-            return _create_in_place(path, data, mode)
+            return _create_in_place(path, file_bytes, mode)
         return True
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
 
 
-def _create_in_place(path: Path, data: bytes, mode: int) -> bool:
+def _create_in_place(path: Path, file_bytes: bytes, mode_bits: int) -> bool:
     try:
-        fd = _open_new(path, mode)
+        fd = _open_new(path, mode_bits)
     except FileExistsError:
         return False
     with os.fdopen(fd, "wb") as file:
-        file.write(data)
+        file.write(file_bytes)
     return True
 
 
@@ -225,7 +440,7 @@ def open_file(path: Path) -> BinaryIO:
     """Opens a regular file for reading. Refuses a pipe, which could block forever, and a device, which may have no end.
 
     Raises:
-        OSError: The path is no regular file, or cannot be read.
+        OSError: The path is not a regular file, or cannot be read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -235,25 +450,38 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
-    """Returns the content of a regular file.
+    """Returns the content of a regular file. Opens the file again if another host replaced it during the read (ESTALE on NFS).
 
     Raises:
-        OSError: The path is no regular file, is larger than `max_bytes`, or cannot be read.
+        OSError: The path is not a regular file, is larger than `max_bytes`, or cannot be read.
     """
+    for _ in range(_MAX_STALE_READS - 1):
+        try:
+            return _read_file(path, max_bytes)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return _read_file(path, max_bytes)
+
+
+_MAX_STALE_READS = 10
+
+
+def _read_file(path: Path, max_bytes: int) -> bytes:
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"it has more than {max_bytes >> 20} MB", str(path))
         return file.read()
 
 
-def read_json(text: str | bytes) -> Any:
+def read_json(json_text: str | bytes) -> Any:
     """Parses a JSON text.
 
     Raises:
         ValueError: The text is not JSON, is nested too deeply, or has an integer with more than 300 digits.
     """
     try:
-        return json.loads(text, parse_int=_parse_integer)
+        return json.loads(json_text, parse_int=_parse_integer)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -264,14 +492,14 @@ def _parse_integer(digits: str) -> int:
     return int(digits)
 
 
-def is_number(value: Any) -> bool:
+def is_number(json_value: Any) -> bool:
     """Returns whether a value is a finite number; booleans are not numbers here."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(json_value, (int, float)) and not isinstance(json_value, bool) and math.isfinite(json_value)
 
 
-def is_count(value: Any) -> bool:
+def is_count(json_value: Any) -> bool:
     """Returns whether a value is an integer from 0 to 2^63 - 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    return isinstance(json_value, int) and not isinstance(json_value, bool) and 0 <= json_value < 1 << 63
 
 
 def read_yaml_file(path: Path, loader: Any = None) -> Any:
@@ -288,11 +516,11 @@ def read_yaml_file(path: Path, loader: Any = None) -> Any:
     return read_yaml(yaml_text, loader)
 
 
-def read_yaml(text: str | bytes, loader: Any = None) -> Any:
+def read_yaml(yaml_text: str | bytes, loader: Any = None) -> Any:
     """Parses a YAML text into builtin values.
 
     Args:
-        text: YAML text; bytes in UTF-8.
+        yaml_text: YAML text; bytes in UTF-8.
         loader: PyYAML's loader class; must be a SafeLoader, which is the default.
 
     Raises:
@@ -302,36 +530,39 @@ def read_yaml(text: str | bytes, loader: Any = None) -> Any:
     """
     import yaml
 
-    if len(text) > _MAX_CHARACTERS:
-        raise ValueError(f"it has {len(text)} characters; a configuration has at most {_MAX_CHARACTERS}")
-    if _max_nesting(text if isinstance(text, bytes) else text.encode(errors="replace")) > _MAX_BRACKETS:
+    if len(yaml_text) > _MAX_CHARACTERS:
+        raise ValueError(f"it has {len(yaml_text)} characters; a configuration has at most {_MAX_CHARACTERS}")
+    if (
+        _measure_nesting(yaml_text if isinstance(yaml_text, bytes) else yaml_text.encode(errors="replace"))
+        > _MAX_BRACKETS
+    ):
         raise ValueError(
             f"nested too deeply (more than {_MAX_DEPTH} levels)"
         )  # PyYAML would need quadratic time for such a text
-    if isinstance(text, bytes):
+    if isinstance(yaml_text, bytes):
         try:
-            text = text.decode()
+            yaml_text = yaml_text.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error.reason} at byte {error.start})") from None
     try:
-        parsed = yaml.load(text, Loader=loader or yaml.SafeLoader)
-        _count(parsed, 0, 0)
+        content = yaml.load(yaml_text, Loader=loader or yaml.SafeLoader)
+        _count(content, 0, 0)
     except RecursionError:
         raise ValueError(f"nested too deeply (more than {_MAX_DEPTH} levels)") from None
-    return parsed
+    return content
 
 
-def _max_nesting(text: bytes) -> int:
+def _measure_nesting(yaml_bytes: bytes) -> int:
     """Returns the maximum number of brackets that are open at a time."""
     depth = deepest = 0
-    for sign in re.findall(rb"[\[\]{}]", text):
-        depth = depth + 1 if sign in b"[{" else max(0, depth - 1)
+    for bracket in re.findall(rb"[\[\]{}]", yaml_bytes):
+        depth = depth + 1 if bracket in b"[{" else max(0, depth - 1)
         deepest = max(deepest, depth)
     return deepest
 
 
-def _count(value: Any, num_values: int, depth: int) -> int:
-    """Returns `num_values` plus the number of values in `value`. A value counts once for each alias of it.
+def _count(data: Any, num_values: int, depth: int) -> int:
+    """Returns `num_values` plus the number of values in `data`. A value counts once for each alias of it.
 
     Raises:
         ValueError: There are too many values.
@@ -342,8 +573,8 @@ def _count(value: Any, num_values: int, depth: int) -> int:
         raise ValueError(f"it has more than {_MAX_VALUES} values, counted as often as aliases name them")
     if depth > _MAX_DEPTH:
         raise RecursionError
-    if isinstance(value, (dict, list)):
-        for child in value.values() if isinstance(value, dict) else value:
+    if isinstance(data, (dict, list)):
+        for child in data.values() if isinstance(data, dict) else data:
             num_values = _count(child, num_values, depth + 1)
     return num_values
 
@@ -353,23 +584,25 @@ _MIN_FREE_BYTES = 1 << 20
 
 def unwritable(folder: str | os.PathLike[str]) -> str:
     """Returns the reason why files cannot be created in a folder, which need not exist yet; "" if they can."""
-    existing = os.path.abspath(folder)
+    existing_folder = os.path.abspath(folder)
     try:
-        while not os.path.lexists(existing):
-            existing = os.path.dirname(existing)
-        if not stat.S_ISDIR(os.stat(existing).st_mode):
-            return f"{existing} is a file, not a folder"
-        statistics = os.statvfs(existing)
-        longest = max(map(len, os.fsencode(os.path.relpath(os.path.abspath(folder), existing)).split(b"/")))
-        if longest > statistics.f_namemax:
-            return f"a name in it has {longest} bytes; {existing} takes {statistics.f_namemax}"
+        while not os.path.lexists(existing_folder):
+            existing_folder = os.path.dirname(existing_folder)
+        if not stat.S_ISDIR(os.stat(existing_folder).st_mode):
+            return f"{existing_folder} is a file, not a folder"
+        statistics = os.statvfs(existing_folder)
+        max_name_length = max(
+            map(len, os.fsencode(os.path.relpath(os.path.abspath(folder), existing_folder)).split(b"/"))
+        )
+        if max_name_length > statistics.f_namemax:
+            return f"a name in it has {max_name_length} bytes; {existing_folder} takes {statistics.f_namemax}"
     except OSError as error:
         return f"it cannot be looked at: {error.strerror}"
     if statistics.f_flag & os.ST_RDONLY:
-        return f"{existing} is on a read-only filesystem"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} is not writable for you"
+        return f"{existing_folder} is on a read-only filesystem"
+    if not os.access(existing_folder, os.W_OK | os.X_OK):
+        return f"{existing_folder} is not writable for you"
     no_inode = statistics.f_files > 0 and statistics.f_favail == 0
     if no_inode or statistics.f_bavail * statistics.f_frsize < _MIN_FREE_BYTES:
-        return f"the filesystem of {existing} is full"
+        return f"the filesystem of {existing_folder} is full"
     return ""

@@ -28,7 +28,8 @@ FORMER_MODULES: dict[str, str] = {
     "rlhpc.embodied.envs.simulated_robot": "rlhpc.embodied.robots.simulated_robot",
     "rlhpc.embodied.envs.slotwise": "rlhpc.embodied.envs.sync_vector_env",
     "rlhpc.embodied.envs.timing": "rlhpc.embodied.envs.base",
-    "rlhpc.embodied.intervention": "rlhpc.embodied.evaluation.intervention",
+    "rlhpc.embodied.evaluation.intervention": "rlhpc.embodied.interventions.sources",
+    "rlhpc.embodied.intervention": "rlhpc.embodied.interventions.sources",
     "rlhpc.embodied.models.actor_critic": "rlhpc.embodied.models.off_policy",
     "rlhpc.embodied.robots.keys": "rlhpc.embodied.robots.joining",
     "rlhpc.embodied.roles": "rlhpc.embodied.workers",
@@ -124,6 +125,7 @@ FORMER_ATTRIBUTES: dict[str, dict[str, str]] = {
         "kind_of_checkpoint": "task_type_of_checkpoint",
         "kind_of_run": "task_type_of_run",
     },
+    "rlhpc.weights.base": {"Receipt": "VersionDigests"},
 }
 
 
@@ -135,9 +137,11 @@ def current_module(name: str) -> str | None:
     return f"{FORMER_MODULES[package]}.{leaf}" if package in FORMER_MODULES else None
 
 
-def _warn(former: str, current: str, stacklevel: int = 3) -> None:
+def _warn(former_name: str, current_name: str, stacklevel: int = 3) -> None:
     warnings.warn(
-        f"{former} is now {current}; the old name works for two releases", FutureWarning, stacklevel=stacklevel
+        f"{former_name} is now {current_name}; the old name works for two releases",
+        FutureWarning,
+        stacklevel=stacklevel,
     )
 
 
@@ -145,10 +149,10 @@ def former_attributes(module: str) -> Callable[[str], Any]:
     """Returns the `__getattr__` function for a module with an entry in `FORMER_ATTRIBUTES`."""
 
     def find(name: str) -> Any:
-        if (current := FORMER_ATTRIBUTES[module].get(name)) is None:
+        if (current_name := FORMER_ATTRIBUTES[module].get(name)) is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        _warn(f"{module}.{name}", current)
-        return getattr(sys.modules[module], current)
+        _warn(f"{module}.{name}", current_name)
+        return getattr(sys.modules[module], current_name)
 
     return find
 
@@ -163,10 +167,10 @@ def former_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            for former_name, current in names.items():
+            for former_name, current_name in names.items():
                 if former_name in kwargs:  # one look-up per name is fast enough for functions on hot paths
-                    _warn(f"argument {former_name} of {function.__qualname__}", current)
-                    kwargs[current] = kwargs.pop(former_name)
+                    _warn(f"argument {former_name} of {function.__qualname__}", current_name)
+                    kwargs[current_name] = kwargs.pop(former_name)
             return function(*args, **kwargs)
 
         call.former_keywords = names  # type: ignore[attr-defined]
@@ -178,8 +182,8 @@ def former_keywords(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def current_keywords(function: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns keyword arguments of a function or class under their current names, without a warning."""
     target = getattr(function, "__init__", None) if isinstance(function, type) else function
-    names = getattr(target, "former_keywords", {})
-    return {names.get(name, name): value for name, value in kwargs.items()}
+    former_keywords = getattr(target, "former_keywords", {})
+    return {former_keywords.get(name, name): keyword_value for name, keyword_value in kwargs.items()}
 
 
 def former_members(**names: str) -> Callable[[C], C]:
@@ -193,18 +197,18 @@ def former_members(**names: str) -> Callable[[C], C]:
     """
 
     def decorate(cls: C) -> C:
-        for former_name, current in names.items():
-            setattr(cls, former_name, _FormerMember(former_name, current))
+        for former_name, current_name in names.items():
+            setattr(cls, former_name, _FormerMember(former_name, current_name))
         cls.__init__ = former_keywords(**names)(cls.__init__)  # type: ignore[misc]
 
-        def adopt(subclass: type, **kwargs: Any) -> None:
+        def adopt_former_names(subclass: type, **kwargs: Any) -> None:
             super(cls, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
-            for former, current in names.items():
-                if former in vars(subclass):
-                    _warn(f"{subclass.__qualname__}.{former}", current)
-                    setattr(subclass, current, vars(subclass)[former])
+            for former_name, current_name in names.items():
+                if former_name in vars(subclass):
+                    _warn(f"{subclass.__qualname__}.{former_name}", current_name)
+                    setattr(subclass, current_name, vars(subclass)[former_name])
 
-        cls.__init_subclass__ = classmethod(adopt)  # type: ignore[assignment]
+        cls.__init_subclass__ = classmethod(adopt_former_names)  # type: ignore[assignment]
         return cls
 
     return decorate
@@ -218,8 +222,8 @@ class _FormerMember:
         current: Current name of the member.
     """
 
-    def __init__(self, former: str, current: str) -> None:
-        self.former, self.current = former, current
+    def __init__(self, former_name: str, current_name: str) -> None:
+        self.former, self.current = former_name, current_name
 
     def __get__(self, instance: Any, owner: type) -> Any:
         """Returns the current member."""
@@ -239,20 +243,22 @@ class FormerModuleFinder:
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Returns a spec for a former module; None for any other module."""
-        current = current_module(fullname)
+        current_name = current_module(fullname)
         loader: Any = self
-        return None if current is None else importlib.machinery.ModuleSpec(fullname, loader, origin=current)
+        return None if current_name is None else importlib.machinery.ModuleSpec(fullname, loader, origin=current_name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """Lets `importlib` create the module object. `importlib.abc.Loader` does the same, but its import takes long."""
+        """Returns None, so that `importlib` creates the module object. `importlib.abc.Loader` does the same, but its
+        import is slow.
+        """
 
     def exec_module(self, module: ModuleType) -> None:
         """Replaces the former module by the current module in `sys.modules`; `importlib` returns the module from there."""
-        current = str(current_module(module.__name__))
+        current_name = str(current_module(module.__name__))
         warnings.warn(
-            f"{module.__name__} is now {current}; the old name works for two releases", FutureWarning, stacklevel=2
+            f"{module.__name__} is now {current_name}; the old name works for two releases", FutureWarning, stacklevel=2
         )
-        sys.modules[module.__name__] = importlib.import_module(current)
+        sys.modules[module.__name__] = importlib.import_module(current_name)
 
 
 def install() -> None:

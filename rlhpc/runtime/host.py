@@ -17,7 +17,7 @@ def node_name() -> str:
     return os.uname().nodename
 
 
-def names_here(environ: Mapping[str, str]) -> frozenset[str]:
+def node_names(environ: Mapping[str, str]) -> frozenset[str]:
     """Returns all names that Slurm may use for this node: the full and the short host name, and `SLURMD_NODENAME`."""
     name = node_name()
     return frozenset({name, name.split(".")[0], environ.get("SLURMD_NODENAME", "")} - {""})
@@ -29,16 +29,16 @@ def host_id() -> str:
     A machine with several /tmp or /dev/shm folders, such as private ones of jobs or containers, counts as several hosts,
     because its processes do not see all files. Tests set `RLHPC_HOST_ID` to simulate several hosts on one machine.
     """
-    return os.environ.get("RLHPC_HOST_ID") or _machine_id()
+    return os.environ.get("RLHPC_HOST_ID") or _read_machine_id()
 
 
 @functools.cache
-def _machine_id() -> str:
+def _read_machine_id() -> str:
     """Returns the host id of this machine. Computes it only once, because each message needs it to choose a transport."""
-    return ":".join([node_name(), _boot_id(), *map(_folder_id, (SOCKET_ROOT, SHM_ROOT))])
+    return ":".join([node_name(), _read_boot_id(), *map(_make_folder_id, (SOCKET_ROOT, SHM_ROOT))])
 
 
-def _folder_id(folder: Path) -> str:
+def _make_folder_id(folder: Path) -> str:
     try:
         status = folder.stat()
     except OSError:
@@ -65,9 +65,9 @@ def pid_namespace() -> int:
         return 0
 
 
-def has_ended(process: str) -> bool:
+def has_ended(process_id: str) -> bool:
     """Returns whether a process (`process_id`) is known to have ended; False for a process of another PID namespace."""
-    pid, _, namespace = process.partition(".")
+    pid, _, namespace = process_id.partition(".")
     return namespace == str(pid_namespace()) and not _is_running(int(pid))
 
 
@@ -92,11 +92,11 @@ def process_space() -> str:
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         namespace = ""
-    return f"{node_name()}/{_boot_id()}/{namespace}"
+    return f"{node_name()}/{_read_boot_id()}/{namespace}"
 
 
 @functools.cache
-def _boot_id() -> str:
+def _read_boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

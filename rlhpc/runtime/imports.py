@@ -30,7 +30,7 @@ def import_paths(foreign: bool = False) -> list[str]:
         foreign: Whether the process has another Python with separate packages. The paths of this Python are then omitted.
     """
     root = str(Path(__file__).resolve().parents[2])
-    paths = [path or _working_directory() for path in sys.path]
+    paths = [path or _find_working_directory() for path in sys.path]
     paths = [path for path in dict.fromkeys([*paths, root]) if path]
     if not foreign:
         return paths
@@ -51,12 +51,15 @@ def run_module(module: str, *arguments: str, python: str | None = None) -> list[
 
 
 def leave_working_directory() -> None:
-    """Removes the working directory from the import path of a program that was started with `python -m`."""
-    if not sys.flags.safe_path:
+    """Removes the working directory from the import path of a program that was started with `python -m`.
+
+    A command of `run_module` for another Python, which begins with `-c`, has done so already.
+    """
+    if not sys.flags.safe_path and sys.orig_argv[1:2] != ["-c"]:
         del sys.path[0]
 
 
-def _working_directory() -> str:
+def _find_working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:  # the folder has been removed, so it contains no modules
@@ -82,16 +85,16 @@ def lazy_names(
         package: The package's `__name__`.
         homes: Module → names that are imported from this module.
     """
-    home_of = {name: module for module, names in homes.items() for name in names}
+    home_of = {name: module for module, module_names in homes.items() for name in module_names}
     namespace = vars(sys.modules[package])
 
     def find(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        namespace[name] = value = getattr(importlib.import_module(home_of[name]), name)
-        return value
+        namespace[name] = attribute_value = getattr(importlib.import_module(home_of[name]), name)
+        return attribute_value
 
-    def names() -> list[str]:
+    def list_names() -> list[str]:
         return sorted({*namespace, *home_of})
 
-    return find, names
+    return find, list_names

@@ -7,6 +7,7 @@ driver has ended. If another driver continues the run, for example after a reque
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -15,13 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from rlhpc.runtime.comm.queues import TooEarly
 from rlhpc.runtime.comm.zmq_sockets import Peers, choose
 from rlhpc.runtime.errors import ChannelError, ConfigError, RlhpcError
+from rlhpc.runtime.files import read_file
 from rlhpc.runtime.host import host_id, node_name
 from rlhpc.runtime.imports import fingerprint, run_module
 from rlhpc.runtime.launchers import rank_environment
@@ -39,8 +41,8 @@ _KILL_TIMEOUT_S = 10.0
 _ENDPOINTS = ("host", "ipc", "tcp", "bulk")
 #: Seconds between two checks whether the driver is alive, and seconds that the driver may take to answer.
 _CHECK_S, _ANSWER_S = 2.0, 30.0
-#: Seconds between two checks for another driver.
-_DRIVER_POLL_S = 0.5
+#: Seconds between two checks for another driver, between two calls of a silent driver, and between two requests for a place.
+_DRIVER_POLL_S, _CALL_S, _PLACE_POLL_S = 0.5, 5.0, 1.0
 #: Seconds that a leaving rank may take to requeue its items. Slurm kills a job 30 s after its first signal by default.
 _REQUEUE_S = 15.0
 
@@ -65,7 +67,7 @@ class DriverConnection:
 
     def __init__(self, registry_root: Path) -> None:
         try:
-            self.registry = GenerationFolder(registry_root / (registry_root / CURRENT).read_text())
+            self.registry = GenerationFolder(registry_root / read_file(registry_root / CURRENT).decode())
             self.keys: CurveKeys = self.registry.load_keys()
             driver = self.registry.get(MEMBERS, "driver")
             if driver is not None:
@@ -86,13 +88,13 @@ class DriverConnection:
         self._context: zmq.Context[Any] = zmq.Context()
         self._peers = Peers(self._context, self.keys, lambda: None)
         #: Whether the driver continues without this rank; whether the driver did not answer the last check.
-        self.has_departed = self.silent = False
+        self.has_departed = self.was_silent = False
 
     @property
     def is_current(self) -> bool:
         """True if this driver still owns the run's registry and has not ended the run."""
         try:
-            return (self.registry.root.parent / CURRENT).read_text() == self.registry.generation and (
+            return read_file(self.registry.root.parent / CURRENT).decode() == self.registry.generation and (
                 self.registry.load_keys() == self.keys
             )
         except (OSError, RlhpcError):
@@ -136,7 +138,7 @@ class DriverConnection:
             )
 
     def ask(self, request: Mapping[str, Any]) -> WorkerSpec:
-        """Requests a place in a group from the driver; returns the rank's specification.
+        """Asks the driver to admit a rank to a group; returns the rank's specification.
 
         The answer is JSON, so that this process executes no code from the run; only the rank's process executes code.
 
@@ -161,11 +163,28 @@ class DriverConnection:
             should_stop: Returns True to end the wait early; the driver then counts as alive.
         """
         try:
-            pending = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
-            self._peers.reply_to(pending, _ANSWER_S, should_stop)
+            pending_request = self._peers.begin(self._endpoint(), b"DOING", [], "the driver", _ANSWER_S)
+            self._peers.reply_to(pending_request, _ANSWER_S, should_stop)
         except RlhpcError:
             return should_stop()
         return True
+
+    def ask_leave_reason(self, worker_spec: WorkerSpec, should_stop: Callable[[], bool] = lambda: False) -> str | None:
+        """Asks the driver why it continues without this rank; returns "" while the rank takes part.
+
+        Returns None if the driver does not answer within 30 s. Takes no file operation.
+
+        Args:
+            worker_spec: Specification of the rank.
+            should_stop: Returns True to end the wait early; the rank then counts as taking part.
+        """
+        request = pickle.dumps({"name": worker_spec.name, "incarnation": worker_spec.incarnation})
+        try:
+            pending_request = self._peers.begin(self._endpoint(), b"JOIN", [request], "the driver", _ANSWER_S)
+            (answer,) = self._peers.reply_to(pending_request, _ANSWER_S, should_stop)
+            return str(json.loads(answer))
+        except (RlhpcError, ValueError):
+            return "" if should_stop() else None
 
     def tell(self, note: dict[str, Any]) -> None:
         """Sends the driver a note; does nothing if the driver has ended."""
@@ -175,7 +194,7 @@ class DriverConnection:
             log.warning("the driver was not told: %s", error)
 
     def why_left(self, spec: WorkerSpec) -> str:
-        """Returns the reason why the driver continues without this rank; "" if the rank still takes part."""
+        """Returns the reason in the registry why the driver continued without this rank; "" if there is no such record."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
             departure = self.registry.get(DEPARTED, spec.name) or {}
             if departure.get("incarnation") == spec.incarnation:
@@ -192,17 +211,30 @@ class LeaveEvent(threading.Event):
     """Event that is set when a process has to leave.
 
     Attributes:
-        why: The reason.
+        reason: The reason.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.why = ""
+        self.reason = ""
 
-    def because(self, why: str) -> None:
+    def set_reason(self, reason: str) -> None:
         """Sets the event with a reason; keeps the reason of an earlier call."""
-        self.why = self.why or why
+        self.reason = self.reason or reason
         self.set()
+
+
+class RunFiles(Protocol):
+    """Interface to a run's files for the ranks of this host that wait for a driver."""
+
+    def generation(self) -> str:
+        """Returns the run's current generation; "" before the first."""
+
+    def is_over(self) -> bool:
+        """Returns whether the run has ended, so that no driver will continue it."""
+
+    def release(self) -> None:
+        """Ends the reading by this process, so that another process takes over."""
 
 
 class JoinedRank:
@@ -224,8 +256,8 @@ class JoinedRank:
     @property
     def status(self) -> int | None:
         """Wait status of the process; None while it runs."""
-        code = self.process.poll()
-        return None if code is None else (-code if code < 0 else code << 8)
+        exit_status = self.process.poll()
+        return None if exit_status is None else (-exit_status if exit_status < 0 else exit_status << 8)
 
     def end(self, grace_s: float, requeue_s: float = 0.0) -> int:
         """Ends the rank, waits for it, and returns its wait status.
@@ -251,10 +283,10 @@ class JoinedRank:
         return self.status or 0
 
 
-def join_request(group: str, threads: int, accelerators: int) -> dict[str, Any]:
-    """Returns this process's request for the place of one rank in a group."""
+def join_request(group: str, num_threads: int, num_accelerators: int) -> dict[str, Any]:
+    """Returns this process's request to become a rank of a group."""
     return {
-        "group": group, "host": host_id(), "node": node_name(), "threads": threads, "accelerators": accelerators,
+        "group": group, "host": host_id(), "node": node_name(), "threads": num_threads, "accelerators": num_accelerators,
         "code": fingerprint(), "job": os.environ.get("SLURM_JOB_ID", ""),
     }  # fmt: skip
 
@@ -264,7 +296,7 @@ def stay(
     request: Mapping[str, Any],
     leave_event: LeaveEvent,
     report: Callable[[str], None],
-    over: Callable[[], bool],
+    run_files: RunFiles,
     *,
     patience_s: float,
     grace_s: float = 5.0,
@@ -277,7 +309,7 @@ def stay(
         request: See `join_request`.
         leave_event: Set when this process has to leave, for example before its walltime ends; `why` has the reason.
         report: Called with messages about the progress.
-        over: Returns whether the run has ended, so that no driver will continue it.
+        run_files: Looks at the run's files while no driver answers.
         patience_s: Seconds to wait for another driver after a driver has ended.
         grace_s: Seconds that a rank may take to end.
         await_driver: Wait `patience_s` seconds for the first driver, too.
@@ -289,14 +321,17 @@ def stay(
         ConfigError: At the first attempt the run has no driver, or the driver refuses the rank.
         RlhpcError: The rank has ended by itself while the run continues.
     """
-    num_joined, generation, silent = 0, "", False
+    num_joined, generation, was_silent = 0, "", False
     while True:
         may_wait = await_driver or num_joined > 0
-        patience = patience_s if may_wait else 0.0
-        connection = _await_driver(registry_root, generation, lambda: leave_event.is_set() or over(), patience, silent)
+        patience_left_s = patience_s if may_wait else 0.0
+        try:
+            connection = _await_driver(registry_root, generation, run_files, leave_event, patience_left_s, was_silent)
+        finally:
+            run_files.release()
         if connection is None:
             return num_joined
-        generation, silent = connection.registry.generation, True
+        generation, was_silent = connection.registry.generation, True
         try:
             try:
                 status = _run_rank(
@@ -306,7 +341,7 @@ def stay(
                 if not may_wait or connection.lives():
                     raise
                 continue  # this driver has ended, too
-            num_joined, silent = num_joined + 1, connection.silent
+            num_joined, was_silent = num_joined + 1, connection.was_silent
             if connection.has_departed:
                 return num_joined
             if status and not leave_event.is_set() and connection.is_current and connection.lives():
@@ -318,68 +353,88 @@ def stay(
 
 
 def _await_driver(
-    registry_root: Path, previous_generation: str, over: Callable[[], bool], patience_s: float, silent: bool
+    registry_root: Path,
+    previous_generation: str,
+    run_files: RunFiles,
+    leave_event: LeaveEvent,
+    patience_s: float,
+    was_silent: bool,
 ) -> DriverConnection | None:
     """Waits for a driver of the run and connects to it.
 
     Args:
         registry_root: The run's registry folder.
         previous_generation: Generation of the previous driver; "" for the first driver.
-        over: Returns True to end the wait.
+        run_files: Looks at the run's files.
+        leave_event: Ends the wait.
         patience_s: Seconds to wait.
-        silent: Also accept the previous driver if it answers again.
+        was_silent: Also accept the previous driver if it answers again.
 
     Returns:
         The connection; None if no driver was available in time.
     """
+
+    def is_over() -> bool:
+        return leave_event.is_set() or run_files.is_over()
+
+    if not previous_generation and not patience_s:
+        return DriverConnection(registry_root)
     deadline = time.monotonic() + patience_s
-    while True:
-        if not previous_generation and not patience_s:
-            return DriverConnection(registry_root)
-        with contextlib.suppress(ConfigError, OSError):
-            is_new = (registry_root / CURRENT).read_text() != previous_generation
-            if is_new or silent:
-                connection = DriverConnection(registry_root)
-                if is_new or (connection.lives(over) and not over()):
-                    return connection
-                connection.close()
-        if over() or time.monotonic() >= deadline:
-            return None
-        time.sleep(_DRIVER_POLL_S)
+    previous_incarnation, next_call = None, 0.0
+    try:
+        while True:
+            with contextlib.suppress(ConfigError, OSError):
+                if run_files.generation() not in ("", previous_generation):
+                    return DriverConnection(registry_root)
+                if was_silent and previous_incarnation is None:
+                    previous_incarnation = DriverConnection(registry_root)
+                if previous_incarnation is not None and time.monotonic() >= next_call:
+                    next_call = time.monotonic() + _CALL_S
+                    if previous_incarnation.lives(is_over) and not is_over():
+                        connection, previous_incarnation = previous_incarnation, None
+                        return connection
+            if is_over() or time.monotonic() >= deadline:
+                return None
+            time.sleep(_DRIVER_POLL_S)
+    finally:
+        if previous_incarnation is not None:
+            previous_incarnation.close()
 
 
 def _await_place(
     connection: DriverConnection, request: Mapping[str, Any], leave_event: LeaveEvent, patience_s: float
 ) -> WorkerSpec | None:
-    """Waits until the driver assigns a place; returns the rank's specification. Returns None if this process has to leave.
+    """Waits until the driver assigns a rank; returns the rank's specification. Returns None if this process must leave.
 
     Raises:
         JoinRefused: The driver refuses the rank, or does not accept it within `patience_s` seconds.
         RlhpcError: The driver has ended.
     """
-    deadline = time.monotonic() + patience_s
+    deadline, has_waited = time.monotonic() + patience_s, False
     while True:
         try:
             return connection.ask(request)
         except NotYet:
+            has_waited = True
             if time.monotonic() > deadline:
                 raise
-        if leave_event.wait(_DRIVER_POLL_S):
+        except JoinRefused as error:
+            if has_waited and not connection.lives():
+                raise RlhpcError("the run's driver has ended before a rank could join") from error
+            raise
+        if leave_event.wait(_PLACE_POLL_S):
             return None
-        if not connection.is_current:
-            raise RlhpcError("the run's driver has ended before a rank could join")
 
 
-def _why_departed(connection: DriverConnection, spec: WorkerSpec) -> str:
+def _describe_departure(connection: DriverConnection, reason: str) -> str:
     """Returns a message if the driver continues without the rank, else ""; sets `has_departed` of the connection."""
-    reason = connection.why_left(spec)
     connection.has_departed = bool(reason)
     return f"the run goes on without it: {reason}" if reason else ""
 
 
 def _run_rank(
     connection: DriverConnection,
-    spec: WorkerSpec | None,
+    worker_spec: WorkerSpec | None,
     leave_event: LeaveEvent,
     report: Callable[[str], None],
     grace_s: float,
@@ -387,30 +442,40 @@ def _run_rank(
     """Runs a rank under one driver until the driver or the rank has ended or this process has to leave.
 
     Returns:
-        Wait status of the rank; 0 if `spec` is None.
+        Wait status of the rank; 0 if `worker_spec` is None.
     """
-    if spec is None:
+    if worker_spec is None:
         return 0
-    rank = JoinedRank(spec)
+    rank = JoinedRank(worker_spec)
     report(
-        f"{spec.name} joins {connection.registry.root.parent.parent.name} (pid {rank.process.pid}, log {spec.log_err})"
+        f"{worker_spec.name} joins {connection.registry.root.parent.parent.name} (pid {rank.process.pid}, log "
+        f"{worker_spec.log_err})"
     )
     last_check = time.monotonic()
     leave_reason = ""
     while rank.status is None and not leave_reason:
         if leave_event.wait(0.1):
-            leave_reason = leave_event.why or "it was told to leave"
+            leave_reason = leave_event.reason or "it was told to leave"
         elif time.monotonic() - last_check > _CHECK_S:
-            connection.silent = not (connection.is_current and connection.lives(leave_event.is_set))
+            reason = connection.ask_leave_reason(worker_spec, leave_event.is_set)
+            connection.was_silent = reason is None
             leave_reason = (
-                "the run has ended, or its driver is gone" if connection.silent else _why_departed(connection, spec)
+                "the run has ended, or its driver is gone"
+                if reason is None
+                else _describe_departure(connection, reason)
             )
             last_check = time.monotonic()
-    leave_reason = leave_reason or _why_departed(connection, spec)
-    notice_reason = (leave_reason or leave_event.why) if leave_event.is_set() else ""
+    leave_reason = leave_reason or _describe_departure(connection, connection.why_left(worker_spec))
+    notice_reason = (leave_reason or leave_event.reason) if leave_event.is_set() else ""
     status = rank.end(grace_s, _REQUEUE_S if notice_reason else 0.0) if rank.status is None else rank.status
     connection.tell(
-        {"note": "exit", "name": spec.name, "incarnation": spec.incarnation, "status": status, "why": notice_reason}
+        {
+            "note": "exit",
+            "name": worker_spec.name,
+            "incarnation": worker_spec.incarnation,
+            "status": status,
+            "why": notice_reason,
+        }
     )
-    report(f"{spec.name} ended: {leave_reason or f'wait status {status}'}")
+    report(f"{worker_spec.name} ended: {leave_reason or f'wait status {status}'}")
     return status

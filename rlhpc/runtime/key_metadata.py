@@ -57,12 +57,12 @@ class OptionsOf:
 
     Attributes:
         selector: Name of the other key, such as `model_type`.
-        declarations: Import path (`module:NAME`) of a mapping from the component's name in lower case to the dataclass of its
+        options_types: Import path (`module:NAME`) of a mapping from the component's name in lower case to the dataclass of its
             options, or to the import path of the dataclass.
     """
 
     selector: str
-    declarations: str
+    options_types: str
 
 
 @dataclass(frozen=True)
@@ -90,32 +90,35 @@ class Range:
 
     def rule(self) -> str:
         """Formats the range as a rule in words, for messages."""
-        return f"it must {self._words()}{'' if self.also is None else f', or {self.also[0]:g} for {self.also[1]}'}"
+        return (
+            f"it must {self._format_words()}{'' if self.also is None else f', or {self.also[0]:g} for {self.also[1]}'}"
+        )
 
-    def _words(self) -> str:
+    def _format_words(self) -> str:
         if self.low is not None and self.high is not None:
             if not self.above and not self.below:
-                return f"lie between {_plain(self.low)} and {_plain(self.high)}"
+                return f"lie between {_format_plain(self.low)} and {_format_plain(self.high)}"
             return (
-                f"be {'above' if self.above else 'at least'} {_plain(self.low)} and "
-                f"{'below' if self.below else 'at most'} {_plain(self.high)}"
+                f"be {'above' if self.above else 'at least'} {_format_plain(self.low)} and "
+                f"{'below' if self.below else 'at most'} {_format_plain(self.high)}"
             )
         if self.low == 0:
             return "be greater than 0" if self.above else "not be negative"
-        return f"be {'above' if self.above else 'at least'} {_plain(self.low or 0)}"
+        return f"be {'above' if self.above else 'at least'} {_format_plain(self.low or 0)}"
 
     def short(self) -> str:
         """Formats the range as an interval, for a table: `(0, 10]`; "" if all numbers are allowed."""
         if self.low is None and self.high is None:
             return ""
-        low = "-∞" if self.low is None else _plain(self.low)
-        high = "∞" if self.high is None else _plain(self.high)
-        closed = self.high is not None and not self.below
-        interval = f"{'[' if self.low is not None and not self.above else '('}{low}, {high}{']' if closed else ')'}"
-        return interval if self.also is None else f"{interval} or {_plain(self.also[0])} (null)"
+        low_text = "-∞" if self.low is None else _format_plain(self.low)
+        high_text = "∞" if self.high is None else _format_plain(self.high)
+        is_closed = self.high is not None and not self.below
+        left_bracket = "[" if self.low is not None and not self.above else "("
+        interval_text = f"{left_bracket}{low_text}, {high_text}{']' if is_closed else ')'}"
+        return interval_text if self.also is None else f"{interval_text} or {_format_plain(self.also[0])} (null)"
 
 
-def _plain(number: float) -> str:
+def _format_plain(number: float) -> str:
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 
@@ -130,7 +133,7 @@ INTERVAL = Range(1, also=(-1, "none"))
 INTERVAL_OR_0 = Range(1, also=(0, "none"))
 SEED = Range(0, _SEED)
 
-#: Precisions of a model's computation, and precisions of an engine's weights.
+#: Precisions of a policy's computation, and precisions of a language model.
 DTYPES = Choices("auto", "float32", "bfloat16")
 ENGINE_DTYPES = Choices("auto", "float32", "bfloat16", "float16")
 #: Orientations of images from a MuJoCo renderer.

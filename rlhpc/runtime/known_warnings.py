@@ -24,9 +24,9 @@ def quiet_known_warnings() -> None:
 class _Beginning(logging.Filter):
     """Log filter that drops records with a message that begins with a text."""
 
-    def __init__(self, beginning: str) -> None:
+    def __init__(self, message_start: str) -> None:
         super().__init__()
-        self._beginning = beginning
+        self._message_start = message_start
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self._beginning)
+        return not record.getMessage().startswith(self._message_start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import pickle
@@ -19,27 +20,28 @@ from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.queues import TooEarly
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
-from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, UserError, WorkerFailed
+from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, UserError, WorkerFailed, log_errors
 from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.host import host_id, process_key
 from rlhpc.runtime.imports import fingerprint
 from rlhpc.runtime.launchers import JoinedLauncher, Member
 from rlhpc.runtime.policies import SessionPhase
 from rlhpc.runtime.registry import DEPARTED, GenerationFolder
-from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.rpc import RpcClient
 from rlhpc.runtime.text import last_lines, tail
 from rlhpc.runtime.worker_spec import WorkerSpec
 
 
-def state_check(state: str, members: Sequence[Member]) -> Callable[[], bool]:
-    """Returns a function that returns whether all ranks have reached `state`. It does not check a rank again afterwards."""
-    pending = list(members)
+def state_check(awaited_state: str, members: Sequence[Member]) -> Callable[[], bool]:
+    """Returns a function that returns whether all ranks have reached `awaited_state`. It does not check a rank again
+    afterwards.
+    """
+    pending_members = list(members)
 
     def answer() -> bool:
-        while pending and pending[-1].state == state:
-            pending.pop()
-        return not pending
+        while pending_members and pending_members[-1].state == awaited_state:
+            pending_members.pop()
+        return not pending_members
 
     return answer
 
@@ -57,24 +59,26 @@ def early_output_text(member: Member) -> str:
     return last_lines(output)
 
 
-def exit_failure(spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
+def exit_failure(worker_spec: WorkerSpec, status: int, output: str = "") -> WorkerFailed:
     """Returns the failure for a rank's wait status. The message ends with `output` or, if that is empty, the log's end."""
     signal_number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    cause = f"was killed by signal {signal_number} ({signal.Signals(signal_number).name})" if signal_number else (
+    cause_text = f"was killed by signal {signal_number} ({signal.Signals(signal_number).name})" if signal_number else (
         f"exited with status {os.WEXITSTATUS(status)}")  # fmt: skip
     if signal_number == signal.SIGKILL:
-        cause += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
+        cause_text += "; if nobody killed it, look for the out-of-memory killer (dmesg, sacct)"
     failure = WorkerFailed(
-        f"{spec.group}[{spec.rank}] on node {spec.node} {cause} (log {spec.log_err}){output or tail(spec.log_err)}",
-        group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err, exit_signal=signal_number,
+        f"{worker_spec.group}[{worker_spec.rank}] on node {worker_spec.node} {cause_text} (log "
+        f"{worker_spec.log_err}){output or tail(worker_spec.log_err)}",
+        group=worker_spec.group, rank=worker_spec.rank, node=worker_spec.node, log_path=worker_spec.log_err,
+        exit_signal=signal_number,
     )  # fmt: skip
     if not signal_number and os.WEXITSTATUS(status) == UserError.exit_code:  # the rank's log says what the user can do
-        failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(cause)
+        failure.exit_code, failure.__cause__ = UserError.exit_code, UserError(cause_text)
     return failure
 
 
 _ALIVE = ("starting", "ready")
-#: Seconds that a rank may take to confirm a membership change. Otherwise its next call notifies it of the change.
+#: Seconds that all ranks together may take to confirm a membership change. Otherwise its next call notifies it of the change.
 _CONFIRM_S = 5.0
 
 
@@ -89,25 +93,27 @@ class RankTable:
     def __init__(self, on_change: Callable[[Sequence[str]], None]) -> None:
         self.members: dict[str, Member] = {}
         #: Notified whenever a state changes.
-        self.changed = threading.Condition(threading.RLock())
+        self.condition = threading.Condition(threading.RLock())
         self._on_change = on_change
 
-    def all(self) -> list[Member]:
+    def all_members(self) -> list[Member]:
         return list(self.members.values())
 
-    def alive(self, group: str | None = None) -> list[Member]:
+    def alive_members(self, group: str | None = None) -> list[Member]:
         """Returns the ranks that have not ended, of one group or by default of all groups."""
-        return [member for member in self.all() if member.state != "ended" and group in (None, member.spec.group)]
+        return [
+            member for member in self.all_members() if member.state != "ended" and group in (None, member.spec.group)
+        ]
 
     def add(self, members: Sequence[Member]) -> None:
         """Adds ranks; each replaces an earlier rank of the same name."""
-        with self.changed:
+        with self.condition:
             self._on_change(())
             self.members.update({member.spec.name: member for member in members})
 
     def forget_ended(self, group: str) -> None:
         """Removes all ranks that have ended, and all ranks of the group."""
-        with self.changed:
+        with self.condition:
             self.members = {
                 n: member
                 for n, member in self.members.items()
@@ -119,44 +125,44 @@ class RankTable:
         member = self.members.get(name)
         return member if member is not None and member.spec.incarnation == incarnation else None
 
-    def started(self, member: Member, pid: int) -> None:
+    def record_start(self, member: Member, pid: int) -> None:
         """Registers that a rank's process has started."""
-        with self.changed:
+        with self.condition:
             member.pid = pid
-            self.changed.notify_all()
+            self.condition.notify_all()
 
-    def arrived(self, member: Member, pid: int, record: dict[str, Any]) -> None:
+    def record_arrival(self, member: Member, pid: int, record: dict[str, Any]) -> None:
         """Registers that a rank has built its object, so that it is ready."""
-        with self.changed:
+        with self.condition:
             self._on_change(())
             member.record, member.pid = record, pid
             if member.state == "starting":
                 member.state = "ready"
-            self.changed.notify_all()
+            self.condition.notify_all()
 
-    def processes_ended(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, members: Sequence[Member]) -> list[Member]:
         """Registers that the processes of ranks have ended; returns the ranks that ended unexpectedly."""
-        with self.changed:
+        with self.condition:
             for member in members:
                 member.has_exited = True
             return self.give_up(members)
 
     def give_up(self, members: Sequence[Member]) -> list[Member]:
         """Marks ranks as ended, even if their processes still run; returns the ranks that ended unexpectedly."""
-        with self.changed:
+        with self.condition:
             newly_ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
-            unexpected = [m for m in newly_ended if m.state in _ALIVE]
+            unexpected_members = [m for m in newly_ended if m.state in _ALIVE]
             if newly_ended:
-                self._on_change(_process_keys(newly_ended))
+                self._on_change(_list_process_keys(newly_ended))
             for member in newly_ended:
                 member.state = "ended"
-            self.changed.notify_all()
-        return unexpected
+            self.condition.notify_all()
+        return unexpected_members
 
     def await_exit(self, members: Sequence[Member], timeout: float) -> list[Member]:
         """Waits at most `timeout` seconds for the processes of ranks to end; returns the ranks with running processes."""
-        with self.changed:
-            self.changed.wait_for(lambda: all(member.has_exited for member in members), timeout)
+        with self.condition:
+            self.condition.wait_for(lambda: all(member.has_exited for member in members), timeout)
             return [member for member in members if not member.has_exited]
 
     def announce(self, service: Service, ended_members: Sequence[Member] = ()) -> None:
@@ -164,49 +170,51 @@ class RankTable:
 
         The notified ranks then free their data for ended ranks, and read the records of the other ranks again.
         """
-        records = [member.record for member in self.all() if member.state == "ready"]
-        message = pickle.dumps((service.epoch, _process_keys(ended_members)))
+        records = [member.record for member in self.all_members() if member.state == "ready"]
+        message = pickle.dumps((service.epoch, _list_process_keys(ended_members)))
 
         def tell() -> None:
-            pending = []
+            pending_requests = []
             for record in records:
                 with contextlib.suppress(RlhpcError, OSError):  # this rank may have ended as well
-                    purpose = f"{record['group']}-{record['rank']} to hear who takes part"
-                    pending.append(
-                        service.peers.begin(choose(record["data"]), b"MEMBERS", [message], purpose, _CONFIRM_S)
+                    wait_purpose = f"{record['group']}-{record['rank']} to hear who takes part"
+                    pending_requests.append(
+                        service.peers.begin(choose(record["data"]), b"MEMBERS", [message], wait_purpose, _CONFIRM_S)
                     )
-            for request in pending:
+            # one deadline for all: after the failure of a switch, thousands of ranks may not answer
+            deadline = time.monotonic() + _CONFIRM_S
+            for request in pending_requests:
                 with contextlib.suppress(RlhpcError, OSError):
-                    service.peers.reply_to(request, _CONFIRM_S)
+                    service.peers.reply_to(request, max(0.0, deadline - time.monotonic()))
 
         if records:
             in_background("members", tell)
 
-    def stopping(self, members: Collection[Member]) -> None:
+    def mark_stopping(self, members: Collection[Member]) -> None:
         """Marks ranks as stopping, so that their end is no failure."""
-        with self.changed:
+        with self.condition:
             for member in members:
                 if member.state != "ended":
                     member.state = "stopping"
-            self.changed.notify_all()
+            self.condition.notify_all()
 
     def await_ended(self, members: Sequence[Member], timeout: float) -> bool:
         """Waits at most `timeout` seconds for ranks to end; returns whether all have ended."""
-        with self.changed:
-            return self.changed.wait_for(state_check("ended", members), timeout)
+        with self.condition:
+            return self.condition.wait_for(state_check("ended", members), timeout)
 
-    def settle(self, arrival_s: float = 0.0) -> None:
+    def await_settled(self, arrival_s: float = 0.0) -> None:
         """Waits at most `arrival_s` seconds for starting ranks, then for the end of all ranks that are not ready.
 
         The second wait takes at most `limit_s` seconds of the launchers.
         """
-        with self.changed:
-            self.changed.wait_for(lambda: all(member.state != "starting" for member in self.all()), arrival_s)
-        limit = max((member.launcher.limit_s for member in self.all()), default=0.0)
-        self.await_ended([member for member in self.all() if member.state != "ready"], limit)
+        with self.condition:
+            self.condition.wait_for(lambda: all(member.state != "starting" for member in self.all_members()), arrival_s)
+        limit_s = max((member.launcher.limit_s for member in self.all_members()), default=0.0)
+        self.await_ended([member for member in self.all_members() if member.state != "ready"], limit_s)
 
 
-def _process_keys(members: Sequence[Member]) -> list[str]:
+def _list_process_keys(members: Sequence[Member]) -> list[str]:
     return [process_key(member.record["data"]) for member in members if member.record]
 
 
@@ -223,7 +231,7 @@ class _Departure:
 
     member: Member
     reason: str
-    warned: bool = False
+    has_warned: bool = False
 
 
 class Membership:
@@ -236,6 +244,7 @@ class Membership:
         log_dir: Folder for the ranks' logs.
         listens: Whether the driver listens for processes of other hosts.
         on_event: Called with each event of a joined rank, as a mapping; the events are joined, works and left.
+        on_lost: Called with group, rank and reason if a rank has gone without leaving gracefully, and its group continues.
 
     Attributes:
         epoch: Number of times that a rank has joined, returned or left since the groups were launched.
@@ -250,6 +259,7 @@ class Membership:
         log_dir: Path,
         listens: bool,
         on_event: Callable[[dict[str, Any]], None],
+        on_lost: Callable[[str, int, str], None] = lambda group, rank, reason: None,
     ) -> None:
         self._ranks, self._registry, self._failures = ranks, registry, failures
         self._log_dir, self._listens = log_dir, listens
@@ -257,38 +267,43 @@ class Membership:
         self._departures: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         threading.Thread(target=self._publish_departures, name="rlhpc-departures", daemon=True).start()
         self._jobs: dict[str, tuple[str, Member]] = {}
+        #: Incarnation → reason of each joined rank that has left.
+        self._leave_reasons: dict[str, str] = {}
         #: Incarnation → job of each joined rank that takes part or has taken part.
         self._participants: dict[str, str] = {}
-        self._on_event = on_event
+        self._on_event, self._on_lost = on_event, on_lost
         self.epoch = 0
         self.faulty = set[str]()
 
     def register_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
         """Registers that a rank has ended or is lost and that its group continues without it.
 
-        Also ends the other ranks of its replica, because they may wait for this rank and cannot receive a message meanwhile.
+        Also ends the other ranks of its replica, because they may wait for this rank, and receive no message while they wait.
         """
         self._record_departure(member, failure, rpc)
-        spec = member.spec
-        replica = self._failures.replica_of(spec.group, spec.rank)
-        for replica_member in self._ranks.alive(spec.group):
+        worker_spec = member.spec
+        replica = self._failures.replica_of(worker_spec.group, worker_spec.rank)
+        for replica_member in self._ranks.alive_members(worker_spec.group):
             if replica_member.spec.rank in replica:
                 replica_member.leave_reason = replica_member.leave_reason or member.leave_reason
                 self._record_departure(
-                    replica_member, RlhpcError(f"{spec.name} has ended, and both are one engine"), rpc
+                    replica_member, RlhpcError(f"{worker_spec.name} has ended, and both are one engine"), rpc
                 )
 
     def _record_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
-        spec = member.spec
+        worker_spec = member.spec
         if member.leave_reason:
-            log.info("%s leaves: %s", spec.name, member.leave_reason)
+            log.info("%s leaves: %s", worker_spec.name, member.leave_reason)
         else:
-            log.warning("%s goes on without rank %d: %s", spec.group, spec.rank, failure)
+            log.warning("%s goes on without rank %d: %s", worker_spec.group, worker_spec.rank, failure)
+        member.has_departed = True
         self._ranks.give_up([member])
         self.epoch += 1
         if member.record:
             rpc.leave(member.record)
-        job, _ = self._jobs.pop(spec.incarnation, ("", None))
+        if member.launcher is self._joined_launcher:
+            self._leave_reasons[worker_spec.incarnation] = member.leave_reason or str(failure).splitlines()[0]
+        job, _ = self._jobs.pop(worker_spec.incarnation, ("", None))
         if job and isinstance(failure, WorkerFailed) and failure.remote_traceback:
             self.faulty.add(job)
         self._departures.put(_Departure(member, str(failure).splitlines()[0]))
@@ -300,15 +315,15 @@ class Membership:
         reports of other ranks must not wait for this. If a record cannot be written, the thread retries until the session
         ends.
         """
-        unwritten: list[_Departure] = []
+        unwritten_departures: list[_Departure] = []
         while True:
             with contextlib.suppress(queue.Empty):
-                departure = self._departures.get(timeout=_RETRY_S if unwritten else None)
+                departure = self._departures.get(timeout=_RETRY_S if unwritten_departures else None)
                 if departure is None:
                     return
                 self._kill_process(departure)
-                unwritten.append(departure)
-            unwritten = [departure for departure in unwritten if not self._publish(departure)]
+                unwritten_departures.append(departure)
+            unwritten_departures = [departure for departure in unwritten_departures if not self._publish(departure)]
 
     def close(self) -> None:
         """Ends the thread that publishes departures."""
@@ -317,8 +332,10 @@ class Membership:
     def _kill_process(self, departure: _Departure) -> None:
         member = departure.member
         if not member.has_exited:
-            with logged(f"{member.spec.name} has left, and could not be killed"):
+            with log_errors(f"{member.spec.name} has left, and could not be killed"):
                 member.launcher.kill([member])
+        if not member.leave_reason:
+            self.report_lost(member, departure.reason)
         if member.launcher is self._joined_launcher:
             self._report_event(
                 {
@@ -330,23 +347,30 @@ class Membership:
 
     def _publish(self, departure: _Departure) -> bool:
         """Publishes a departure for ranks that may wait for the departed rank; returns False if this has to be retried."""
-        member, spec = departure.member, departure.member.spec
+        member, worker_spec = departure.member, departure.member.spec
         if not member.record and member.launcher is not self._joined_launcher:
             return True
         try:
-            self._registry.put(DEPARTED, spec.name, {"incarnation": spec.incarnation, "why": departure.reason})
+            self._registry.put(
+                DEPARTED, worker_spec.name, {"incarnation": worker_spec.incarnation, "why": departure.reason}
+            )
         except StaleGeneration:
             return True  # another driver has taken over the run
         except (RlhpcError, OSError) as error:
-            if not departure.warned:
-                log.warning("cannot record yet that %s has left: %s", spec.name, error)
-            departure.warned = True
+            if not departure.has_warned:
+                log.warning("cannot record yet that %s has left: %s", worker_spec.name, error)
+            departure.has_warned = True
             return False
         return True
 
+    def report_lost(self, member: Member, reason: str) -> None:
+        """Passes on that a rank has gone without leaving gracefully, and that its group continues without it."""
+        with log_errors(f"cannot report that {member.spec.name} is lost"):
+            self._on_lost(member.spec.group, member.spec.rank, reason)
+
     def _report_event(self, event: dict[str, Any]) -> None:
         """Reports an event of a joined rank. A failure to report is only logged, because the events only inform users."""
-        with logged(f"cannot record that {event['incarnation']} has {event['event']}"):
+        with log_errors(f"cannot record that {event['incarnation']} has {event['event']}"):
             self._on_event(event)
 
     def why_left(self, group: str, rank: int) -> str:
@@ -354,7 +378,7 @@ class Membership:
         return next(
             (
                 member.leave_reason
-                for member in self._ranks.all()
+                for member in self._ranks.all_members()
                 if (member.spec.group, member.spec.rank) == (group, rank)
             ),
             "",
@@ -362,83 +386,90 @@ class Membership:
 
     def leaving(self, group: str) -> list[int]:
         """Returns the ranks of a group that have a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
-        return [member.spec.rank for member in self._ranks.alive(group) if member.leaving]
+        return [member.spec.rank for member in self._ranks.alive_members(group) if member.asks_to_leave]
 
     def by_job(self) -> dict[str, int]:
         """Returns the number of joined ranks that take part, by job id.
 
         The number is 0 if all ranks of the job have left. Omits jobs without a rank that has ever taken part.
         """
-        counts = dict.fromkeys(list(self._participants.values()), 0)
+        ranks_by_job = dict.fromkeys(list(self._participants.values()), 0)
         for incarnation, (job, member) in list(self._jobs.items()):
             if incarnation in self._participants and member.state == "ready":
-                counts[job] += 1
-        return counts
+                ranks_by_job[job] += 1
+        return ranks_by_job
 
     def register_participant(self, group: str, rank: int) -> None:
-        """Registers that a joined rank is set up and takes part from now on; ignores other ranks."""
-        for member in self._ranks.alive(group):
+        """Registers a joined rank as a participant after its setup; ignores other ranks."""
+        for member in self._ranks.alive_members(group):
             if member.spec.rank == rank and member.launcher is self._joined_launcher:
                 if member.spec.incarnation in self._jobs:
                     self._participants[member.spec.incarnation] = self._jobs[member.spec.incarnation][0]
                 self._report_event({"event": "works", "incarnation": member.spec.incarnation})
 
-    def ranks_of_job(self, job: str) -> list[Member]:
+    def ranks_of_job(self, job_id: str) -> list[Member]:
         """Returns the ranks that have joined from a job and have not ended."""
-        return [member for home, member in list(self._jobs.values()) if home == job and member.state != "ended"]
+        return [member for home, member in list(self._jobs.values()) if home == job_id and member.state != "ended"]
 
     def newcomers(self, group: str, incarnations: Collection[str]) -> list[dict[str, Any]]:
         """Returns the records of a group's ready ranks except those with the given incarnations."""
-        with self._ranks.changed:
-            ready = [
+        with self._ranks.condition:
+            ready_members = [
                 member
-                for member in self._ranks.alive(group)
+                for member in self._ranks.alive_members(group)
                 if member.state == "ready" and member.record["incarnation"] not in incarnations
             ]
-        self.epoch += len(ready)
-        return [member.record for member in ready]
+        self.epoch += len(ready_members)
+        return [member.record for member in ready_members]
 
-    def startable(self, group: str) -> list[Member]:
+    def restartable(self, group: str) -> list[Member]:
         """Returns the ended ranks of a group that this session can restart. Their processes may still exist.
 
         Omits joined ranks, because this session has not started them.
         """
         return [
             member
-            for member in self._ranks.all()
+            for member in self._ranks.all_members()
             if member.spec.group == group and member.state == "ended" and member.launcher is not self._joined_launcher
         ]
 
     def join(self, request: Mapping[str, Any]) -> bytes:
         """Adds a rank to a group for a process that requests to join; returns the rank's specification as JSON.
 
+        To a process that names the incarnation of a joined rank, returns the reason why the rank has left, as JSON; "" while
+        the rank takes part.
+
         Called on the thread that runs the service's event loop.
 
         Raises:
             ChannelError: The process may not join; the message has the reason. `TooEarly` if it may join later.
         """
+        if "incarnation" in request:
+            return json.dumps(self._leave_reasons.get(str(request["incarnation"]), "")).encode()
         group = request["group"]
         self._check_request(group, request)
-        with self._ranks.changed:
-            members = [m for m in self._ranks.all() if m.spec.group == group]  # including ended ranks
+        with self._ranks.condition:
+            members = [m for m in self._ranks.all_members() if m.spec.group == group]  # including ended ranks
             template, rank = members[0].spec, self._place_in(group, members, request)
             stem = self._log_dir / f"{group}-{rank}"
-            env = {name: value for name, value in template.env.items() if name != "CUDA_VISIBLE_DEVICES"}
-            spec = replace(
+            env = {
+                name: variable_value for name, variable_value in template.env.items() if name != "CUDA_VISIBLE_DEVICES"
+            }
+            worker_spec = replace(
                 template, rank=rank, node=request["node"], node_rank=rank, local_rank=0, local_world_size=1,
                 accelerators=tuple(range(request["accelerators"])), visible=(), log_out=f"{stem}.out",
                 log_err=f"{stem}.err", env=env, threads=request["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
             )  # fmt: skip
-            member = Member(spec, self._joined_launcher)
+            member = Member(worker_spec, self._joined_launcher)
             self._ranks.add([member])
             if request["job"]:
-                self._jobs[spec.incarnation] = request["job"], member
+                self._jobs[worker_spec.incarnation] = request["job"], member
         self._report_event({
-            "event": "joined", "incarnation": spec.incarnation, "group": group, "rank": rank, "node": spec.node,
+            "event": "joined", "incarnation": worker_spec.incarnation, "group": group, "rank": rank, "node": worker_spec.node,
             "job": request["job"], "accelerators": request["accelerators"],
         })  # fmt: skip
-        log.info("%s joins from node %s (job %s)", spec.name, spec.node, request["job"] or "none")
-        return spec.to_json()
+        log.info("%s joins from node %s (job %s)", worker_spec.name, worker_spec.node, request["job"] or "none")
+        return worker_spec.to_json()
 
     def _place_in(self, group: str, members: Sequence[Member], request: Mapping[str, Any]) -> int:
         """Returns the rank for a joining process.

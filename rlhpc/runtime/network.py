@@ -9,7 +9,7 @@ import struct
 
 from rlhpc.runtime.allocation import slurm_nodes
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.host import names_here, node_name
+from rlhpc.runtime.host import node_name, node_names
 from rlhpc.runtime.slurm import TIMEOUT_S, ask
 
 _SIOCGIFADDR = 0x8915
@@ -25,10 +25,10 @@ def address_of(interface: str) -> str:
         try:
             ifreq = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
-            available = ", ".join(f"{name} ({address})" for name, address in interfaces().items()) or "none"
+            available_text = ", ".join(f"{name} ({address})" for name, address in interfaces().items()) or "none"
             raise ConfigError(
                 f"cluster.interface is {interface!r}, which has no address on {node_name()} "
-                f"({error.strerror}); there are: {available}"
+                f"({error.strerror}); there are: {available_text}"
             ) from None
     return socket.inet_ntoa(ifreq[20:24])
 
@@ -47,7 +47,7 @@ def interfaces() -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface of this host with this address; None if no interface has it."""
+    """Returns the network interface of this host with this address; None if no interface has this address."""
     return next((name for name, interface_address in interfaces().items() if interface_address == address), None)
 
 
@@ -69,10 +69,10 @@ def address_towards(host: str) -> str:
         ) from None
 
 
-def node_addresses(names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+def node_addresses(node_names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """Queries Slurm for the addresses of nodes; returns them by node name. A node without an address maps to its name."""
-    addresses = {name: name for name in names}
-    for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(names), timeout_s=timeout_s).records:
+    addresses = {name: name for name in node_names}
+    for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(node_names), timeout_s=timeout_s).records:
         if pairs.get("NodeName") in addresses and pairs.get("NodeAddr"):
             addresses[pairs["NodeName"]] = pairs["NodeAddr"]
     return addresses
@@ -88,7 +88,7 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
         return address_of(interface)
     partition_option = [f"--partition={partition}"] if partition else []
     output = ask("sinfo", "--noheader", "--Node", *partition_option, "--format=%N")
-    local_names = names_here(os.environ)
+    local_names = node_names(os.environ)
     names = list(dict.fromkeys(output.text.split())) if output.ok else []
     remote_nodes = [name for name in names if name not in local_names] or names
     if not remote_nodes:

@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.host import node_name
 
 PCI = Path("/sys/bus/pci/devices")
 
 
-def parse_cores(text: str) -> set[int]:
+def parse_cores(cores_text: str) -> set[int]:
     """Parses a list of cores in Linux's notation: `0-3,8` → 0, 1, 2, 3, 8."""
-    ranges = (range_text.partition("-") for range_text in text.strip().split(",") if range_text)
-    return {core for low, _, high in ranges for core in range(int(low), int(high or low) + 1)}
+    ranges = (range_text.partition("-") for range_text in cores_text.strip().split(",") if range_text)
+    return {
+        core for first_core, _, last_core in ranges for core in range(int(first_core), int(last_core or first_core) + 1)
+    }
 
 
 def cores_near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
@@ -43,7 +46,7 @@ def cores_near(addresses: Iterable[str], pci: Path = PCI) -> set[int]:
     return cores
 
 
-def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
+def bind_near(addresses: Sequence[str], num_threads: int, pci: Path = PCI) -> str:
     """Binds the calling thread, and the threads and processes that it starts later, to the granted cores near devices.
 
     Ranks with devices near the same cores share these cores. A rank keeps all its cores if fewer cores than threads are near
@@ -51,7 +54,7 @@ def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
 
     Args:
         addresses: PCI addresses of the rank's accelerators.
-        threads: Number of cores that the rank needs.
+        num_threads: Number of cores that the rank needs.
         pci: See `cores_near`.
 
     Returns:
@@ -63,9 +66,9 @@ def bind_near(addresses: Sequence[str], threads: int, pci: Path = PCI) -> str:
         return "not bound: the kernel does not tell of a granted core that is near its accelerators"
     if near_cores == cores:
         return f"not bound: all its {len(cores)} cores are near its accelerators"
-    if len(near_cores) < threads:
+    if len(near_cores) < num_threads:
         return (
-            f"not bound: {len(near_cores)} of its {len(cores)} cores are near its accelerators, and it has {threads} "
+            f"not bound: {len(near_cores)} of its {len(cores)} cores are near its accelerators, and it has {num_threads} "
             "threads"
         )
     os.sched_setaffinity(0, near_cores)
@@ -79,22 +82,55 @@ MIN_OPEN_FILES = 64
 _MAX_OPEN_FILES = 65_536
 
 
-def raise_limit() -> None:
+def open_files_of_rank(world_size: int) -> int:
+    """Returns the number of files that a rank opens to form the process group of all ranks of its worker group.
+
+    The rank that stores the group's keys opens most: two sockets for each other rank, and a constant number besides.
+    """
+    return 2 * world_size + 24
+
+
+def open_files_of_driver(num_ranks: int) -> int:
+    """Returns the number of files that a driver opens to start and call so many ranks, in all its groups."""
+    return 3 * num_ranks + 32
+
+
+def max_ranks_of_driver(max_open_files: int) -> int:
+    """Returns the number of ranks that a driver can start if it may open so many files."""
+    return max(0, (max_open_files - 32) // 3)
+
+
+def file_limit() -> int | None:
+    """Returns the number of files that this process may open after `raise_limit`; None if there is no limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    return max(soft, _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES))
+
+
+def raise_limit(required_limit: int = MIN_OPEN_FILES, limit_purpose: str = "a run") -> None:
     """Raises this process's soft limit of open files to the hard limit, at most to 65536; child processes inherit it.
 
+    Args:
+        required_limit: Number of open files that are needed.
+        limit_purpose: What needs them, for the message.
+
     Raises:
-        ConfigError: The hard limit is too low for a run.
+        ConfigError: The hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < target:
+    soft_limit = file_limit()
+    if soft_limit is not None and soft < soft_limit:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
-            soft = target
-    if 0 <= soft < MIN_OPEN_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard))
+            soft = soft_limit
+    if 0 <= soft < required_limit:
         raise ConfigError(
-            f"a process may open {soft} files here; a run needs {MIN_OPEN_FILES} or more. Raise the limit with "
-            "ulimit -n, or have it raised (limits.conf)"
+            f"a process may open {soft} files on node {node_name()}; {limit_purpose} needs {required_limit} or more. "
+            f"Raise the limit "
+            f"with ulimit -n {required_limit}, have it raised (limits.conf, for Slurm's nodes LimitNOFILE of slurmd), "
+            f"or start "
+            "fewer ranks"
         )
 
 
@@ -116,11 +152,11 @@ def is_short_of_descriptors() -> bool:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        lowest = os.eventfd(0, os.EFD_CLOEXEC)
+        lowest_fd = os.eventfd(0, os.EFD_CLOEXEC)
     except OSError:
         return True
-    os.close(lowest)
-    return soft != resource.RLIM_INFINITY and lowest >= soft * 3 // 4
+    os.close(lowest_fd)
+    return soft != resource.RLIM_INFINITY and lowest_fd >= soft * 3 // 4
 
 
 _MEMINFO, _CGROUP_ROOT, _PROCESS_CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -133,12 +169,12 @@ def free_memory() -> int:
 
 def total_memory() -> int:
     """Returns the bytes of this host's memory, or the limit of the control groups of this process if that is less."""
-    limits = [_read_meminfo("MemTotal")]
+    limits_bytes = [_read_meminfo("MemTotal")]
     for name in ("memory.max", "memory.limit_in_bytes"):
-        for folder in _cgroup_folders():
+        for folder in _iter_cgroup_folders():
             with contextlib.suppress(OSError, ValueError):  # no such controller, no right to read it, or "max"
-                limits.append(int((folder / name).read_text()))
-    return min(limits)
+                limits_bytes.append(int((folder / name).read_text()))
+    return min(limits_bytes)
 
 
 def _read_meminfo(field: str) -> int:
@@ -149,20 +185,26 @@ def _read_meminfo(field: str) -> int:
 
 def _free_in_cgroups() -> Iterator[int]:
     """Yields the remaining memory of each control group above this process, in either version of control groups."""
-    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-        for folder in _cgroup_folders():
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        for folder in _iter_cgroup_folders():
             try:
-                maximum, used_bytes = (folder / limit).read_text().strip(), int((folder / used).read_text())
+                limit_text, used_bytes = (
+                    (folder / limit_file).read_text().strip(),
+                    int((folder / usage_file).read_text()),
+                )
                 inactive = [int(line.split()[1]) for line in (folder / "memory.stat").read_text().splitlines()
                             if line.startswith(("inactive_file ", "total_inactive_file "))]  # fmt: skip
             except (OSError, ValueError):
                 continue  # no such controller, or no permission to read it
-            if maximum != "max":
+            if limit_text != "max":
                 # The kernel drops files' pages before it kills a process.
-                yield int(maximum) - used_bytes + max(inactive, default=0)
+                yield int(limit_text) - used_bytes + max(inactive, default=0)
 
 
-def _cgroup_folders() -> Iterator[Path]:
+def _iter_cgroup_folders() -> Iterator[Path]:
     """Yields the folders of this process's control groups, and their parent folders."""
     try:
         lines = _PROCESS_CGROUP.read_text().splitlines()
@@ -186,9 +228,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+def die_with_parent(parent: int, signal_number: int = signal.SIGKILL) -> None:
     """Makes the kernel send this process a signal when its parent dies; exits at once if the parent has already died."""
-    _libc.prctl(_PR_SET_PDEATHSIG, number)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -233,6 +275,25 @@ def start_bound_to_parent(
 def outlive_parent() -> None:
     """Undoes `die_with_parent`."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def reaped_children() -> Iterator[tuple[int, int]]:
+    """Yields pid and wait status of each child of this process that has ended; does not wait for others."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status
+
+
+def kill_group(pid: int, signal_number: int) -> None:
+    """Signals a process that leads its own session, and the processes that it has started."""
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal_number)
 
 
 def adopt_orphans() -> None:

@@ -46,7 +46,7 @@ def require_private(folder: Path, *, tighten: bool = False) -> None:
         file_type = f"a link to {os.readlink(folder)}" if stat.S_ISLNK(status.st_mode) else "no folder"
         raise OwnershipError(f"{folder} is {file_type}; rlhpc makes it itself and uses no other: remove it")
     if not _is_own(folder, status):
-        raise OwnershipError(f"{folder} belongs to {owner(status)}, not to {you()}: it is not used. {_REMEDY}")
+        raise OwnershipError(f"{folder} belongs to {owner(status)}, not to {current_user()}: it is not used. {_REMEDY}")
     if status.st_mode & _OTHERS_WRITE:
         raise OwnershipError(
             f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), so what is in it cannot be "
@@ -84,7 +84,8 @@ def require_own_run_folder(folder: Path) -> None:
         raise OwnershipError(f"run folder {folder} is no folder: remove it, or choose another runner.name")
     if not _is_own(folder, status):
         raise OwnershipError(
-            f"run folder {folder} belongs to {owner(status)}, not to {you()}, who could exchange what is in it. {_REMEDY}"
+            f"run folder {folder} belongs to {owner(status)}, not to {current_user()}, who could exchange what is in it. "
+            f"{_REMEDY}"
         )
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise OwnershipError(
@@ -110,14 +111,14 @@ def _is_own(folder: Path, status: os.stat_result) -> bool:
 
 def owner(status: os.stat_result) -> str:
     """Returns the owner's user name, if it is known on this host, and user id."""
-    return _user_text(status.st_uid)
+    return _format_user(status.st_uid)
 
 
-def you() -> str:
-    return _user_text(os.geteuid())
+def current_user() -> str:
+    return _format_user(os.geteuid())
 
 
-def _user_text(uid: int) -> str:
+def _format_user(uid: int) -> str:
     import pwd
 
     with contextlib.suppress(KeyError):

@@ -33,14 +33,14 @@ def send(sock: socket.socket, message: Any) -> None:
         raise
 
 
-def _read_exactly(read: Callable[[int], bytes], size: int) -> bytes:
+def _read_exactly(read_bytes: Callable[[int], bytes], num_bytes: int) -> bytes:
     chunks = []
-    while size:
-        chunk = read(min(size, 1 << 20))
+    while num_bytes:
+        chunk = read_bytes(min(num_bytes, 1 << 20))
         if not chunk:
             raise EOFError
         chunks.append(chunk)
-        size -= len(chunk)
+        num_bytes -= len(chunk)
     return b"".join(chunks)
 
 
@@ -53,8 +53,8 @@ def decode(read: Callable[[int], bytes]) -> Any:
     Raises:
         EOFError: The other side has ended.
     """
-    (size,) = _LENGTH.unpack(_read_exactly(read, _LENGTH.size))
-    return pickle.loads(_read_exactly(read, size))
+    (num_bytes,) = _LENGTH.unpack(_read_exactly(read, _LENGTH.size))
+    return pickle.loads(_read_exactly(read, num_bytes))
 
 
 def receive(sock: socket.socket) -> Any | None:

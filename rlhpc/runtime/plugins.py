@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import operator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.similar_names import similar_names
 from rlhpc.runtime.text import short_repr
 
 ItemT = TypeVar("ItemT", bound=Callable[..., Any])
@@ -63,13 +63,13 @@ def load_attribute(path: str, key: str) -> Any:
     return attribute
 
 
-def required(module: str, purpose: str, extra: str = "llm") -> Any:
+def require_package(module: str, import_purpose: str, extra_name: str = "llm") -> Any:
     """Imports a module of an optional package.
 
     Args:
         module: Name of the module.
-        purpose: Feature and required package, for messages: "videos need PyAV".
-        extra: Extra of rlhpc that installs the package.
+        import_purpose: Feature and required package, for messages: "videos need PyAV".
+        extra_name: Extra of rlhpc that installs the package.
 
     Raises:
         ConfigError: The module cannot be imported.
@@ -77,15 +77,15 @@ def required(module: str, purpose: str, extra: str = "llm") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{purpose} ({error}): pip install 'rlhpc[{extra}]'") from error
+        raise ConfigError(f"{import_purpose} ({error}): pip install 'rlhpc[{extra_name}]'") from error
 
 
-def offered(group: str) -> dict[str, EntryPoint]:
+def list_entry_points(group: str) -> dict[str, EntryPoint]:
     """Returns the entry points of a group in all installed packages, by name in lower case."""
     entry_points_by_name: dict[str, EntryPoint] = {}
     packages: set[str] = set()
     for folder in dict.fromkeys(sys.path):  # the first package hides later ones of the same name, as for an import
-        for package, entry_points in _list_installed(*_folder_and_mtime(folder)):
+        for package, entry_points in _list_installed(*_read_folder_and_mtime(folder)):
             if package not in packages:
                 packages.add(package)
                 entry_points_by_name |= {
@@ -94,7 +94,7 @@ def offered(group: str) -> dict[str, EntryPoint]:
     return entry_points_by_name
 
 
-def _folder_and_mtime(folder: str) -> tuple[str, int]:
+def _read_folder_and_mtime(folder: str) -> tuple[str, int]:
     """Returns a folder and the time at which its content last changed."""
     try:
         return folder, os.stat(folder or ".").st_mtime_ns
@@ -103,24 +103,24 @@ def _folder_and_mtime(folder: str) -> tuple[str, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _list_installed(folder: str, changed: int) -> list[tuple[str, list[EntryPoint]]]:
+def _list_installed(folder: str, modified_ns: int) -> list[tuple[str, list[EntryPoint]]]:
     """Returns name and entry points of each package in a folder; cached, because reading hundreds of packages takes long."""
-    return [(_package_name(package), list(package.entry_points)) for package in distributions(path=[folder])]
+    return [(_read_package_name(package), list(package.entry_points)) for package in distributions(path=[folder])]
 
 
-def _package_name(package: Distribution) -> str:
+def _read_package_name(package: Distribution) -> str:
     """Returns a package's name, if possible from the name of its folder, because reading the metadata takes longer."""
     return str(getattr(package, "_normalized_name", None) or package.metadata["Name"])
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, known_names: Iterable[str]) -> str:
     """Returns `; did you mean 'gae'?` with the closest name, or `;` if no name is close."""
-    return f"; {meant(name.lower(), names)}".rstrip()
+    return f"; {suggest_name(name, known_names)}".rstrip()
 
 
-def meant(name: str, names: Iterable[str]) -> str:
+def suggest_name(name: str, known_names: Iterable[str]) -> str:
     """Returns `did you mean 'gae'? ` with the closest name, or "" if no name is close."""
-    close_names = difflib.get_close_matches(name, list(names), 1)
+    close_names = similar_names(name, known_names)
     return f"did you mean {close_names[0]!r}? " if close_names else ""
 
 
@@ -140,12 +140,12 @@ class Registry(Generic[ItemT]):
         kind: str,
         key: str,
         group: str,
-        built_in: Mapping[str, str] | None = None,
+        built_in_paths: Mapping[str, str] | None = None,
         form: str = "module:Class",
     ) -> None:
         self.kind, self.key, self.group, self.form = kind, key, group, form
-        self.built_in = dict(built_in or {})
-        self._registered: dict[str, ItemT] = {}
+        self.built_in = dict(built_in_paths or {})
+        self._items: dict[str, ItemT] = {}
 
     def register(self, *names: str) -> Callable[[CallableT], CallableT]:
         """Returns a decorator that registers a class or function under the given names.
@@ -153,19 +153,19 @@ class Registry(Generic[ItemT]):
         Raises:
             ConfigError: A name is already used.
         """
-        duplicates = [name for name in names if name.lower() in {**self.built_in, **self._registered}]
+        duplicates = [name for name in names if name.lower() in {**self.built_in, **self._items}]
         if duplicates:
             raise ConfigError(f"{self.kind} {duplicates[0]!r} is registered twice")
 
         def add(item: CallableT) -> CallableT:
-            self._registered |= dict.fromkeys((name.lower() for name in names), item)  # type: ignore[arg-type]
+            self._items |= dict.fromkeys((name.lower() for name in names), item)  # type: ignore[arg-type]
             return item
 
         return add
 
     def names(self) -> list[str]:
         """Returns all names, including those of entry points."""
-        return sorted({*self._registered, *self.built_in, *offered(self.group)})
+        return sorted({*self._items, *self.built_in, *list_entry_points(self.group)})
 
     def choices(self) -> list[str]:
         """Returns the choices that a message lists: the names, built-in ones first, and the form of an import path."""
@@ -177,7 +177,7 @@ class Registry(Generic[ItemT]):
         Returns None for an unknown name.
         """
         path = self.built_in.get(name.lower(), name)
-        if path == name and (entry_point := offered(self.group).get(name.lower())) is not None:
+        if path == name and (entry_point := list_entry_points(self.group).get(name.lower())) is not None:
             path = f"{entry_point.module}:{entry_point.attr}"
         return path if ":" in path else None
 
@@ -192,13 +192,13 @@ class Registry(Generic[ItemT]):
             ConfigError: The name is unknown (the message gives the nearest and all allowed names), or cannot be imported.
         """
         key, lower_name = key or self.key, str(name).lower()
-        if lower_name in self._registered:
-            return self._registered[lower_name]
+        if lower_name in self._items:
+            return self._items[lower_name]
         path = self.path(str(name))
         if path is None:
             raise ConfigError(
                 f"{key} is {name!r}, which is unknown{nearest(lower_name, self.names())} "
                 f"allowed: {', '.join(self.names())}, or {self.form}"
             )
-        registered: ItemT = load_attribute(path, key)
-        return registered
+        item: ItemT = load_attribute(path, key)
+        return item

@@ -43,7 +43,32 @@ def git_state(folder: Path) -> dict[str, Any]:
         return {}
 
 
+def remote_url(folder: Path) -> str:
+    """Returns the address of the remote `origin` of the repository around a folder, as in the repository's configuration.
+
+    Raises:
+        OSError: The folder is in no repository, or git is not installed.
+        subprocess.SubprocessError: The repository has no such remote.
+    """
+    _, _, common_dir = _find_repository(folder.absolute())
+    return _read_settings(common_dir / "config", common_dir, "--get", "remote.origin.url").rstrip("\0\n")
+
+
+def repository_top(folder: Path) -> Path:
+    """Returns the top folder of the repository around a folder.
+
+    Raises:
+        OSError: The folder is in no repository.
+    """
+    return _find_repository(folder.absolute())[0]
+
+
 def run_git(folder: Path, command: str, *arguments: str) -> str:
+    """Returns the output of a read-only git command as text without white space at its ends; see `git_output`."""
+    return git_output(folder, command, *arguments).decode(errors="replace").strip()
+
+
+def git_output(folder: Path, command: str, *arguments: str, timeout_s: float = _TIMEOUT_S) -> bytes:
     """Returns the output of a read-only git command on the repository around a folder.
 
     Uses a separate git directory with the repository's objects, references and index, but only with the settings that control
@@ -53,6 +78,7 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
         folder: Folder of the repository, or a folder below it.
         command: Git command, such as `status`.
         arguments: Arguments of the command.
+        timeout_s: Seconds after which the command has failed.
 
     Raises:
         OSError: The folder is in no repository, or git is not installed.
@@ -64,28 +90,30 @@ def run_git(folder: Path, command: str, *arguments: str) -> str:
     with tempfile.TemporaryDirectory(prefix="rlhpc-git-") as name:
         clean_dir = Path(name)
         (clean_dir / "HEAD").write_bytes(read_file(worktree / "HEAD", _MAX_BYTES))
-        for source, patterns in ((worktree, _WORKTREE_FILES), (common_dir, _SHARED_FILES)):
-            for path in (path for pattern in patterns for path in source.glob(pattern)):
+        for source_folder, patterns in ((worktree, _WORKTREE_FILES), (common_dir, _SHARED_FILES)):
+            for path in (path for pattern in patterns for path in source_folder.glob(pattern)):
                 (clean_dir / path.name).symlink_to(path)
-        (clean_dir / "config").write_text(_harmless_settings(common_dir / "config", clean_dir))
-        environment = _environment(clean_dir) | {"GIT_WORK_TREE": str(top)}
+        (clean_dir / "config").write_text(_format_harmless_settings(common_dir / "config", clean_dir))
+        environment = _make_environment(clean_dir) | {"GIT_WORK_TREE": str(top)}
         argv = ["git", "--no-pager", command, *arguments]
-        completed = subprocess.run(
+        completed_process = subprocess.run(
             argv,
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_TIMEOUT_S,
+            timeout=timeout_s,
             check=True,
         )
-    return completed.stdout.decode(errors="replace").strip()
+    return completed_process.stdout
 
 
-def _environment(git_folder: Path) -> dict[str, str]:
+def _make_environment(git_folder: Path) -> dict[str, str]:
     """Returns an environment in which git uses a git directory, writes nothing to it and fetches nothing."""
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name == "GIT_EXEC_PATH"
+        name: variable_value
+        for name, variable_value in os.environ.items()
+        if not name.startswith("GIT_") or name == "GIT_EXEC_PATH"
     }
     return environment | {
         "GIT_DIR": str(git_folder), "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": "none",
@@ -111,17 +139,22 @@ def _read_text(file: Path) -> str:
     return os.fsdecode(read_file(file, _MAX_BYTES))
 
 
-def _harmless_settings(config: Path, empty: Path) -> str:
+def _format_harmless_settings(config: Path, empty_folder: Path) -> str:
     """Returns the text of a configuration with the repository's settings that name no command."""
-    argv = ["git", "config", "--no-includes", "--null", "--file", str(config), "--list"]
-    completed = subprocess.run(
-        argv, cwd=empty, env=_environment(empty), capture_output=True, timeout=_TIMEOUT_S, check=True
-    )
     lines, version = [], 0
-    for setting in completed.stdout.decode(errors="replace").split("\0"):
-        key, _, setting_value = setting.partition("\n")
+    for setting_text in _read_settings(config, empty_folder, "--list").split("\0"):
+        key, _, setting_value = setting_text.partition("\n")
         if setting_value.lower() in _HARMLESS_SETTINGS.get(key, ()):
             section, _, name = key.partition(".")
             lines.append(f"[{section}]\n{name} = {setting_value}\n")
             version = 1 if section == "extensions" else version
     return f"[core]\nrepositoryformatversion = {version}\nbare = false\n{''.join(lines)}"
+
+
+def _read_settings(config: Path, git_folder: Path, *query_arguments: str) -> str:
+    """Returns the output of `git config` for one configuration file, without the files that it includes."""
+    argv = ["git", "config", "--no-includes", "--null", "--file", str(config), *query_arguments]
+    completed_process = subprocess.run(
+        argv, cwd=git_folder, env=_make_environment(git_folder), capture_output=True, timeout=_TIMEOUT_S, check=True
+    )
+    return completed_process.stdout.decode(errors="replace")

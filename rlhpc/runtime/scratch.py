@@ -42,7 +42,7 @@ _SUFFIXES = ("", "-shm", "-spill")
 _held: dict[str, tuple[int, list[int]]] = {}
 
 
-def _scratch_root() -> Path | None:
+def scratch_root() -> Path | None:
     """Returns the site's `cluster.scratch`, if it is set."""
     root = os.environ.get("RLHPC_SCRATCH")
     return Path(root) if root else None
@@ -57,7 +57,7 @@ def cache_folder() -> Path | None:
         OwnershipError: Another user has created the folder, so its content must not be used.
         ConfigError: `cluster.scratch` cannot be used.
     """
-    root = _scratch_root()
+    root = scratch_root()
     if root is None:
         return None
     _check_scratch_root()
@@ -69,7 +69,7 @@ def cache_folder() -> Path | None:
 def _session() -> Scratch | None:
     """Returns the scratch folders of this process's newest session; None if the process has no session."""
     sessions = [Scratch(token) for token, (pid, _) in _held.items() if pid == os.getpid()]
-    return next((scratch for scratch in reversed(sessions) if scratch.sockets.is_dir()), None)
+    return next((session_scratch for session_scratch in reversed(sessions) if session_scratch.sockets.is_dir()), None)
 
 
 def session_folder() -> Path | None:
@@ -145,13 +145,13 @@ class Scratch:
 
         The folder is below `RLHPC_SCRATCH` (the site's `cluster.scratch`) if this is set, otherwise in the socket folder.
         """
-        root = _scratch_root()
+        root = scratch_root()
         return root / f"rlhpc-{os.getuid()}-{self.token}-spill" if root else self.sockets / "spill"
 
     @property
     def files(self) -> Path:
         """Folder for temporary files of any size, below `cluster.scratch` if this is set."""
-        return self.spill if _scratch_root() else self.sockets
+        return self.spill if scratch_root() else self.sockets
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -190,22 +190,22 @@ class Scratch:
         remove_stale()
         _check_scratch_root()
         for attempt in range(_MAX_ATTEMPTS):
-            scratch = cls(secrets.token_hex(4))
+            session_scratch = cls(secrets.token_hex(4))
             try:
-                for folder in scratch.folders:
+                for folder in session_scratch.folders:
                     folder.mkdir(mode=0o700)
-                scratch.hold()
-                if scratch._is_whole():
-                    return scratch
-                scratch.release()  # another session removed a folder as stale before it was locked
+                session_scratch.hold()
+                if session_scratch._is_whole():
+                    return session_scratch
+                session_scratch.release()  # another session removed a folder as stale before it was locked
             except (FileExistsError, FileNotFoundError) as error:
                 # the name exists, or another session has removed a folder before it was locked: try the next name
                 if attempt == _MAX_ATTEMPTS - 1:
-                    raise _folder_error(scratch, error) from error
+                    raise _make_folder_error(session_scratch, error) from error
             except OSError as error:
-                scratch.remove()
-                raise _folder_error(scratch, error) from error
-            scratch.remove()
+                session_scratch.remove()
+                raise _make_folder_error(session_scratch, error) from error
+            session_scratch.remove()
         raise RegistryError(f"cannot make folders in {_SOCKET_ROOT} and {_SHM_ROOT}: others go on removing them")
 
     def ensure(self) -> None:
@@ -225,11 +225,11 @@ class Scratch:
                     return
                 self.release()
             except FileNotFoundError as error:
-                if not _SOCKET_ROOT.is_dir() or ((root := _scratch_root()) and not root.is_dir()):
-                    raise _folder_error(self, error) from error
+                if not _SOCKET_ROOT.is_dir() or ((root := scratch_root()) and not root.is_dir()):
+                    raise _make_folder_error(self, error) from error
                 # another rank of the session was just ending and removed the folders
             except OSError as error:
-                raise _folder_error(self, error) from error
+                raise _make_folder_error(self, error) from error
         raise RegistryError(f"cannot make {self.sockets}: others of this run go on removing it")
 
     def _is_whole(self) -> bool:
@@ -282,7 +282,7 @@ class Scratch:
     def remove(self) -> None:
         """Removes the folders; safe to call twice and from several processes."""
         for folder in (*self._separate_folders, self.sockets):  # the folder with the lock last
-            if _own_folder(folder):
+            if _is_own_folder(folder):
                 remove_folder(folder)
 
     def used_bytes(self) -> int:
@@ -301,24 +301,25 @@ def _check_scratch_root() -> None:
     Raises:
         ConfigError: The message has the reason.
     """
-    root = _scratch_root()
+    root = scratch_root()
     if root is None:
         return
     try:
-        mode = root.stat().st_mode
+        mode_bits = root.stat().st_mode
     except OSError as error:
         raise ConfigError(f"cluster.scratch: {root}: {error.strerror}; it must be a folder of every node") from error
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    if mode_bits & stat.S_IWOTH and not mode_bits & stat.S_ISVTX:
         raise ConfigError(
-            f"cluster.scratch: everybody may rename what is in {root} (mode {stat.S_IMODE(mode):04o}): give it the sticky "
+            f"cluster.scratch: everybody may rename what is in {root} (mode {stat.S_IMODE(mode_bits):04o}): give it "
+            f"the sticky "
             f"bit (chmod +t {root}), or name a folder of your own"
         )
 
 
-def _folder_error(scratch: Scratch, error: OSError) -> ConfigError | StorageError:
-    failed_path = str(error.filename or scratch.sockets)
-    root = _scratch_root()
-    if root is not None and failed_path.startswith(str(scratch.spill)):
+def _make_folder_error(session_scratch: Scratch, error: OSError) -> ConfigError | StorageError:
+    failed_path = str(error.filename or session_scratch.sockets)
+    root = scratch_root()
+    if root is not None and failed_path.startswith(str(session_scratch.spill)):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return ConfigError(
                 f"cluster.scratch: cannot make {failed_path}: {error.strerror}. {advice(error, failed_path)}"
@@ -334,7 +335,7 @@ def _folder_error(scratch: Scratch, error: OSError) -> ConfigError | StorageErro
 # -- folders of dead sessions -------------------------------------------------------------------------------------------------
 
 
-def _own_folder(path: Path) -> bool:
+def _is_own_folder(path: Path) -> bool:
     """Returns whether the path is a real folder that belongs to this user and has mode 0700, like all folders of a session."""
     try:
         status = path.lstat()
@@ -343,11 +344,11 @@ def _own_folder(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _session_folders() -> dict[str, list[Path]]:
+def _find_session_folders() -> dict[str, list[Path]]:
     """Returns the folders of this user's sessions on this host, by token. Omits links and folders of other users."""
     prefix = f"rlhpc-{os.getuid()}-"
     folders_by_token: dict[str, list[Path]] = {}
-    for root in {_SOCKET_ROOT, _SHM_ROOT, _scratch_root() or _SOCKET_ROOT}:
+    for root in {_SOCKET_ROOT, _SHM_ROOT, scratch_root() or _SOCKET_ROOT}:
         with contextlib.suppress(OSError):
             for dir_entry in os.scandir(root):
                 token, separator, folder_type = dir_entry.name.removeprefix(prefix).partition("-")
@@ -355,7 +356,7 @@ def _session_folders() -> dict[str, list[Path]]:
                     dir_entry.name.startswith(prefix)
                     and token
                     and separator + folder_type in _SUFFIXES
-                    and _own_folder(Path(dir_entry.path))
+                    and _is_own_folder(Path(dir_entry.path))
                 ):
                     folders_by_token.setdefault(token, []).append(Path(dir_entry.path))
     # the folder with the lock last: while it exists, the others may be removed
@@ -371,7 +372,7 @@ def _try_lock(folder: Path) -> int | None:
     """Takes a folder's lock exclusively and returns its descriptor; None if a process of the session holds it.
 
     Raises:
-        OSError: The lock does not exist, or the path is no lock of a session.
+        OSError: The lock does not exist, or the path is not a lock of a session.
     """
     if _has_lock(folder):
         # non-blocking: a pipe of this name would block the open
@@ -399,7 +400,7 @@ def _is_young(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folders: list[Path]) -> Iterator[bool]:
+def _lock_session(folders: list[Path]) -> Iterator[bool]:
     """Yields whether the session of these folders has ended; during the block, no process can join the session."""
     fds: list[int] = []
     is_over, has_lock = True, any(map(_has_lock, folders))
@@ -430,8 +431,8 @@ def remove_stale() -> list[Path]:
     Ignores errors, and folders of other users with such names.
     """
     removed_folders = []
-    for _, folders in sorted(_session_folders().items()):
-        with _locked(folders) as is_over:
+    for _, folders in sorted(_find_session_folders().items()):
+        with _lock_session(folders) as is_over:
             for folder in folders if is_over else ():
                 remove_folder(folder)
                 if folder.exists():
@@ -444,7 +445,7 @@ def remove_stale() -> list[Path]:
 def live() -> list[Path]:
     """Returns the folders of this user's sessions on this host that are alive or being created."""
     live_folders = []
-    for _, folders in sorted(_session_folders().items()):
-        with _locked(folders) as is_over:
+    for _, folders in sorted(_find_session_folders().items()):
+        with _lock_session(folders) as is_over:
             live_folders += [] if is_over else folders
     return live_folders

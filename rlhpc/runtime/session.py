@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import logging
 import operator
@@ -17,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.allocation import steps_possible
 from rlhpc.runtime.comm import context as contexts
-from rlhpc.runtime.comm.payload import pickled
+from rlhpc.runtime.comm.payload import pickle_object
 from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.zmq_sockets import choose
-from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError
+from rlhpc.runtime.energy import EnergyReport
+from rlhpc.runtime.environment_archive import UnpackedEnvironment
+from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError, guard_handler, log_errors
 from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, HeartbeatMonitor, group_by
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.launchers import Launcher, Member
-from rlhpc.runtime.launchers.local import ForkLauncher, ForkServerProcess
+from rlhpc.runtime.launchers import USAGE, Launcher, Member, Usage
+from rlhpc.runtime.launchers.local import PRELOAD, ForkLauncher, ForkServerProcess
 from rlhpc.runtime.launchers.srun import SrunLauncher
+from rlhpc.runtime.launchers.srun_commands import node_commands, step_environment
+from rlhpc.runtime.log_sizes import LogSizesFile, Positions
 from rlhpc.runtime.membership import (
     Membership,
     RankTable,
@@ -34,10 +39,12 @@ from rlhpc.runtime.membership import (
     state_check,
 )
 from rlhpc.runtime.network import job_address
+from rlhpc.runtime.os_resources import open_files_of_driver, raise_limit
 from rlhpc.runtime.policies import SessionPhase, SessionPolicies
-from rlhpc.runtime.registry import MEMBERS, CurveKeys, GenerationFolder, RegistryWatch
-from rlhpc.runtime.reporting import guarded, logged
-from rlhpc.runtime.rpc import RpcClient, worker_failed
+from rlhpc.runtime.registry import MEMBERS, RANKS, CurveKeys, GenerationFolder, RegistryWatch
+from rlhpc.runtime.remote_errors import worker_failed
+from rlhpc.runtime.rpc import RpcClient
+from rlhpc.runtime.start_phases import phase_record
 from rlhpc.runtime.worker_spec import EXIT, IDLE, RESUME, spec_of
 
 if TYPE_CHECKING:
@@ -47,11 +54,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _launcher_of, _group_of = operator.attrgetter("launcher"), operator.attrgetter("spec.group")
+#: Record of a rank, method of a call, and the energy counters around the call.
+EnergyAnswer = tuple[dict[str, Any], str, EnergyReport]
+#: Maximum number of calls whose counters are kept until a step ends.
+_MAX_ENERGY_REPORTS = 100_000
 _SETTLE_S = 0.3
 #: Seconds to wait for killed ranks to end.
 _KILL_TIMEOUT_S = 5.0
 #: Seconds between two checks of the main thread whether this process was asked to end.
 _CHECK_S = 0.2
+#: Minimum seconds between two writes of what the ranks use.
+_USAGE_S = 10.0
 
 
 class Session:
@@ -69,9 +82,13 @@ class Session:
         check_stop: Raises if this process was asked to end. The main thread calls it in all waits while ranks start or
             recover, because there is nothing to save at these times.
         on_membership: Called with the events of ranks that join and leave (`Membership`).
+        on_lost: Called with group, rank and reason if a rank is lost and its group continues without it.
+        reports_calls: Whether ranks report their calls as phases of the start, until `end_start`.
+        environment_archive: Archive of the Python environment, which the nodes unpack before the first ranks start
+            (`environment_archive`); None starts ranks with the driver's environment.
     """
 
-    _running: Session | None = None
+    _running_session: Session | None = None
 
     def __init__(
         self,
@@ -83,6 +100,9 @@ class Session:
         interface: str | None = None,
         check_stop: Callable[[], None] = lambda: None,
         on_membership: Callable[[dict[str, Any]], None] = lambda event: None,
+        on_lost: Callable[[str, int, str], None] = lambda group, rank, reason: None,
+        reports_calls: bool = False,
+        environment_archive: Path | None = None,
     ) -> None:
         steps = steps_possible()
         if tcp_address is None and steps:
@@ -91,63 +111,75 @@ class Session:
         # if ranks are job steps, the fork server forks no ranks and only removes the folders of a killed driver
         server = ForkServerProcess.take(None if steps else preload)
         self.scratch = server.scratch
-        self._check_stop = check_stop
+        self._check_stop, self._reports_calls = check_stop, reports_calls
+        self._environment_archive = environment_archive
+        self._unpacked_environment: UnpackedEnvironment | None = None
         self._pid = os.getpid()
+        #: Number of steps that a user has asked to trace, since `TraceControl` has set it to 0.
+        self.trace_request = 0
         root = registry_root or self.scratch.sockets / "registry"
         job = os.environ.get("SLURM_JOB_ID")
         restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-        generation = (
-            GenerationFolder.job_generation(root, job, restart) if job else GenerationFolder.next_local_generation(root)
-        )
-        self.registry = GenerationFolder.create(root, generation)
-        keys = CurveKeys.fresh()
-        self.registry.save_keys(keys)
+        self.registry = GenerationFolder.create_next(root, job, restart)
+        curve_keys = CurveKeys.fresh()
+        self.registry.save_keys(curve_keys)
         self.log_dir = log_dir or self.scratch.sockets / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.ranks = RankTable(lambda processes: self.service.members_changed(self.service.epoch + 1, processes))
         self.failures, self._recovery = FailurePolicy(), 0
         self.membership = Membership(
-            self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address), on_membership
+            self.ranks, self.registry, self.failures, self.log_dir, bool(tcp_address), on_membership, on_lost
         )
-        self.leases = HeartbeatMonitor(self.fail, lambda record: self.service.peers.knows_ended(record), self.failures)
+        self.leases = HeartbeatMonitor(self.fail, lambda record: self.service.peers.has_ended(record), self.failures)
         self.service = Service(
-            "driver", keys, self.scratch, tcp_address,
-            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.check_ranks(self.ranks.all()),
+            "driver", curve_keys, self.scratch, tcp_address,
+            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.check_ranks(self.ranks.all_members()),
             on_note=self._handle_note, on_join=self.membership.join,
             on_broken=lambda error: self.fail(RlhpcError(f"the driver cannot be reached any more: {error}")),
         )  # fmt: skip
         limit_s = contexts.default_wait_deadline_s() if wait_deadline is None else wait_deadline
         self.context = contexts.Context("driver", self.registry, self.service, self.check, limit_s)
         contexts.install(self.context)
-        self.rpc = RpcClient(self.context, self.fail, self.check)
-        self._fork_launcher = ForkLauncher(server, self.log_dir, self)
-        self._srun_launcher = SrunLauncher(self.log_dir, self.scratch, self) if steps else None
-        self._registry_watch = RegistryWatch(self.registry, keys, self.fail)
-        self.registry.put(
-            MEMBERS, "driver", {"group": "driver", "rank": 0, "pid": self._pid, "node": node_name(),
-                                  "host": host_id(), "data": self.service.endpoint, "state": "running",
-                                  "started": time.time(), "token": self.scratch.token}
+        self._energy_reports = collections.deque[EnergyAnswer](maxlen=_MAX_ENERGY_REPORTS)
+        self.rpc = RpcClient(
+            self.context, self.fail, self.check, lambda: self._reports_calls, self._describe_phase,
+            lambda record, method, report: self._energy_reports.append((record, method, report)),
         )  # fmt: skip
+        self._fork_launcher = ForkLauncher(server, self.log_dir, self)
+        self._srun_launcher = SrunLauncher(self.log_dir, self.scratch, self, (*PRELOAD, *preload)) if steps else None
+        self._has_new_phases = False
+        self._record = {
+            "group": "driver", "rank": 0, "pid": self._pid, "node": node_name(), "host": host_id(),
+            "data": self.service.endpoint, "state": "running", "started": time.time(), "token": self.scratch.token,
+        }  # fmt: skip
+        self._published_rows: list[dict[str, Any]] = []
+        self._published_usage: dict[str, Usage] = {}
+        self._next_usage_at = 0.0
+        self._registry_watch = RegistryWatch(
+            self.registry, curve_keys, self.fail, self._publish, self._read_trace_request
+        )
+        self.registry.put(MEMBERS, "driver", self._record)
+        self._log_sizes = LogSizesFile(self.log_dir, self._log_rows)
         atexit.register(self.stop)
 
     @classmethod
     def prewarm(cls, preload: Sequence[str] = ()) -> None:
         """Starts the next session's fork server early, so that its imports overlap with other work of this process."""
-        if cls._running is None and not steps_possible():
+        if cls._running_session is None and not steps_possible():
             ForkServerProcess.prewarm(preload)
 
     @classmethod
     def start(cls, **options: Any) -> Session:
         """Starts this process's session; stops an earlier one first."""
-        if cls._running is not None:
-            cls._running.stop()
-        cls._running = cls(**options)
-        return cls._running
+        if cls._running_session is not None:
+            cls._running_session.stop()
+        cls._running_session = cls(**options)
+        return cls._running_session
 
     @classmethod
     def running(cls) -> Session | None:
-        """Returns the session of this process; None if this process is no driver."""
-        session = cls._running
+        """Returns the session of this process; None if this process is not the driver."""
+        session = cls._running_session
         return session if session is not None and session._pid == os.getpid() else None
 
     @classmethod
@@ -167,77 +199,143 @@ class Session:
 
     # -- reports of the launchers --------------------------------------------------------------------------------
 
-    @guarded
-    def started(self, member: Member, pid: int) -> None:
+    @guard_handler
+    def record_start(self, member: Member, pid: int) -> None:
         """Registers that a rank's process has started."""
-        self.ranks.started(member, pid)
+        self.ranks.record_start(member, pid)
 
-    @guarded
-    def exited(self, member: Member, status: int) -> None:
+    @guard_handler
+    def record_exit(self, member: Member, status: int) -> None:
         """Registers that a rank's process has ended with this wait status."""
-        if self.ranks.processes_ended([member]):
+        if self.ranks.record_ends([member]):
             self.fail(exit_failure(member.spec, status, early_output_text(member)))
 
-    def job_gone(self, job: str) -> None:
+    def job_gone(self, job_id: str) -> None:
         """Records the end of a job from which ranks have joined, and the end of these ranks."""
-        for joined_member in self.membership.ranks_of_job(job):
-            joined_member.leave_reason = f"its job {job} has ended"
-            self.exited(joined_member, 0)
+        for joined_member in self.membership.ranks_of_job(job_id):
+            self.membership.report_lost(joined_member, f"its job {job_id} has ended")
+            joined_member.leave_reason = f"its job {job_id} has ended"
+            self.record_exit(joined_member, 0)
 
-    def all_ended(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, members: Sequence[Member]) -> list[Member]:
         """Registers that the processes of all these ranks have ended; returns the ranks that ended unexpectedly."""
-        return self.ranks.processes_ended(members)
+        return self.ranks.record_ends(members)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
 
-    @guarded
-    def _handle_note(self, note: dict[str, Any]) -> None:
-        member = self.ranks.find(note["name"], note["incarnation"])
+    @guard_handler
+    def _handle_note(self, rank_note: dict[str, Any]) -> None:
+        member = self.ranks.find(rank_note["name"], rank_note["incarnation"])
         if member is None:
             return
-        self.leases.record_note(member, note["note"])
-        if note["note"] == "ready":
-            self.ranks.arrived(member, note["pid"], note["record"])
-        elif note["note"] == "exit":
-            member.leave_reason = note.get("why", "")
-            self.exited(member, note["status"])
-        elif note["note"] == "failed":
+        self.leases.record_note(member, rank_note["note"])
+        member.usage = rank_note.get("usage", member.usage)
+        if rank_note["note"] == "phase":
+            clock_difference = time.time() - rank_note["phases"][-1][1]  # a rank sends a phase when the phase begins
+            member.phases += [(phase, began_at + clock_difference) for phase, began_at in rank_note["phases"]]
+            self._has_new_phases = True
+        elif rank_note["note"] == "logs":
+            stdout_position, err = rank_note["positions"]
+            member.log_positions = (int(stdout_position), int(err))
+        elif rank_note["note"] == "ready":
+            self.ranks.record_arrival(member, rank_note["pid"], rank_note["record"])
+        elif rank_note["note"] == "exit":
+            member.leave_reason = rank_note.get("why", "")
+            self.record_exit(member, rank_note["status"])
+        elif rank_note["note"] == "failed":
             record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
-                      "pid": note["pid"], "log_err": member.spec.log_err}  # fmt: skip
-            self.fail(worker_failed(note["error"], f"the constructor of {note['name']}", record))
+                      "pid": rank_note["pid"], "log_err": member.spec.log_err}  # fmt: skip
+            self.fail(worker_failed(rank_note["error"], f"the constructor of {rank_note['name']}", record))
+
+    def pop_energy(self) -> tuple[list[EnergyAnswer], set[tuple[str, int]], list[dict[str, Any]]]:
+        """Returns the energy counters around the calls that ranks have answered since the last such call, group and rank of
+        those that have a call in progress, and the records of all ranks.
+        """
+        answers = [self._energy_reports.popleft() for _ in range(len(self._energy_reports))]
+        return answers, self.rpc.busy_ranks(), [member.record for member in self.ranks.all_members()]
+
+    # -- start phases -----------------------------------------------------------------------------------------------
+
+    def end_start(self) -> None:
+        """Ends the start of the run: ranks no longer report their calls as phases."""
+        self._reports_calls = False
+
+    def _publish(self) -> None:
+        """Publishes the phases and the table of all ranks, if they have changed."""
+        self._publish_phases()
+        rows = [self._record, *(member.table_row() for member in self.ranks.all_members())]
+        if rows != self._published_rows:
+            self.registry.put(RANKS, RANKS, {"ranks": rows})
+            self._published_rows = rows
+        self._publish_usage()
+
+    def _publish_usage(self) -> None:
+        """Publishes the ranks' usage, if it has changed, at most every `_USAGE_S` seconds."""
+        if time.monotonic() < self._next_usage_at:
+            return
+        ready_members = [member for member in self.ranks.all_members() if member.state == "ready"]
+        usage = {member.spec.name: member.usage for member in ready_members if member.usage is not None}
+        if usage != self._published_usage:
+            self.registry.put(RANKS, USAGE, {"usage": usage})
+            self._published_usage = usage
+            self._next_usage_at = time.monotonic() + _USAGE_S
+
+    def _log_rows(self) -> list[tuple[str, str, Positions]]:
+        return [(member.spec.name, member.state, member.log_positions) for member in self.ranks.all_members()]
+
+    def _publish_phases(self) -> None:
+        """Writes the phases of all ranks to the registry if a rank has started or has entered a phase."""
+        if not self._has_new_phases:
+            return
+        self._has_new_phases = False
+        try:
+            self.registry.put(*phase_record(member.start_phases() for member in self.ranks.all_members()))
+        except (RlhpcError, OSError):
+            self._has_new_phases = True
+            raise
+
+    def _read_trace_request(self) -> None:
+        """Reads a request to trace steps, if a user has made one."""
+        self.trace_request = self.registry.take_trace_request() or self.trace_request
+
+    def _describe_phase(self, record: dict[str, Any]) -> str:
+        member = self.ranks.find(f"{record['group']}-{record['rank']}", record["incarnation"])
+        return "" if member is None else member.start_phases().describe(time.time())
 
     # -- failure --------------------------------------------------------------------------------------------------
 
-    @guarded
+    @guard_handler
     def fail(self, failure: RlhpcError) -> None:
         """Registers a failure.
 
         The first failure ends all ranks that cannot survive it; later failures are ignored. If the failure is the end of a
         rank and its group can continue without it, only registers the departure of this rank.
         """
-        with self.ranks.changed:
-            if self.failures.is_departure(failure, self.ranks.all()):
+        with self.ranks.condition:
+            if self.failures.is_departure(failure, self.ranks.all_members()):
                 self.membership.register_departure(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
-                members = group_by(self.ranks.all(), _group_of)[failure.group]
+                members = group_by(self.ranks.all_members(), _group_of)[failure.group]
                 self.ranks.announce(self.service, [member for member in members if member.state == "ended"])
                 return
             if not self.failures.take(failure):
                 log.debug("after the first failure: %s", failure)
                 return
-            doomed = [self.members[name] for name in self.failures.doomed(failure, self.ranks.all())]
-            self.ranks.stopping(doomed)
-        for launcher, members in group_by(doomed, _launcher_of).items():
-            with logged(f"ranks of {members[0].spec.group} could not be asked to end"):
+            ending_members = [
+                self.members[name] for name in self.failures.names_to_end(failure, self.ranks.all_members())
+            ]
+            self.ranks.mark_stopping(ending_members)
+        for launcher, members in group_by(ending_members, _launcher_of).items():
+            with log_errors(f"ranks of {members[0].spec.group} could not be asked to end"):
                 launcher.end(members)
-            for delay in (launcher.grace_s, 2 * launcher.grace_s):  # again for late processes
-                timer = threading.Timer(delay, self._kill, [launcher, members])
+            for delay_s in (launcher.grace_s, 2 * launcher.grace_s):  # again for late processes
+                timer = threading.Timer(delay_s, self._kill, [launcher, members])
                 timer.daemon = True
                 timer.start()
         self.rpc.interrupt()
 
     def _kill(self, launcher: Launcher, members: Sequence[Member]) -> None:
         if self.failure is not None:
-            with logged(f"ranks of {members[0].spec.group} could not be killed"):
+            with log_errors(f"ranks of {members[0].spec.group} could not be killed"):
                 launcher.kill(members)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
@@ -253,31 +351,33 @@ class Session:
             RlhpcError: The failure itself, if recovery is not possible.
         """
         failure = self.failure
-        if failure is None or not self.failures.spared(failure, self.ranks.all()):
+        if failure is None or not self.failures.names_to_keep(failure, self.ranks.all_members()):
             raise failure or RlhpcError("nothing has failed")
         time.sleep(_SETTLE_S)  # ranks that died at the same time are reported one by one
-        self.ranks.settle(patience_s)  # a rank may be restarting or joining
-        with self.ranks.changed:
-            if not self.failures.recoverable(self.ranks.all()):
+        self.ranks.await_settled(patience_s)  # a rank may be restarting or joining
+        with self.ranks.condition:
+            if not self.failures.recoverable(self.ranks.all_members()):
                 raise failure
-            failed, survivors = ([m for m in self.ranks.all() if m.state == state] for state in ("ended", "ready"))
+            failed_groups, survivors = (
+                [m for m in self.ranks.all_members() if m.state == member_state] for member_state in ("ended", "ready")
+            )
             self.failures.forgive()
         self._recovery += 1
-        self.ranks.announce(self.service, failed)
-        for name in {m.spec.group for m in self.ranks.all()}:
+        self.ranks.announce(self.service, failed_groups)
+        for name in {m.spec.group for m in self.ranks.all_members()}:
             self.rpc.forget(name)
-        for member in failed:
+        for member in failed_groups:
             self.registry.remove(MEMBERS, member.spec.name)
         try:
             for member in survivors:
                 self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
             for command in (IDLE, RESUME):  # once all ranks have answered IDLE, no rank sends messages any more
                 groups = group_by(survivors, _group_of).values()
-                for handle in [
+                for call_handle in [
                     self.rpc.call([member.record for member in members], command, (self._recovery,), {})
                     for members in groups
                 ]:
-                    handle.wait(patience_s)
+                    call_handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
             log.warning("the ranks of %s are not free again: %s", {m.spec.group for m in survivors}, error)
             self.failures.enter(SessionPhase.CLOSING)
@@ -287,7 +387,7 @@ class Session:
             raise failure from error
         return {
             name: sorted(member.spec.rank for member in members)
-            for name, members in sorted(group_by(failed, _group_of).items())
+            for name, members in sorted(group_by(failed_groups, _group_of).items())
         }
 
     # -- phases ---------------------------------------------------------------------------------------------------
@@ -303,7 +403,7 @@ class Session:
 
     @contextlib.contextmanager
     def recovering(self) -> Iterator[None]:
-        """Lets a request to stop end the waits of the main thread during the block.
+        """Ends the waits of the main thread during the block if a request to stop arrives.
 
         Such a stop loses only the unsaved steps, which the failure has lost anyway.
         """
@@ -331,8 +431,8 @@ class Session:
         failure = self.failure
         if failure is None:
             return
-        self.ranks.settle()
-        if not self.ranks.alive():
+        self.ranks.await_settled()
+        if not self.ranks.alive_members():
             self.scratch.free_memory()  # no worker is left that could read payloads
         raise failure
 
@@ -346,36 +446,69 @@ class Session:
         cluster: Cluster,
         env_vars: dict[str, str],
         fork: bool,
+        command_prefix: Sequence[str] = (),
+        preload: Sequence[str] = (),
     ) -> list[Member]:
-        """Starts a group's ranks and returns them; see `WorkerGroup.launch`."""
-        with self.ranks.changed:
+        """Starts a group's ranks and returns them; see `WorkerGroup.launch`, and `Worker.preloads` for `preload`.
+
+        Raises:
+            PlacementError: A group of this name is running.
+            ConfigError: The limit of open files is too low for so many ranks.
+        """
+        with self.ranks.condition:
             if self.failure is not None:
-                self.ranks.settle()
+                self.ranks.await_settled()
                 self.failures.archive_failure()
-            if self.ranks.alive(name):
+            if self.ranks.alive_members(name):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.ranks.forget_ended(name)
-        class_pickle, incarnation = pickled(payload), f"{time.time_ns():x}"
+        num_ranks = len(placements) + len(self.ranks.alive_members())
+        raise_limit(open_files_of_driver(num_ranks), f"the driver of {num_ranks} ranks")
+        class_pickle, incarnation = pickle_object(payload), f"{time.time_ns():x}"
         launcher = (
             self._srun_launcher
             if self._srun_launcher is not None and cluster.source == "slurm"
             else self._fork_launcher
         )
-        sharing = Counter(p.node_rank for p in placements) + Counter(m.spec.node_rank for m in self.ranks.alive())
-        started = []
+        # the fork server imports once, so only ranks in interpreters of their own need the unpacked environment
+        is_forked = launcher is self._fork_launcher and fork and not command_prefix
+        interpreter = "" if is_forked else self._find_unpacked_python(cluster)
+        ranks_by_node = Counter(p.node_rank for p in placements) + Counter(
+            m.spec.node_rank for m in self.ranks.alive_members()
+        )
+        started_members = []
         for placement in placements:
-            spec = spec_of(
-                name, placement, len(placements), cluster, env_vars, sharing[placement.node_rank], self.log_dir,
-                registry=str(self.registry.root), token=self.scratch.token, body=class_pickle, incarnation=incarnation,
-                driver=self.service.endpoint, wait_deadline=self.context.wait_deadline, tcp_address=self.tcp_address,
-                interface=self.interface,
+            worker_spec = spec_of(
+                name, placement, len(placements), cluster, env_vars, ranks_by_node[placement.node_rank], self.log_dir,
+                default_interpreter=interpreter, registry=str(self.registry.root), token=self.scratch.token,
+                body=class_pickle, incarnation=incarnation, driver=self.service.endpoint,
+                wait_deadline=self.context.wait_deadline, tcp_address=self.tcp_address, interface=self.interface,
+                command_prefix=list(command_prefix), in_step=launcher is self._srun_launcher, preload=list(preload),
             )  # fmt: skip
-            launcher.prepare(spec, cluster.nodes[placement.node_rank], fork)
-            started.append(Member(spec, launcher))
-        self.ranks.add(started)
+            launcher.prepare(worker_spec, cluster.nodes[placement.node_rank], fork)
+            started_members.append(Member(worker_spec, launcher))
+        self.ranks.add(started_members)
+        self._has_new_phases = True
         self.registry.put("groups", name, {"world_size": len(placements), "class": payload[0].__qualname__})
-        launcher.start(started, cluster)
-        return started
+        launcher.start(started_members, cluster)
+        return started_members
+
+    def _find_unpacked_python(self, cluster: Cluster) -> str:
+        """Returns the interpreter of the environment that the nodes have unpacked; "" if there is no archive.
+
+        The first call lets them unpack it, and waits for them.
+        """
+        if self._environment_archive is None:
+            return ""
+        if self._unpacked_environment is None:
+            by_step = self._srun_launcher is not None and cluster.source == "slurm"
+            self._unpacked_environment = UnpackedEnvironment(
+                self._environment_archive,
+                node_commands(cluster) if by_step else [([node_name()], [])],
+                self.check,
+                step_environment(os.environ) if by_step else dict(os.environ),
+            )
+        return self._unpacked_environment.python
 
     def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
         """Restarts the ended ranks of a group with the same placement, and returns them; see `WorkerGroup.relaunch`.
@@ -383,95 +516,110 @@ class Session:
         If the earlier process of a rank still runs after `patience_s` seconds, kills this process and does not restart the
         rank, because both processes would share the accelerator.
         """
-        ended_members = self.membership.startable(name)
+        ended_members = self.membership.restartable(name)
         running_members = self.ranks.await_exit(ended_members, patience_s)
         for launcher, members in group_by(running_members, _launcher_of).items():
             launcher.kill(members)
         incarnation = f"{time.time_ns():x}"
-        started = [
+        restarted_members = [
             Member(replace(m.spec, incarnation=incarnation), m.launcher)
             for m in ended_members
             if m not in running_members
         ]
-        self.ranks.add(started)
-        if started:
-            started[0].launcher.start(started, cluster)
-        return started
+        self.ranks.add(restarted_members)
+        if restarted_members:
+            restarted_members[0].launcher.start(restarted_members, cluster)
+        return restarted_members
 
-    def arrived(self, name: str, started: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
+    def await_arrivals(self, name: str, started_members: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
         """Waits until all given ranks are ready; returns their records in the same order. See `WorkerGroup.launch`."""
-        all_ready, deadline = state_check("ready", started), time.monotonic() + timeout
-        with self.ranks.changed:
+        all_ready, deadline = state_check("ready", started_members), time.monotonic() + timeout
+        with self.ranks.condition:
             while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
-                if self.failures.past_failure is not None and any(member.state == "ended" for member in started):
+                if self.failures.past_failure is not None and any(
+                    member.state == "ended" for member in started_members
+                ):
                     break  # the failure happened before another group was launched
-                self.ranks.changed.wait(min(remaining_s, _CHECK_S))
+                self.ranks.condition.wait(min(remaining_s, _CHECK_S))
                 self._raise_if_stopped()
         if (
             self.failures.past_failure is not None
             and self.failure is None
-            and any(member.state == "ended" for member in started)
+            and any(member.state == "ended" for member in started_members)
         ):
             self.fail(self.failures.past_failure)
         self.check()
-        missing_members = [member for member in started if member.state != "ready"]
+        missing_members = [member for member in started_members if member.state != "ready"]
         if missing_members:
             lines = [
                 f"  {member.spec.name} on {member.spec.node} (pid {member.pid or '?'}, log {member.spec.log_err})"
+                f" {member.start_phases().describe(time.time())}"
                 for member in missing_members
             ]
             lines += [f"  {line}" for line in missing_members[0].launcher.arrival_report(missing_members)]
-            message = f"{len(missing_members)} of {len(started)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
+            num_missing = len(missing_members)
+            message = f"{num_missing} of {len(started_members)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
             self.fail(RendezvousTimeout("\n".join([message, *lines])))
             self.check()
-        return [member.record for member in started]
+        return [member.record for member in started_members]
 
-    def shutdown_group(self, name: str, started: Sequence[Member], grace: float) -> None:
+    def shutdown_group(self, name: str, started_members: Sequence[Member], grace: float) -> None:
         """Ends ranks of a group: asks them to stop, waits `grace` seconds, then kills them.
 
         Does not wait for ranks that are still starting.
         """
-        with self.ranks.changed:
-            group_members = set(started)
-            members = [m for m in self.ranks.alive(name) if m in group_members]
+        with self.ranks.condition:
+            group_members = set(started_members)
+            members = [m for m in self.ranks.alive_members(name) if m in group_members]
             alive_records = [m.record for m in members if m.state == "ready"]
-            self.ranks.stopping(members)
+            self.ranks.mark_stopping(members)
         if alive_records and self.failure is None:
             self.rpc.call(alive_records, EXIT, (), {})
         if members:
             launcher = members[0].launcher
             launcher.end([m for m in members if not m.record])
-            for act, patience in ((launcher.end, launcher.grace_s), (launcher.kill, _KILL_TIMEOUT_S)):
+            for act, patience_s in ((launcher.end, launcher.grace_s), (launcher.kill, _KILL_TIMEOUT_S)):
                 if self.ranks.await_ended(members, grace):
                     break
                 act(members)
-                grace = patience
+                grace = patience_s
             self.ranks.await_ended(members, grace)
         self.rpc.forget(name)
         if self._registry_watch.owns_registry():
             self.registry.remove("groups", name)
             for member in members:
                 self.registry.remove(MEMBERS, member.spec.name)
-        if Session._running is self:
+        if Session._running_session is self:
             self.ranks.announce(self.service, members)
 
     def stop(self) -> None:
         """Ends all groups and the session, and removes the session's shared memory and scratch folders."""
-        if self._pid != os.getpid() or Session._running is not self:
+        if self._pid != os.getpid() or Session._running_session is not self:
             return
-        Session._running = None
+        Session._running_session = None
         self._registry_watch.stop()
-        with self.ranks.changed:
-            starting_members = [m for m in self.ranks.alive() if m.state == "starting"]
+        if self._registry_watch.owns_registry():
+            with contextlib.suppress(RlhpcError, OSError):  # only the report lacks the last phases then
+                self._publish_phases()
+            with contextlib.suppress(
+                OSError
+            ):  # from now on the ranks' own records apply, which this removes one by one
+                self.registry.remove(RANKS, RANKS)
+                self.registry.remove(RANKS, USAGE)
+        with self.ranks.condition:
+            starting_members = [m for m in self.ranks.alive_members() if m.state == "starting"]
             if self._fork_launcher.cut_short():
-                self.ranks.stopping(starting_members)
+                self.ranks.mark_stopping(starting_members)
         with contextlib.suppress(Exception):
-            for name in {m.spec.group for m in self.ranks.alive()}:
-                self.shutdown_group(name, self.ranks.alive(name), 2.0)
+            for name in {m.spec.group for m in self.ranks.alive_members()}:
+                self.shutdown_group(name, self.ranks.alive_members(name), 2.0)
         for launcher in (self._srun_launcher, self._fork_launcher):
             if launcher is not None:
-                launcher.close(clear=self.failure is not None and bool(self.tcp_address))
+                launcher.close(clears_folders=self.failure is not None and bool(self.tcp_address))
+        if self._unpacked_environment is not None:
+            self._unpacked_environment.close()
         self.membership.close()
+        self._log_sizes.stop()
         self.rpc.close()
         self.service.stop()
         contexts.install(None)
@@ -482,6 +630,6 @@ class Session:
         atexit.unregister(self.stop)
 
 
-def here() -> contexts.Context:
+def current_context() -> contexts.Context:
     """Returns this process's context; a process that belongs to no run becomes the driver of a new run."""
-    return contexts.installed() or Session.start().context
+    return contexts.installed_context() or Session.start().context

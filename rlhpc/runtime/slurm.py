@@ -59,8 +59,10 @@ def query_environment(environ: Mapping[str, str]) -> dict[str, str]:
     Times are ISO 8601, and messages are English. `SLURM_CONF` and `SLURM_CLUSTERS`, which select the cluster, are kept, and
     so are sbatch's variables, which describe submitted jobs.
     """
-    inherited = {name: value for name, value in environ.items() if not _QUERY_VARIABLES.match(name)}
-    return inherited | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+    inherited_environment = {
+        name: variable_value for name, variable_value in environ.items() if not _QUERY_VARIABLES.match(name)
+    }
+    return inherited_environment | {"SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
 
 
 def ask(
@@ -68,7 +70,7 @@ def ask(
     stdin: str = "",
     timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
-    apart: bool = False,
+    has_session: bool = False,
 ) -> CommandOutput:
     """Runs a command and returns its output; a failure of the command raises no error.
 
@@ -77,25 +79,25 @@ def ask(
         stdin: Input of the command.
         timeout_s: Seconds that the command may take.
         environment: Environment of the command, filtered by `query_environment`; by default this process's environment.
-        apart: Run the command in a separate session, which signals to this process's session do not reach. If the command
-            takes too long, its children are killed, too, so that they cannot act later.
+        has_session: Run the command in a separate session, which signals to this process's session do not reach. If the
+            command takes too long, its children are killed, too, so that they cannot act later.
     """
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            env=query_environment(os.environ if environment is None else environment), start_new_session=apart,
+            env=query_environment(os.environ if environment is None else environment), start_new_session=has_session,
         )  # fmt: skip
     except OSError as error:
         return CommandOutput(127, "", f"{argv[0]}: {error.strerror or error}")
-    _commands[threading.get_ident()] = process, apart
+    _commands[threading.get_ident()] = process, has_session
     with process:
         try:
             output, error_text = process.communicate(stdin, timeout_s)
         except subprocess.TimeoutExpired:
-            _kill(process, apart)
+            _kill(process, has_session)
             return CommandOutput(124, "", f"{argv[0]} did not answer within {timeout_s:.0f} s")
         except BaseException:
-            _kill(process, apart)
+            _kill(process, has_session)
             raise
         finally:
             _commands.pop(threading.get_ident(), None)
@@ -108,10 +110,10 @@ def give_up(thread: threading.Thread) -> None:
         _kill(*command)
 
 
-def _kill(process: subprocess.Popen[str], whole_session: bool) -> None:
+def _kill(process: subprocess.Popen[str], ends_session: bool) -> None:
     if process.poll() is not None:
         return
-    if whole_session:  # the process leads a session and is not reaped yet, so no other process has its number
+    if ends_session:  # the process leads a session and is not reaped yet, so no other process has its number
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     else:

@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-import psutil
-
 from rlhpc.runtime.tcp_sockets import PeerOwners, TcpConnection, libc
 
 log = logging.getLogger(__name__)
@@ -60,32 +58,34 @@ class TcpListener:
         self.sock = socket.create_server((address, port), family=family, backlog=_BACKLOG)
         self.sock.setblocking(False)
         self.address: tuple[str, int] = self.sock.getsockname()[:2]
-        self._local = socket.inet_pton(family, self.address[0]), self.address[1]
-        self._owners = PeerOwners(family, self._local)
+        self._local_address = socket.inet_pton(family, self.address[0]), self.address[1]
+        self._owners = PeerOwners(family, self._local_address)
         self._spare_fd = os.eventfd(0, os.EFD_CLOEXEC)  # reserves a descriptor for `_reset_next` when no other is free
         self._name = ctypes.create_string_buffer(128)
         self._interfaces, self._interfaces_until = frozenset[ipaddress.IPv4Address | ipaddress.IPv6Address](), 0.0
 
     def accept(self) -> list[socket.socket]:
         """Accepts queued connections; returns the admitted connections in non-blocking mode and resets the others."""
-        arrived: list[tuple[int, TcpConnection]] = []
+        arrived_sockets: list[tuple[int, TcpConnection]] = []
         for _ in range(_MAX_ACCEPTED):
             fd = self._accept()
             if fd >= 0:
-                arrived.append((fd, TcpConnection(self.sock.family, self._local, self._peer_address())))
+                arrived_sockets.append(
+                    (fd, TcpConnection(self.sock.family, self._local_address, self._parse_peer_address()))
+                )
             elif ctypes.get_errno() in (errno.EMFILE, errno.ENFILE):
                 self._reset_next()
             elif ctypes.get_errno() not in _CONNECTION_ERRORS:
                 break
-        uids = self._owners.uids([connection for _, connection in arrived])
-        admitted = []
-        for (fd, connection), uid in zip(arrived, uids, strict=True):
+        uids = self._owners.uids([connection for _, connection in arrived_sockets])
+        admitted_sockets = []
+        for (fd, connection), uid in zip(arrived_sockets, uids, strict=True):
             if uid in (os.getuid(), _ROOT) or (uid is None and not self._is_local(connection.peer[0])):
-                admitted.append(socket.socket(fileno=fd))
-                admitted[-1].setblocking(False)
+                admitted_sockets.append(socket.socket(fileno=fd))
+                admitted_sockets[-1].setblocking(False)
             else:
                 _reset(fd)
-        return admitted
+        return admitted_sockets
 
     def serve(self, handle: Callable[[socket.socket], None], name: str) -> Acceptor:
         """Starts a thread that accepts connections and calls `handle` with each connection."""
@@ -110,11 +110,11 @@ class TcpListener:
             self._spare_fd = os.eventfd(0, os.EFD_CLOEXEC)
 
     def _accept(self) -> int:
-        size = ctypes.c_uint32(len(self._name))
+        name_length = ctypes.c_uint32(len(self._name))
         flags = socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-        return int(libc.accept4(self.sock.fileno(), self._name, ctypes.byref(size), flags))
+        return int(libc.accept4(self.sock.fileno(), self._name, ctypes.byref(name_length), flags))
 
-    def _peer_address(self) -> tuple[bytes, int]:
+    def _parse_peer_address(self) -> tuple[bytes, int]:
         sockaddr = self._name.raw
         host = sockaddr[4:8] if self.sock.family == socket.AF_INET else sockaddr[8:24]
         return host, int.from_bytes(sockaddr[2:4])
@@ -129,6 +129,8 @@ class TcpListener:
             return True
         if time.monotonic() > self._interfaces_until:
             self._interfaces_until = time.monotonic() + _INTERFACES_S
+            import psutil  # imported at a rank's first connection from this host's address, not at its start
+
             with contextlib.suppress(OSError):
                 interface_addresses = (interface.address.partition("%")[0] for addresses in psutil.net_if_addrs().values()
                          for interface in addresses if interface.family in (socket.AF_INET, socket.AF_INET6))  # fmt: skip
@@ -147,15 +149,15 @@ class Acceptor:
 
     def __init__(self, listener: TcpListener, handle: Callable[[socket.socket], None], name: str) -> None:
         self._listener, self._handle = listener, handle
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         poll = select.poll()
         poll.register(self._listener.sock, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        while self._wake not in [ready_fd for ready_fd, _ in poll.poll()]:
+        poll.register(self._wake_fd, select.POLLIN)
+        while self._wake_fd not in [ready_fd for ready_fd, _ in poll.poll()]:
             for sock in self._listener.accept():
                 try:
                     self._handle(sock)
@@ -169,9 +171,9 @@ class Acceptor:
     def close(self) -> None:
         """Ends the thread and closes the listener; safe to call twice."""
         if self._thread.is_alive():
-            os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake_fd, 1)
             self._thread.join()
-            os.close(self._wake)
+            os.close(self._wake_fd)
         self._listener.close()
 
 
@@ -196,7 +198,7 @@ class ConnectionTable(Generic[T]):
         return self.pop() if len(self) > self._limit else None
 
     def remove(self, connection: T) -> None:
-        """Removes a connection, if the table has it."""
+        """Removes a connection, if the table contains it."""
         owner = self._owners.pop(connection, None)
         if owner is not None:
             del self._by_owner[owner][connection]
@@ -213,9 +215,9 @@ class ConnectionTable(Generic[T]):
         In this way, no owner can block the others.
         """
         connections = max(self._by_owner.values(), key=len)
-        oldest = next(iter(connections))
-        self.remove(oldest)
-        return oldest
+        oldest_connection = next(iter(connections))
+        self.remove(oldest_connection)
+        return oldest_connection
 
 
 def host_of(sock: socket.socket) -> str:
@@ -226,10 +228,10 @@ def host_of(sock: socket.socket) -> str:
         return ""
 
 
-def _reset(number: int) -> None:
+def _reset(socket_fd: int) -> None:
     """Resets a connection, so that the kernel keeps no state for it."""
-    libc.setsockopt(number, socket.SOL_SOCKET, socket.SO_LINGER, _RESET, len(_RESET))
-    libc.close(number)
+    libc.setsockopt(socket_fd, socket.SOL_SOCKET, socket.SO_LINGER, _RESET, len(_RESET))
+    libc.close(socket_fd)
 
 
 def _address(host: bytes | str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:

@@ -52,9 +52,13 @@ def tcp_sockets() -> Iterator[TcpSocket]:
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                _, local_address, peer, state, _, _, _, uid, _, inode = line.split()[:10]
+                _, local_address, peer, state_text, _, _, _, uid, _, inode = line.split()[:10]
                 yield TcpSocket(
-                    _address(local_address), _address(peer), int(state, 16) == _LISTEN, int(uid), int(inode)
+                    _parse_table_address(local_address),
+                    _parse_table_address(peer),
+                    int(state_text, 16) == _LISTEN,
+                    int(uid),
+                    int(inode),
                 )
 
 
@@ -62,7 +66,7 @@ class TcpConnection(NamedTuple):
     """Ends of a TCP connection that this process has accepted: addresses in 4 or 16 bytes, and ports."""
 
     family: int
-    local: tuple[bytes, int]
+    local_address: tuple[bytes, int]
     peer: tuple[bytes, int]
 
 
@@ -73,14 +77,14 @@ class PeerOwners:
         family, local: Address family and local address of the listener, used to test whether netlink answers.
     """
 
-    def __init__(self, family: int, local: tuple[bytes, int]) -> None:
+    def __init__(self, family: int, local_address: tuple[bytes, int]) -> None:
         self._buffer = ctypes.create_string_buffer(_REPLY_BYTES)
         self._netlink: socket.socket | None = None
         with contextlib.suppress(OSError):  # a sandbox may forbid netlink
             self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
             self._netlink.connect((0, 0))
             if (
-                self._query(TcpConnection(family, (bytes(len(local[0])), 0), local)) is None
+                self._query(TcpConnection(family, (bytes(len(local_address[0])), 0), local_address)) is None
             ):  # a kernel without tcp_diag
                 self.close()
 
@@ -104,9 +108,12 @@ class PeerOwners:
                 self.close()
         if not connections:
             return []
-        names = [(_address_text(*connection.peer), _address_text(*connection.local)) for connection in connections]
-        owners = _owners({local_name for _, local_name in names})
-        return [owners.get(ends) for ends in names]
+        endpoint_texts = [
+            (_format_address_text(*connection.peer), _format_address_text(*connection.local_address))
+            for connection in connections
+        ]
+        owners = _owners({local_name for _, local_name in endpoint_texts})
+        return [owners.get(endpoint_pair) for endpoint_pair in endpoint_texts]
 
     def _query(self, connection: TcpConnection) -> tuple[int, int, int] | None:
         """Returns state, user and inode of the socket at the other end; None if there is no such socket.
@@ -116,32 +123,32 @@ class PeerOwners:
         """
         family, local_end, peer = connection
         (host, port), (local_host, local_port) = peer, local_end
-        ends = _ID.pack(port.to_bytes(2), local_port.to_bytes(2), host, local_host, 0, (1 << 64) - 1)
-        query = _QUERY.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + ends
+        endpoint_id = _ID.pack(port.to_bytes(2), local_port.to_bytes(2), host, local_host, 0, (1 << 64) - 1)
+        diag_query = _QUERY.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF) + endpoint_id
         assert self._netlink is not None
-        request = _HEADER.pack(_HEADER.size + len(query), _BY_FAMILY, _REQUEST, 0, 0) + query
+        request = _HEADER.pack(_HEADER.size + len(diag_query), _BY_FAMILY, _REQUEST, 0, 0) + diag_query
         netlink_fd = self._netlink.fileno()
         # the kernel answers during `send`, so `recv` need not wait
         if libc.send(netlink_fd, request, len(request), 0) < 0:
             raise OSError(ctypes.get_errno(), "netlink")
-        size = libc.recv(netlink_fd, self._buffer, _REPLY_BYTES, socket.MSG_DONTWAIT)
-        if size < _HEADER.size:
+        num_received = libc.recv(netlink_fd, self._buffer, _REPLY_BYTES, socket.MSG_DONTWAIT)
+        if num_received < _HEADER.size:
             raise OSError(ctypes.get_errno(), "netlink")
-        response = self._buffer.raw[:size]
+        response = self._buffer.raw[:num_received]
         if _HEADER.unpack_from(response)[1] == _ERROR:
             (error,) = struct.unpack_from("=i", response, _HEADER.size)
             if -error == errno.ENOENT:
                 return None
             raise OSError(-error, "netlink")
-        _, state, _, _ = _REPLY.unpack_from(response, _HEADER.size)
+        _, socket_state, _, _ = _REPLY.unpack_from(response, _HEADER.size)
         uid, inode = _OWNER.unpack_from(response, _HEADER.size + _REPLY.size + _ID.size)
-        return state, uid, inode
+        return socket_state, uid, inode
 
 
 def loopback_listeners(port: int) -> list[TcpSocket]:
     """Returns the listening sockets that get connections to a port of 127.0.0.1; empty if no socket listens."""
-    listening = [listener for listener in tcp_sockets() if listener.is_listening and listener.address[1] == port]
-    listeners_by_tier = ([listener for listener in listening if listener.address[0] in hosts] for hosts in _TIERS)
+    listeners = [listener for listener in tcp_sockets() if listener.is_listening and listener.address[1] == port]
+    listeners_by_tier = ([listener for listener in listeners if listener.address[0] in hosts] for hosts in _TIERS)
     return next((tier for tier in listeners_by_tier if tier), [])
 
 
@@ -162,32 +169,32 @@ def socket_inodes(pids: Iterable[int]) -> set[int] | None:
     return inodes
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.partition(":")
-    host_words = [int(host[start : start + 8], 16) for start in range(0, len(host), 8)]
+def _parse_table_address(address_text: str) -> tuple[str, int]:
+    host, _, port = address_text.partition(":")
+    host_words = [int(host[word_start : word_start + 8], 16) for word_start in range(0, len(host), 8)]
     return _host(struct.pack(f"={len(host_words)}I", *host_words)), int(port, 16)
 
 
 def _host(address_bytes: bytes) -> str:
     address = ipaddress.ip_address(address_bytes)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(address) if mapped is None else f"::ffff:{mapped}"
+    mapped_address = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(address) if mapped_address is None else f"::ffff:{mapped_address}"
 
 
 def _owners(peers: set[bytes]) -> dict[tuple[bytes, bytes], int]:
-    """Returns the user ids of sockets with one of these peers, by local name and peer name (see `_address_text`)."""
+    """Returns the user ids of sockets with one of these peers, by local name and peer name (see `_format_address_text`)."""
     uids: dict[tuple[bytes, bytes], int] = {}
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/net/{table}").read_bytes().split(b"\n"):
                 if any(peer in line for peer in peers):  # parse only the few matching lines of a long table
-                    _, local_address, peer, state, _, _, _, uid, _, inode = line.split()[:10]
-                    if int(inode) and int(state, 16) != _LISTEN:
+                    _, local_address, peer, state_text, _, _, _, uid, _, inode = line.split()[:10]
+                    if int(inode) and int(state_text, 16) != _LISTEN:
                         uids[local_address[-13:], peer[-13:]] = int(uid)
     return uids
 
 
-def _address_text(host: bytes, port: int) -> bytes:
+def _format_address_text(host: bytes, port: int) -> bytes:
     """Returns the end of an address's text in the tables of both families: the last four bytes of the host, and the port."""
     (host_word,) = struct.unpack_from("=I", host, len(host) - 4)
     return b"%08X:%04X" % (host_word, port)

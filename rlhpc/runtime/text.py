@@ -1,4 +1,4 @@
-"""Text formatting for messages: long values are cut in the middle, and control characters are escaped.
+"""Text formatting for messages: it shortens long values in the middle, and escapes control characters.
 
 Text from files and other processes may contain characters that control a terminal; `printable` replaces them by escapes.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.env_references import masked
+from rlhpc.runtime.env_references import mask_values
 
 _MAX_LENGTH = 120
 _MAX_WORD_LENGTH = 500
@@ -28,12 +28,12 @@ def short_repr(value: Any) -> str:
     return cut(repr(value))
 
 
-def cut(text: str, longest: int = _MAX_LENGTH) -> str:
+def cut(text: str, max_length: int = _MAX_LENGTH) -> str:
     """Returns the text or, if it is too long, its beginning, end and length. First masks values from the environment."""
-    text = masked(text)
-    if len(text) <= longest:
+    text = mask_values(text)
+    if len(text) <= max_length:
         return text
-    return f"{text[: longest - 40]}…{text[-10:]} ({len(text)} characters)"
+    return f"{text[: max_length - 40]}…{text[-10:]} ({len(text)} characters)"
 
 
 def first_line(error: BaseException) -> str:
@@ -41,13 +41,26 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def format_bytes(count: float, decimals: int = 1) -> str:
+def format_bytes(num_bytes: float, num_decimals: int = 1) -> str:
     """Formats a number of bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.{0 if unit == 'B' else decimals}f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+    for unit_name in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.{0 if unit_name == 'B' else num_decimals}f} {unit_name}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def format_duration(duration_s: float) -> str:
+    """Formats seconds: 29.1 ms, 42.5 s, 3 min 20 s, 5 h 07 min, 7 d 8 h."""
+    if duration_s < 0.9995:
+        return f"{duration_s * 1e3:.3g} ms"
+    if duration_s < 60:
+        return f"{duration_s:.1f} s"
+    num_minutes, remainder_s = divmod(round(duration_s), 60)
+    if num_minutes < 60:
+        return f"{num_minutes} min {remainder_s:02d} s"
+    num_hours = num_minutes // 60
+    return f"{num_hours} h {num_minutes % 60:02d} min" if num_hours < 72 else f"{num_hours // 24} d {num_hours % 24} h"
 
 
 def printable(text: str) -> str:
@@ -57,37 +70,48 @@ def printable(text: str) -> str:
     """
     if _CONTROL_CHARACTERS.search(text) is None:
         return text
-    uncoloured = _RENDITION.sub("", text).replace("\r\n", "\n")
-    return _CONTROL_CHARACTERS.sub(lambda sign: sign[0].encode("unicode_escape").decode(), uncoloured)
+    uncoloured_text = _RENDITION.sub("", text).replace("\r\n", "\n")
+    return _CONTROL_CHARACTERS.sub(
+        lambda control_match: control_match[0].encode("unicode_escape").decode(), uncoloured_text
+    )
 
 
-def one_line(text: str) -> str:
+def one_line(multiline_text: str) -> str:
     """Makes text `printable` and escapes line feeds, so that a row of a table stays one row."""
-    return printable(text).replace("\n", "\\n")
+    return printable(multiline_text).replace("\n", "\\n")
 
 
 def readable(message: str) -> str:
     """Cuts overlong words of a message, and the message itself, because not all code that quotes input uses `short_repr`."""
-    return cut(re.sub(rf"\S{{{_MAX_WORD_LENGTH},}}", lambda word: cut(word[0]), masked(message)), _MAX_MESSAGE_LENGTH)
+    return cut(
+        re.sub(rf"\S{{{_MAX_WORD_LENGTH},}}", lambda word_match: cut(word_match[0]), mask_values(message)),
+        _MAX_MESSAGE_LENGTH,
+    )
 
 
-def interval_text(ends: Sequence[Any] | None, form: str, to: str = " … ") -> str:
+def interval_text(interval_bounds: Sequence[Any] | None, number_format: str, separator: str = " … ") -> str:
     """Returns an interval as text; "" if the interval is unknown or both ends are equal.
 
     Args:
-        ends: Lower and upper end; None if the interval is unknown.
-        form: Format of the ends.
-        to: Text between the ends.
+        interval_bounds: Lower and upper end; None if the interval is unknown.
+        number_format: Format of the ends.
+        separator: Text between the ends.
     """
-    low, high = ends or (0.0, 0.0)
-    is_numeric = isinstance(low, int | float) and isinstance(high, int | float)
-    return f"{low:{form}}{to}{high:{form}}" if is_numeric and low < high else ""
+    low_bound, high_bound = interval_bounds or (0.0, 0.0)
+    is_numeric = isinstance(low_bound, int | float) and isinstance(high_bound, int | float)
+    return (
+        f"{low_bound:{number_format}}{separator}{high_bound:{number_format}}"
+        if is_numeric and low_bound < high_bound
+        else ""
+    )
 
 
-def in_parentheses(ends: Sequence[Any] | None, form: str, label: str = "", to: str = " to ") -> str:
+def in_parentheses(
+    interval_bounds: Sequence[Any] | None, number_format: str, label: str = "", separator: str = " to "
+) -> str:
     """Returns a space and the `interval_text` with a label in parentheses; "" if the `interval_text` is empty."""
-    interval = interval_text(ends, form, to)
-    return interval and f" ({label}{interval})"
+    formatted_interval = interval_text(interval_bounds, number_format, separator)
+    return formatted_interval and f" ({label}{formatted_interval})"
 
 
 _TAIL_BYTES = 16384
@@ -113,15 +137,17 @@ def tail(path: str) -> str:
     return ""
 
 
-def last_lines(text: str) -> str:
+def last_lines(multiline_text: str) -> str:
     """Returns the informative last lines of a log's text, as the end of a message; "" if the text is empty."""
-    lines = text.strip().splitlines()
+    lines = multiline_text.strip().splitlines()
     return (
-        "\n  last lines of its log:\n" + "\n".join("    " + line for line in _informative_lines(lines)) if lines else ""
+        "\n  last lines of its log:\n" + "\n".join("    " + line for line in _select_informative_lines(lines))
+        if lines
+        else ""
     )
 
 
-def _informative_lines(lines: list[str]) -> list[str]:
+def _select_informative_lines(lines: list[str]) -> list[str]:
     """Returns the last lines. If `faulthandler` has written them, returns only its message and the stack of the fault."""
     fatal_lines = [index for index, line in enumerate(lines) if line.startswith("Fatal Python error")]
     if not fatal_lines or not lines[-1].startswith(

@@ -12,6 +12,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -50,18 +51,18 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Makes calls of a module compute another function for the duration of the block (`replace_forward`)."""
-    previous = vars(module).get("forward")  # an earlier replacement, for example by a tensor-parallel plan
+    previous_forward = vars(module).get("forward")  # an earlier replacement, for example by a tensor-parallel plan
     replace_forward(module, forward)
     try:
         yield
     finally:
-        if previous is None:
+        if previous_forward is None:
             del module.forward
         else:
-            replace_forward(module, previous)
+            replace_forward(module, previous_forward)
 
 
-def compile_forward(module: Any, fail: Callable[[Exception], Exception]) -> None:
+def compile_forward(module: Any, fail: Callable[[Exception], Exception], *, has_variable_batch: bool = False) -> None:
     """Compiles a module's forward function into one graph, without graph breaks, that serves all sizes of its inputs.
 
     The hooks of the module, such as FSDP2's, run outside the graph. Modules with the same code share their graphs.
@@ -69,24 +70,36 @@ def compile_forward(module: Any, fail: Callable[[Exception], Exception]) -> None
     Args:
         module: The module.
         fail: Function that returns the error to raise if torch cannot compile the function; its argument is the cause.
+        has_variable_batch: Whether batches of one row and of several rows occur, in dimension 0 of the first argument and of
+            `attention_mask`. Torch makes a separate graph for a size of 1 unless the dimension is marked as unbacked; torch
+            before 2.13 cannot mark two arguments as equal and makes both graphs.
     """
     import torch
     import torch._dynamo
+    from torch._dynamo.decorators import mark_unbacked
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _MAX_GRAPHS)
+    dynamo_config = torch._dynamo.config
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, _MAX_GRAPHS)
+    marks_batch = has_variable_batch and "shape_id" in inspect.signature(mark_unbacked).parameters
     forward = module.forward
-    compiled = torch.compile(forward, fullgraph=True, dynamic=True, backend=_COMPILER)
+    compiled_forward = torch.compile(forward, fullgraph=True, dynamic=True, backend=_COMPILER)
 
     @functools.wraps(forward)
-    def compiled_forward(*arguments: Any, **options: Any) -> Any:
+    def run_compiled_forward(*arguments: Any, **options: Any) -> Any:
+        if marks_batch:
+            mark_unbacked(arguments[0], 0, shape_id="batch")
+            mask = options.get("attention_mask")
+            if mask is not None:
+                if len(mask) == 1:  # the stride that a mask has which several rows share
+                    mask = options["attention_mask"] = mask.as_strided(mask.shape, (0, *mask.stride()[1:]))
+                mark_unbacked(mask, 0, shape_id="batch")
         try:
-            return compiled(*arguments, **options)
+            return compiled_forward(*arguments, **options)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise fail(error) from error
 
-    replace_forward(module, compiled_forward)
+    replace_forward(module, run_compiled_forward)
 
 
 @contextlib.contextmanager
@@ -97,12 +110,14 @@ def class_before_fsdp(module: Any) -> Iterator[None]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    wrapped = type(module)
-    module.__class__ = next(base for base in wrapped.__mro__ if not issubclass(base, FSDPModule))
+    wrapped_class = type(module)
+    module.__class__ = next(
+        base_class for base_class in wrapped_class.__mro__ if not issubclass(base_class, FSDPModule)
+    )
     try:
         yield
     finally:
-        module.__class__ = wrapped
+        module.__class__ = wrapped_class
 
 
 # --- process groups
@@ -145,16 +160,16 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         if name != self._module:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        module_spec = importlib.util.find_spec(name)
+        if module_spec is not None and module_spec.loader is not None:
+            execute = module_spec.loader.exec_module
 
             def execute_and_call(module: ModuleType) -> None:
                 execute(module)
                 self._function()
 
-            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
+            module_spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return module_spec
 
 
 # --- torchvision
@@ -183,10 +198,108 @@ def import_torchvision() -> None:
     importlib.import_module("torchvision")
 
 
+# --- attention
+
+
+def segment_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    max_lengths: tuple[int, int],
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes attention of each segment of queries to the same segment of keys, without autograd.
+
+    Torch's public functions do not give the gradient of attention that is merged from parts by its log-sum-exps; these
+    operators are the ones that they call.
+
+    Args:
+        q, k, v: `[Q, heads, d]`, `[K, kv_heads, d]` and `[K, kv_heads, d]`.
+        query_ends, key_ends: `[N + 1]` int32, cumulative lengths of the segments, from 0.
+        max_lengths: Largest number of queries, and of keys, in a segment.
+        is_causal: Whether a query attends only to keys up to its index; segments of queries and keys are then the same.
+        scale: Factor of the attention logits; None for 1 / √d.
+
+    Returns:
+        Outputs `[Q, heads, d]`, and log-sum-exps of the scaled attention logits, `[heads, Q]`, in float32 or float64.
+    """
+    import torch
+
+    if q.device.type != "cpu":
+        ends = (query_ends, key_ends)
+        outputs, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *ends, *max_lengths, 0.0, is_causal, return_debug_mask=False, scale=scale
+        )
+        return outputs, log_sums
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)
+    outputs, log_sums = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=sum_dtype)
+    for queries, keys in _segments(query_ends, key_ends):
+        part, part_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_with_batch(q[queries], k[keys], v[keys]), 0.0, is_causal, scale=scale
+        )
+        outputs[queries], log_sums[:, queries] = part[0].transpose(0, 1), part_sums[0]
+    return outputs, log_sums
+
+
+def segment_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    outputs: torch.Tensor,
+    log_sums: torch.Tensor,
+    query_ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    max_lengths: tuple[int, int],
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes the gradients of q, k and v from the gradient `[Q, heads, d]` of the outputs (`segment_attention`).
+
+    Outputs and log-sum-exps may be those of attention to further keys, too: the result is then the part of the gradients that
+    these keys account for.
+    """
+    import torch
+
+    if q.device.type != "cpu":
+        # Without dropout the kernel reads no random state.
+        rng_state, unused_tensor = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        tensors = (grad, q, k, v, outputs, log_sums, query_ends, key_ends)
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+            *tensors, *max_lengths, 0.0, is_causal, rng_state, unused_tensor, scale=scale
+        )
+        return gradients
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys in _segments(query_ends, key_ends):
+        states = _with_batch(grad[queries], q[queries], k[keys], v[keys], outputs[queries])
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *states, log_sums[None, :, queries], 0.0, is_causal, scale=scale
+        )
+        for total, place, part in zip((grad_q, grad_k, grad_v), (queries, keys, keys), parts, strict=True):
+            total[place] = part[0].transpose(0, 1)
+    return grad_q, grad_k, grad_v
+
+
+def _segments(query_ends: torch.Tensor, key_ends: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yields the slices of queries and of keys of each segment."""
+    slices = (map(slice, ends[:-1], ends[1:]) for ends in (query_ends.tolist(), key_ends.tolist()))
+    return zip(*slices, strict=True)
+
+
+def _with_batch(*states: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields views of `[T, heads, d]` as `[1, heads, T, d]`."""
+    return (tensor.transpose(0, 1)[None] for tensor in states)
+
+
 # --- products
 
 
-def add_product(total: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> None:
+def add_product(accumulator: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> None:
     """Adds the product of two matrices to a float32 matrix, inside the product if the device can.
 
     A separate sum would read and write the matrix once more for each chunk.
@@ -194,11 +307,11 @@ def add_product(total: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> 
     import torch
 
     if mat1.dtype == torch.float32:
-        total.addmm_(mat1, mat2)
-    elif sums_in_product(total.device.type, mat1.dtype):
-        torch.ops.aten.addmm.dtype_out(total, mat1, mat2, torch.float32, out=total)
+        accumulator.addmm_(mat1, mat2)
+    elif sums_in_product(accumulator.device.type, mat1.dtype):
+        torch.ops.aten.addmm.dtype_out(accumulator, mat1, mat2, torch.float32, out=accumulator)
     else:
-        total += mat1 @ mat2
+        accumulator += mat1 @ mat2
 
 
 @functools.cache
@@ -206,10 +319,10 @@ def sums_in_product(device: str, dtype: torch.dtype) -> bool:
     """Returns whether a device adds products of half-precision matrices to a float32 matrix; computes a small sum."""
     import torch
 
-    total = torch.full((16, 16), 2.0**-12, device=device)
+    accumulator = torch.full((16, 16), 2.0**-12, device=device)
     ones = torch.ones(16, 16, dtype=dtype, device=device)
     try:
-        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+        torch.ops.aten.addmm.dtype_out(accumulator, ones, ones, torch.float32, out=accumulator)
     except (AttributeError, NotImplementedError, RuntimeError):
         return False
-    return bool((total == 16 + 2.0**-12).all())
+    return bool((accumulator == 16 + 2.0**-12).all())

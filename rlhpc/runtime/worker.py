@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.collectives import Collectives
-from rlhpc.runtime.comm.context import installed
-from rlhpc.runtime.worker_group import WorkerGroup
+from rlhpc.runtime.comm.context import installed_context
+from rlhpc.runtime.node_locks import DeviceLock, acquire_port
+from rlhpc.runtime.routing import RoutedMessages
+from rlhpc.runtime.scratch import Scratch
+from rlhpc.runtime.worker_instruments import Instrumented
 from rlhpc.runtime.worker_spec import WorkerSpec
 
 if TYPE_CHECKING:
     import torch
 
+    from rlhpc.runtime.worker_group import WorkerGroup
+
 _spec: WorkerSpec | None = None
 
 
-def bind_spec(spec: WorkerSpec) -> None:
+def bind_spec(worker_spec: WorkerSpec) -> None:
     """Sets the specification of this process's rank, which `Worker` reads; called once, before the object is built."""
     global _spec
-    _spec = spec
+    _spec = worker_spec
 
 
-class Worker:
+class Worker(Instrumented, RoutedMessages):
     """Base class of a worker group's ranks.
 
     Subclasses call `super().__init__()`. The driver can call their public methods on the whole group; calls run on the
-    process's main thread, one after the other.
+    process's main thread, one after the other. An `async` method runs to its end on the rank's event loop before the next
+    call.
 
     Attributes:
         group_name: Name of the worker group.
@@ -40,25 +45,44 @@ class Worker:
         local_rank, local_world_size: Index among the group's ranks on the node, and their number.
         accelerators: Indices of the node's accelerators that belong to this rank.
         device_index: Index of the rank's first accelerator among those that the process sees.
+        device_lock: Lock on the rank's accelerators, which one rank of the run has at a time: `with self.device_lock: …`.
         log: Logger of the class's module; lines in the rank's log have group and rank.
+        batch_router: Open requests in decoupled mode, by tag; see `send_to`.
     """
 
     def __init__(self) -> None:
-        spec = _spec
-        self.group_name = spec.group if spec else type(self).__name__
-        self.rank = spec.rank if spec else 0
-        self.world_size = spec.world_size if spec else 1
-        self.node = spec.node if spec else ""
-        self.node_rank = spec.node_rank if spec else 0
-        self.local_rank = spec.local_rank if spec else 0
-        self.local_world_size = spec.local_world_size if spec else 1
-        self.accelerators: tuple[int, ...] = spec.accelerators if spec else ()
-        self.device_index = spec.device_mask.index(spec.accelerators[0]) if spec and spec.accelerators else 0
-        self.log = logging.getLogger(type(self).__module__)
-        self._collectives = Collectives(self.group_name, self.rank, self.world_size, spec)
-        if spec is not None:
+        worker_spec = _spec
+        group_name, rank, world_size = (
+            (worker_spec.group, worker_spec.rank, worker_spec.world_size)
+            if worker_spec
+            else (type(self).__name__, 0, 1)
+        )
+        Instrumented.__init__(self, group_name, rank, world_size, worker_spec)
+        RoutedMessages.__init__(self)
+        # RLinf's names of these attributes, which programs written for it use
+        self._group_name = group_name
+        self._rank = rank
+        self._world_size = world_size
+        self.node = worker_spec.node if worker_spec else ""
+        self.node_rank = worker_spec.node_rank if worker_spec else 0
+        self.local_rank = worker_spec.local_rank if worker_spec else 0
+        self.local_world_size = worker_spec.local_world_size if worker_spec else 1
+        self.accelerators: tuple[int, ...] = worker_spec.accelerators if worker_spec else ()
+        self.device_index = (
+            worker_spec.device_mask.index(worker_spec.accelerators[0])
+            if worker_spec and worker_spec.accelerators
+            else 0
+        )
+        self._locks_folder = Scratch(worker_spec.token).sockets / "locks" if worker_spec else None
+        self.device_lock = DeviceLock(
+            self._locks_folder, [f"{self.node_rank}-{index}" for index in self.accelerators], f"{group_name}-{rank}"
+        )
+        self._collectives = Collectives(self.group_name, self.rank, self.world_size, worker_spec)
+        if worker_spec is not None:
             devices_text = (
-                f"accelerators {', '.join(map(str, spec.accelerators))}" if spec.accelerators else "no accelerator"
+                f"accelerators {', '.join(map(str, worker_spec.accelerators))}"
+                if worker_spec.accelerators
+                else "no accelerator"
             )
             self.log.info(
                 "%s: rank %d of %d on %s, pid %d, %s, threads %s", type(self).__name__, self.rank, self.world_size, self.node,
@@ -68,6 +92,10 @@ class Worker:
     @classmethod
     def create_group(cls, *args: Any, **kwargs: Any) -> WorkerGroup:
         """Returns a group of this class, which is not launched yet; each rank's constructor gets `args` and `kwargs`."""
+        from rlhpc.runtime.worker_group import (
+            WorkerGroup,  # the driver's part of the runtime, which a rank does not need
+        )
+
         return WorkerGroup(cls, args, kwargs)
 
     @classmethod
@@ -80,11 +108,32 @@ class Worker:
         return True
 
     @classmethod
+    def preloads(cls, *args: Any, **kwargs: Any) -> Sequence[str]:
+        """Returns modules that a node imports once for its ranks with these arguments, besides the session's modules.
+
+        Each item is a module, or a function that imports (`module:function`). A process of the node that starts no thread and
+        opens no accelerator runs them before it forks the ranks of a job step. An item that opens an accelerator is left to
+        the ranks, and so is every item if the ranks cannot be forked.
+        """
+        return ()
+
+    @classmethod
     def ranks_sharing_devices(cls, *args: Any, **kwargs: Any) -> int:
         """Returns the number of consecutive ranks, with these arguments, that see each other's accelerators; with 1, a rank
         sees only its own.
         """
         return 1
+
+    def acquire_free_port(self, max_port_num: int | None = None) -> int:
+        """Returns a TCP port that is free on this node, and that no other rank of the run gets here while this rank lives.
+
+        Args:
+            max_port_num: Largest port, for servers that compute a second port from this one.
+
+        Raises:
+            RlhpcError: No port was free in 1000 attempts.
+        """
+        return acquire_port(self._locks_folder, max_port_num, f"{self.group_name}-{self.rank}")
 
     # -- leaving --------------------------------------------------------------------------------------------------
 
@@ -95,7 +144,7 @@ class Worker:
         The main thread calls `act` between two calls, so a long call should check `told_to_leave` and return early. Only ranks
         that have joined a run (`rlhpc join`) get a notice to leave; any rank may be killed.
         """
-        if (context := installed()) is not None:
+        if (context := installed_context()) is not None:
             context.graceful_leave.set_action(act)
 
     @staticmethod
@@ -105,13 +154,13 @@ class Worker:
         The rank reports the notice to the driver (`WorkerGroup.leaving`) and takes further calls. This is for ranks that must
         not leave at an arbitrary moment. The rank is killed if it stays longer than its job allows.
         """
-        if (context := installed()) is not None:
+        if (context := installed_context()) is not None:
             context.graceful_leave.stay()
 
     @property
     def told_to_leave(self) -> bool:
         """True if this rank has received a notice to leave the run; the rank may finish work first (`before_leaving`)."""
-        context = installed()
+        context = installed_context()
         return context is not None and context.graceful_leave.has_notice
 
     # -- channels -------------------------------------------------------------------------------------------------
@@ -177,7 +226,7 @@ class Worker:
         """Receives a tensor into `tensor` and returns it; with `async_op` returns an `AsyncWork` at once.
 
         Raises:
-            ValueError: The sent tensor has another shape or dtype.
+            ValueError: The sent tensor has a different shape or dtype.
         """
 
         def receive() -> None:
@@ -189,14 +238,41 @@ class Worker:
         return tensor
 
     def broadcast(
-        self, obj: Any, groups: list[tuple[str, list[int]]], src: tuple[str, int], *, read_only: bool = False
+        self,
+        obj: Any,
+        groups: Sequence[tuple[str, Sequence[int] | int]],
+        src: tuple[str, int] | None = None,
+        async_op: bool = False,
+        *,
+        read_only: bool = False,
     ) -> Any:
-        """Sends an object from rank `src` to all ranks in `groups`; sender and receivers call this and get the object.
+        """Sends an object from a rank to all ranks in `groups`; sender and receivers call this and get the object.
 
-        Large data is written once per host, and each receiver maps it. With `read_only`, a receiver must not write to the
-        received tensors, so that all receivers on a host can use the same memory.
+        Large data is written once per host, and each receiver maps it.
+
+        Args:
+            obj: The object; receivers may give None.
+            groups: Groups with their ranks.
+            src: Group and rank of the sender; by default the first rank in `groups`.
+            async_op: Return an `AsyncWork` at once.
+            read_only: Receivers do not write to the received tensors, so that all receivers on a host use the same memory.
+
+        Raises:
+            ValueError: This rank is neither the sender nor in `groups`.
         """
-        return p2p.broadcast(obj, self.group_name, self.rank, groups, src, read_only=read_only)
+        receivers = [(name, [ranks] if isinstance(ranks, int) else list(ranks)) for name, ranks in groups]
+        members = [(name, rank) for name, ranks in receivers for rank in ranks]
+        source_rank = (src[0], src[1]) if src is not None else members[0] if members else None
+        if source_rank is None or (self.group_name, self.rank) not in (source_rank, *members):
+            raise ValueError(
+                f"broadcast: {self.group_name}-{self.rank} takes no part in a broadcast from {source_rank} "
+                f"to {members or 'no rank'}"
+            )
+
+        def act() -> Any:
+            return p2p.broadcast(obj, self.group_name, self.rank, receivers, source_rank, read_only=read_only)
+
+        return in_background(f"broadcast-{source_rank[0]}-{source_rank[1]}", act) if async_op else act()
 
     # -- collectives inside the group -----------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlhpc.runtime.comm import context as contexts
 from rlhpc.runtime.errors import ConfigError, WorkerFailed
 from rlhpc.runtime.placement import NodePlacementStrategy
-from rlhpc.runtime.placement.strategies import Placement, with_shared_devices
+from rlhpc.runtime.placement.strategies import Placement, with_all_devices, with_shared_devices
 from rlhpc.runtime.rpc import Handle, RpcClient
 from rlhpc.runtime.session import Session
 
@@ -22,7 +22,7 @@ _clients: dict[int, RpcClient] = {}
 _KILL_S = 30.0
 
 
-def _client() -> RpcClient:
+def _get_client() -> RpcClient:
     """Returns the calling process's RPC client: the session's in the driver, a separate one in a worker."""
     session = Session.running()
     if session is not None:
@@ -56,7 +56,7 @@ class WorkerGroup:
             )
         self._cls, self._args, self._kwargs = cls, args, kwargs or {}
         self._records: list[dict[str, Any]] = []
-        self._selected_ranks: list[int] | None = None
+        self._selected_ranks: set[int] | None = None
         self._world_size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
         self._members: list[Member] = []
@@ -74,6 +74,8 @@ class WorkerGroup:
         fork: bool | None = None,
         timeout: float = 300.0,
         wait: bool = True,
+        command_prefix: Sequence[str] = (),
+        isolate_gpu: bool = True,
     ) -> WorkerGroup:
         """Starts the ranks and waits until each has built its object.
 
@@ -87,6 +89,8 @@ class WorkerGroup:
             timeout: Seconds that all ranks together may take to become ready.
             wait: Wait for the ranks. False returns at once, so that groups can start in parallel; the first call on the group
                 then waits.
+            command_prefix: Command that starts each rank's interpreter, such as a profiler; the ranks are not forked then.
+            isolate_gpu: Whether a rank sees the accelerators of its placement alone; False shows it all of its node.
 
         Raises:
             RendezvousTimeout: Some ranks did not become ready; the message has the ranks, their nodes and their logs.
@@ -95,26 +99,39 @@ class WorkerGroup:
         self.name = name or self._cls.__name__
         strategy = placement_strategy or NodePlacementStrategy([0])
         session = Session.current()
-        started = session.launch(
+        started_members = session.launch(
             self.name,
             (self._cls, self._args, self._kwargs),
-            self._placements(strategy, cluster),
+            self._choose_placements(strategy, cluster)
+            if isolate_gpu
+            else with_all_devices(strategy.place(cluster), cluster),
             cluster,
             env_vars=env_vars or {},
-            fork=self._may_fork() if fork is None else fork,
+            fork=self._can_fork() if fork is None else fork,
+            preload=self._preloads(),
+            command_prefix=command_prefix,
         )
-        self._members, self._world_size, self._cluster, self._timeout = started, len(started), cluster, timeout
-        self._records, self._arrival = [], lambda: session.arrived(self.name, started, timeout)
+        self._members, self._world_size, self._cluster, self._timeout = (
+            started_members,
+            len(started_members),
+            cluster,
+            timeout,
+        )
+        self._records, self._arrival = [], lambda: session.await_arrivals(self.name, started_members, timeout)
         return self.wait_ready() if wait else self
 
-    def _placements(self, strategy: Any, cluster: Cluster) -> list[Placement]:
-        share = getattr(self._cls, "ranks_sharing_devices", None)
-        size = 1 if share is None else share(*self._args, **self._kwargs)
+    def _choose_placements(self, strategy: Any, cluster: Cluster) -> list[Placement]:
+        count_sharing = getattr(self._cls, "ranks_sharing_devices", None)
+        num_sharing = 1 if count_sharing is None else count_sharing(*self._args, **self._kwargs)
         placements: list[Placement] = strategy.place(cluster)
-        return with_shared_devices(placements, size) if size > 1 else placements
+        return with_shared_devices(placements, num_sharing) if num_sharing > 1 else placements
 
-    def _may_fork(self) -> bool:
+    def _can_fork(self) -> bool:
         return self._cls.forks(*self._args, **self._kwargs) if isinstance(self._cls, Forking) else True
+
+    def _preloads(self) -> list[str]:
+        preloads = getattr(self._cls, "preloads", None)
+        return [] if preloads is None else list(preloads(*self._args, **self._kwargs))
 
     def relaunch(self) -> WorkerGroup:
         """Restarts the ended ranks with the same placement; call `wait_ready` afterwards.
@@ -123,27 +140,30 @@ class WorkerGroup:
             WorkerFailed: The earlier process of a rank cannot be killed.
         """
         restarted_ranks, session = set(self.restart(_KILL_S)), Session.current()
-        if unfinished := [m for m in session.membership.startable(self.name) if m.spec.rank not in restarted_ranks]:
-            spec, pid = unfinished[0].spec, unfinished[0].pid
+        if unfinished_members := [
+            m for m in session.membership.restartable(self.name) if m.spec.rank not in restarted_ranks
+        ]:
+            worker_spec, pid = unfinished_members[0].spec, unfinished_members[0].pid
             raise WorkerFailed(
-                f"process {pid} of {spec.name} on node {spec.node} was killed and is still there after {_KILL_S:.0f} s",
-                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+                f"process {pid} of {worker_spec.name} on node {worker_spec.node} was killed and is still there after "
+                f"{_KILL_S:.0f} s",
+                group=worker_spec.group, rank=worker_spec.rank, node=worker_spec.node, log_path=worker_spec.log_err,
             )  # fmt: skip
-        started = [member for member in self._members if member.spec.rank in restarted_ranks]
+        started_members = [member for member in self._members if member.spec.rank in restarted_ranks]
         alive_records = [record for record in self._records if record["rank"] not in restarted_ranks]
 
-        def arrival() -> list[dict[str, Any]]:
-            arrived_records = session.arrived(self.name, started, self._timeout)
+        def report_arrival() -> list[dict[str, Any]]:
+            arrived_records = session.await_arrivals(self.name, started_members, self._timeout)
             return sorted([*alive_records, *arrived_records], key=lambda record: int(record["rank"]))
 
-        self._arrival = arrival
+        self._arrival = report_arrival
         return self
 
     @property
     def present(self) -> list[int]:
         """Ranks that take calls, which are all ranks that have not left."""
         self.wait_ready()
-        client = _client()
+        client = _get_client()
         return [record["rank"] for record in self._records if not client.has_left(record)]
 
     def why_left(self, rank: int) -> str:
@@ -167,9 +187,9 @@ class WorkerGroup:
         """
         if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
-        started = Session.current().relaunch(self.name, self._cluster, patience_s)
-        ranks = [member.spec.rank for member in started]
-        self._members = [m for m in self._members if m.spec.rank not in ranks] + started
+        started_members = Session.current().relaunch(self.name, self._cluster, patience_s)
+        ranks = [member.spec.rank for member in started_members]
+        self._members = [m for m in self._members if m.spec.rank not in ranks] + started_members
         return ranks
 
     def admit(self) -> list[int]:
@@ -183,12 +203,12 @@ class WorkerGroup:
         if records:
             Session.current().ranks.announce(Session.current().service)
         ranks = {record["rank"] for record in records}
-        retained = [record for record in self._records if record["rank"] not in ranks]
-        self._records = sorted([*retained, *records], key=lambda record: int(record["rank"]))
+        retained_records = [record for record in self._records if record["rank"] not in ranks]
+        self._records = sorted([*retained_records, *records], key=lambda record: int(record["rank"]))
         return sorted(ranks)
 
     def took_in(self, rank: int) -> None:
-        """Registers that a rank from `admit` is completely set up and takes part from now on."""
+        """Registers a rank from `admit` as a participant after its setup."""
         Session.current().membership.register_participant(self.name, rank)
 
     def wait_ready(self) -> WorkerGroup:
@@ -198,8 +218,8 @@ class WorkerGroup:
             RendezvousTimeout, WorkerFailed: As for `launch`.
         """
         if self._arrival is not None:
-            arrival, self._arrival = self._arrival, None
-            self._records = arrival()
+            pending_arrival, self._arrival = self._arrival, None
+            self._records = pending_arrival()
         return self
 
     @classmethod
@@ -208,8 +228,11 @@ class WorkerGroup:
         context = contexts.current()
         group = cls(worker_cls)
         group.name = name
-        size = context.group_size(name, timeout)
-        group._records, group._world_size = [context.member(name, rank, timeout) for rank in range(size)], size
+        world_size = context.group_size(name, timeout)
+        group._records, group._world_size = (
+            [context.member(name, rank, timeout) for rank in range(world_size)],
+            world_size,
+        )
         return group
 
     @property
@@ -233,7 +256,7 @@ class WorkerGroup:
         unknown_ranks = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined_ranks]
         if unknown_ranks or not ranks:
             raise ValueError(f"execute_on{ranks}: group {self.name!r} has ranks 0 to {self.world_size - 1}")
-        self._selected_ranks = sorted(set(ranks))
+        self._selected_ranks = set(ranks)
         return self
 
     def __getattr__(self, name: str) -> Callable[..., Handle]:
@@ -254,7 +277,7 @@ class WorkerGroup:
             self.wait_ready()
             if not self._records:
                 raise ConfigError(f"group {self.name or self._cls.__name__!r} is not running: call launch() first")
-            client = _client()
+            client = _get_client()
             client._check()
             present_records = [record for record in self._records if not client.has_left(record)]
             records = (

@@ -19,18 +19,25 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlhpc.runtime.comm.context import Context, GracefulLeave, install
 from rlhpc.runtime.devices import pci_addresses
-from rlhpc.runtime.disk_errors import explained, log_stream
-from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.disk_errors import explain_error, log_stream
+from rlhpc.runtime.energy import rank_meter
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.known_warnings import quiet_known_warnings
-from rlhpc.runtime.os_resources import bind_near, die_with_parent, raise_limit
+from rlhpc.runtime.log_sizes import stream_positions
+from rlhpc.runtime.os_resources import bind_near, die_with_parent, open_files_of_rank, raise_limit
 from rlhpc.runtime.proxies import without_proxy
 from rlhpc.runtime.registry import MEMBERS
-from rlhpc.runtime.worker_spec import WorkerSpec
+from rlhpc.runtime.start_phases import IMPORTS, RENDEZVOUS, WAITING, connect_reporter, enter_phase
+from rlhpc.runtime.trace_recorder import process_usage, recorder
+from rlhpc.runtime.worker_spec import BEHIND_PREFIX, WorkerSpec
 
 if TYPE_CHECKING:
     from rlhpc.runtime.comm.service import Service
+    from rlhpc.runtime.launchers import Usage
 
 HEARTBEAT_S = 5.0
+#: Seconds between two checks whether this rank's logs have grown, which take no file operation.
+_TICK_S = 0.5
 _LOG_FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
 
 
@@ -58,12 +65,12 @@ def before_sigterm(action: Callable[[], None], ends_itself: Callable[[], bool] =
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
-    ending = threading.Lock()
+    end_lock = threading.Lock()
 
     def end(*_: Any) -> None:
         if ends_itself():
             return
-        if ending.acquire(blocking=False):
+        if end_lock.acquire(blocking=False):
             with contextlib.suppress(Exception):
                 action()
             ctypes.CDLL(None).signal(int(signal.SIGTERM), None)  # SIG_DFL; Python allows this only on the main thread
@@ -97,8 +104,8 @@ def before_sigterm(action: Callable[[], None], ends_itself: Callable[[], bool] =
     threading.Thread(target=watch, name="rlhpc-sigterm", daemon=True).start()
 
 
-def _redirect_output(spec: WorkerSpec) -> None:
-    for path, fd in ((spec.log_out, 1), (spec.log_err, 2)):
+def _redirect_output(worker_spec: WorkerSpec) -> None:
+    for path, fd in ((worker_spec.log_out, 1), (worker_spec.log_err, 2)):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, fd)
         os.close(target)
@@ -108,26 +115,26 @@ def _redirect_output(spec: WorkerSpec) -> None:
     sys.stdout, sys.stderr = log_stream(1), log_stream(2)
 
 
-def _set_environment(spec: WorkerSpec) -> None:
+def _set_environment(worker_spec: WorkerSpec) -> None:
     from rlhpc.runtime.scratch import Scratch
 
-    os.environ.update(spec.env)
-    os.environ.update(without_proxy(filter(None, (spec.node, spec.tcp_address or ""))))
-    Scratch(spec.token).hold_caches()
-    if "OMP_NUM_THREADS" not in spec.env:
-        os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    os.environ.update(worker_spec.env)
+    os.environ.update(without_proxy(filter(None, (worker_spec.node, worker_spec.tcp_address or ""))))
+    Scratch(worker_spec.token).hold_caches()
+    if "OMP_NUM_THREADS" not in worker_spec.env:
+        os.environ["OMP_NUM_THREADS"] = str(worker_spec.threads)
     with contextlib.suppress(OSError):
-        os.chdir(spec.cwd)
-    sys.path[:] = [path for path in spec.sys_path if path not in sys.path] + sys.path
+        os.chdir(worker_spec.cwd)
+    sys.path[:] = [path for path in worker_spec.sys_path if path not in sys.path] + sys.path
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def _bind_near_devices(spec: WorkerSpec) -> None:
+def _bind_near_devices(worker_spec: WorkerSpec) -> None:
     """Binds the rank to cores near its accelerators, before the rank starts threads; see `cluster.bind_cores`."""
-    if spec.accelerators and spec.bind_cores and (addresses := pci_addresses()):
-        logging.getLogger(__name__).info("cores: %s", bind_near(addresses, spec.threads))
+    if worker_spec.accelerators and worker_spec.bind_cores and (addresses := pci_addresses()):
+        logging.getLogger(__name__).info("cores: %s", bind_near(addresses, worker_spec.threads))
 
 
 class _Rank:
@@ -143,7 +150,7 @@ class _Rank:
         record: The rank's record in the registry: endpoints, process and log files.
     """
 
-    def __init__(self, spec: WorkerSpec, graceful_leave: GracefulLeave) -> None:
+    def __init__(self, worker_spec: WorkerSpec, graceful_leave: GracefulLeave) -> None:
         # Imported here, because an import before the fork would start ZeroMQ's threads in the fork server.
         from rlhpc.runtime.comm.service import Service
         from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
@@ -152,26 +159,30 @@ class _Rank:
         from rlhpc.runtime.rpc import CallReceiver, main_stack
         from rlhpc.runtime.scratch import Scratch
 
-        self._spec, self._driver = spec, choose(spec.driver)
-        registry, scratch = GenerationFolder(Path(spec.registry)), Scratch(spec.token)
-        scratch.ensure()
-        remove_idle_of_the_dead(scratch.shm)
+        self._spec, self._driver = worker_spec, choose(worker_spec.driver)
+        self._next_heartbeat, self._positions = 0.0, (0, 0)
+        self._cpu_times = (time.monotonic(), time.process_time())
+        registry, session_scratch = GenerationFolder(Path(worker_spec.registry)), Scratch(worker_spec.token)
+        session_scratch.ensure()
+        remove_idle_of_the_dead(session_scratch.shm)
         self._service = Service(
-            spec.name, registry.load_keys(), scratch, spec.tcp_address, on_tick=self._heartbeat, tick_s=HEARTBEAT_S,
-            on_broken=lambda _: os._exit(1), doing=main_stack,
+            worker_spec.name, registry.load_keys(), session_scratch, worker_spec.tcp_address,
+            on_tick=self._send_heartbeat, tick_s=_TICK_S,
+            on_broken=lambda _: os._exit(1), describe_activity=main_stack,
         )  # fmt: skip
-        self.receiver = CallReceiver(self._service, spec.tcp_address)
+        self.receiver = CallReceiver(self._service, worker_spec.tcp_address)
         graceful_leave.wake = self.receiver.interrupt
-        graceful_leave.announce = lambda: self._tell_driver("leaving", spec.name, spec.incarnation)
+        graceful_leave.announce = lambda: self._tell_driver("leaving", worker_spec.name, worker_spec.incarnation)
         self.context = Context(
-            spec.name, registry, self._service, check=self._service.check, wait_deadline=spec.wait_deadline,
+            worker_spec.name, registry, self._service, check=self._service.check, wait_deadline=worker_spec.wait_deadline,
             graceful_leave=graceful_leave, tell_driver=self._tell_driver,
         )  # fmt: skip
         self.record = {
-            "group": spec.group, "rank": spec.rank, "node": spec.node, "node_rank": spec.node_rank, "pid": os.getpid(),
+            "group": worker_spec.group, "rank": worker_spec.rank, "node": worker_spec.node,
+            "node_rank": worker_spec.node_rank, "pid": os.getpid(),
             "host": self._service.endpoint["host"], "rpc": self.receiver.record, "data": self._service.endpoint,
-            "log_out": spec.log_out, "log_err": spec.log_err, "incarnation": spec.incarnation,
-            "accelerators": list(spec.accelerators), "state": "running", "started": time.time(), "step": _step_id(),
+            "log_out": worker_spec.log_out, "log_err": worker_spec.log_err, "incarnation": worker_spec.incarnation,
+            "accelerators": list(worker_spec.accelerators), "state": "running", "started": time.time(), "step": _step_id(),
         }  # fmt: skip
 
     def publish(self) -> None:
@@ -179,48 +190,83 @@ class _Rank:
         install(self.context)
         self.context.registry.put(MEMBERS, self._spec.name, self.record)
 
+    def report_phases(self, prepared_at: float) -> None:
+        """Starts to report the phases of the rank's start; its process was prepared at the Unix time `prepared_at`."""
+        phases = [(RENDEZVOUS, prepared_at), (IMPORTS, time.time())]
+        connect_reporter(lambda phases: self.note("phase", phases=phases), phases)
+
     def note(self, event: str, **facts: Any) -> None:
         """Sends the driver a note about this rank."""
         self._send_note(self._make_note(event, **facts))
 
     def _make_note(self, event: str, **facts: Any) -> dict[str, Any]:
-        spec = self._spec
-        return {"note": event, "name": spec.name, "incarnation": spec.incarnation, "pid": os.getpid(), **facts}
+        worker_spec = self._spec
+        return {
+            "note": event,
+            "name": worker_spec.name,
+            "incarnation": worker_spec.incarnation,
+            "pid": os.getpid(),
+            **facts,
+        }
 
-    def _send_note(self, note: dict[str, Any]) -> None:
-        self._service.peers.post(self._driver, b"NOTE", [pickle.dumps(note)])
+    def _send_note(self, rank_note: dict[str, Any]) -> None:
+        self._service.peers.post(self._driver, b"NOTE", [pickle.dumps(rank_note)])
 
     def _tell_driver(self, event: str, name: str, incarnation: str) -> None:
         self._send_note({"note": event, "name": name, "incarnation": incarnation})
 
-    def _heartbeat(self, service: Service) -> None:
-        # the first heartbeat may happen before `self._service` is set
+    def _send_heartbeat(self, service: Service) -> None:
+        """Tells the driver that the rank's logs have grown, and regularly that the rank is alive, and its usage."""
+        now, log_positions = time.monotonic(), stream_positions()
+        is_heartbeat = now >= self._next_heartbeat
+        rank_facts: dict[str, Any] = {"usage": self._measure_usage(now)} if is_heartbeat else {}
+        if log_positions != self._positions:
+            rank_note = self._make_note("logs", positions=log_positions, **rank_facts)
+        elif is_heartbeat:
+            rank_note = self._make_note("alive", **rank_facts)
+        else:
+            return
+        # the first note may be sent before `self._service` is set
         with contextlib.suppress(DeadlineExceeded):  # the service must not wait for a driver that does not read
-            service.peers.post(self._driver, b"NOTE", [pickle.dumps(self._make_note("alive"))], timeout=0.0)
+            service.peers.post(self._driver, b"NOTE", [pickle.dumps(rank_note)], timeout=0.0)
+            self._positions = log_positions
+            if is_heartbeat:
+                self._next_heartbeat = now + HEARTBEAT_S
+
+    def _measure_usage(self, now: float) -> Usage:
+        """Returns the processor cores that the process has used since the last call, and its current usage."""
+        wall_s, cpu_s = self._cpu_times
+        self._cpu_times = now, time.process_time()
+        return round((self._cpu_times[1] - cpu_s) / max(now - wall_s, 1e-9), 2), *process_usage()
 
 
 def _prepare_process(
-    spec: WorkerSpec, on_sigterm: Callable[[], None] | None, graceful_leave: GracefulLeave | None
+    worker_spec: WorkerSpec, on_sigterm: Callable[[], None] | None, graceful_leave: GracefulLeave | None
 ) -> None:
     """Sets up log files, signals, environment and limits of a rank's process."""
-    _redirect_output(spec)
+    _redirect_output(worker_spec)
     faulthandler.enable()  # prints the Python stack after a fault in a library's native code
     ignore_job_signals()
     if on_sigterm is not None:
         before_sigterm(on_sigterm, graceful_leave.notify if graceful_leave is not None else lambda: False)
-    _set_environment(spec)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=spec.name), force=True)
+    _set_environment(worker_spec)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=_LOG_FORMAT.format(name=worker_spec.name), force=True
+    )
     quiet_known_warnings()
-    _bind_near_devices(spec)
-    raise_limit()
+    _bind_near_devices(worker_spec)
+    raise_limit(
+        open_files_of_rank(worker_spec.world_size),
+        f"a rank of {worker_spec.group!r}, a group of {worker_spec.world_size} ranks,",
+    )
 
 
-def _build_instance(spec: WorkerSpec) -> Any:
+def _build_instance(worker_spec: WorkerSpec) -> Any:
     """Builds and returns the user's object."""
     from rlhpc.runtime.worker import bind_spec
 
-    bind_spec(spec)
-    cls, args, kwargs = pickle.loads(spec.body)
+    bind_spec(worker_spec)
+    cls, args, kwargs = pickle.loads(worker_spec.body)
     return cls(*args, **kwargs)
 
 
@@ -234,51 +280,58 @@ def _close(instance: Any, name: str) -> None:
 
 
 def run_worker(
-    spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
+    worker_spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
 ) -> int:
     """Runs a worker from start to end; returns its exit status.
 
     Args:
-        spec: Specification of the rank.
+        worker_spec: Specification of the rank.
         on_sigterm: Called before SIGTERM ends the process.
         graceful_leave: Graceful leave of a joined rank; None for other ranks.
     """
-    _prepare_process(spec, on_sigterm, graceful_leave)
+    _prepare_process(worker_spec, on_sigterm, graceful_leave)
+    prepared_at = time.time()
     # Imported here, because an import before the fork would start ZeroMQ's threads in the fork server.
     from rlhpc.runtime.comm.gloo_auth import guard
-    from rlhpc.runtime.rpc import CallServer, describe_error
+    from rlhpc.runtime.remote_errors import describe_error
+    from rlhpc.runtime.rpc import CallServer
 
     guard()
-    rank = _Rank(spec, graceful_leave or GracefulLeave())
+    rank = _Rank(worker_spec, graceful_leave or GracefulLeave())
     rank.publish()
+    rank.report_phases(prepared_at)
     try:
-        instance = _build_instance(spec)
+        instance = _build_instance(worker_spec)
     except BaseException as error:
         traceback.print_exc()
         rank.note("failed", error=describe_error(error))
         time.sleep(0.2)  # the note must be sent before the process ends
         return 1
+    meter = rank_meter(worker_spec.accelerators, pci_addresses)
+    rank.record["energy"] = meter.describe()
+    enter_phase(WAITING)
     rank.note("ready", record=rank.record)
-    status = CallServer(rank.context, rank.receiver, instance).run()
-    _close(instance, spec.name)
+    status = CallServer(rank.context, rank.receiver, instance, meter).run()
+    _close(instance, worker_spec.name)
+    recorder.stop(flush=True)
     return status
 
 
 def live(
-    spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
+    worker_spec: WorkerSpec, on_sigterm: Callable[[], None] | None = None, graceful_leave: GracefulLeave | None = None
 ) -> int:
     """Runs a worker like `run_worker`; returns its exit status.
 
     Reports an exception in the rank's log and in this process's output.
     """
     try:
-        return run_worker(spec, on_sigterm, graceful_leave)
+        return run_worker(worker_spec, on_sigterm, graceful_leave)
     except BaseException as error:
-        reason = explained(error, "this rank")
+        reason = explain_error(error, "this rank")
         message = f"rlhpc: error: {reason}\n" if isinstance(reason, RlhpcError) else traceback.format_exc()
         with contextlib.suppress(OSError):
             os.write(2, message.encode())
-        with contextlib.suppress(OSError), Path(spec.log_err).open("a") as log:
+        with contextlib.suppress(OSError), Path(worker_spec.log_err).open("a") as log:
             if not os.path.samestat(os.fstat(2), os.fstat(log.fileno())):
                 log.write(message)
         if isinstance(reason, RlhpcError):
@@ -292,11 +345,25 @@ def _step_id() -> str:
     return f"{job}.{step}" if job and step and step.isdigit() else ""
 
 
-def _read_spec(number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
+def _check_driver_socket(worker_spec: WorkerSpec) -> None:
+    """Checks that this rank can access the driver's UNIX socket, if the driver has no other address.
+
+    Raises:
+        ConfigError: It does not; the rank would otherwise wait until the rendezvous has timed out.
+    """
+    path = worker_spec.driver.get("ipc", "").removeprefix("ipc://")
+    if path and not worker_spec.tcp_address and not Path(path).exists():
+        raise ConfigError(
+            f"{worker_spec.name} does not see the driver's socket {path}: its container has another /tmp than the "
+            "node. Have cluster.container show that of the node (Apptainer without --contain, bwrap --bind /tmp /tmp)"
+        )
+
+
+def _read_spec(spec_number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
     """Reads the specification of a task of a job step or of a joined rank from stdin; adds the rank's devices and address.
 
     Args:
-        number: Index of the specification in the list on stdin.
+        spec_number: Index of the specification in the list on stdin.
         graceful_leave: Graceful leave of a joined rank.
     """
     from rlhpc.runtime.allocation import visible_accelerators
@@ -305,21 +372,49 @@ def _read_spec(number: int, graceful_leave: GracefulLeave | None = None) -> Work
     from rlhpc.runtime.worker_spec import exit_on_input_end, read_specs, step_devices
 
     stream = os.dup(0)
-    spec = read_specs(stream)[number]
+    worker_spec = read_specs(stream)[spec_number]
+    _check_driver_socket(worker_spec)
     exit_on_input_end(
-        stream, Scratch(spec.token).leave, graceful_leave.notify if graceful_leave is not None else lambda: True
+        stream, Scratch(worker_spec.token).leave, graceful_leave.notify if graceful_leave is not None else lambda: True
     )
-    spec.env.setdefault("CUDA_VISIBLE_DEVICES", step_devices(spec, os.environ, visible_accelerators(os.environ)))
-    if spec.local_rank == 0:
+    worker_spec.env.setdefault(
+        "CUDA_VISIBLE_DEVICES", step_devices(worker_spec, os.environ, visible_accelerators(os.environ))
+    )
+    if worker_spec.local_rank == 0:
         remove_stale()
-    if spec.tcp_address:
-        driver = spec.driver["tcp"].rpartition(":")[0].removeprefix("tcp://")
-        spec.tcp_address = address_of(spec.interface) if spec.interface else address_towards(driver)
-        interface = interface_of(spec.tcp_address)
+    if worker_spec.tcp_address:
+        driver = worker_spec.driver["tcp"].rpartition(":")[0].removeprefix("tcp://")
+        worker_spec.tcp_address = (
+            address_of(worker_spec.interface) if worker_spec.interface else address_towards(driver)
+        )
+        interface = interface_of(worker_spec.tcp_address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if interface and name not in os.environ:
-                spec.env.setdefault(name, interface)
-    return spec
+                worker_spec.env.setdefault(name, interface)
+    return worker_spec
+
+
+def _run_forked(worker_spec: WorkerSpec) -> None:
+    """Asks the node's server to fork the rank of this task, and ends this process with the rank's status; returns if the
+    server cannot fork it."""
+    from rlhpc.runtime.launchers.node_fork import end_like, run_forked
+    from rlhpc.runtime.scratch import Scratch
+
+    Scratch(worker_spec.token).ensure()
+    status = run_forked(worker_spec, f"{__package__}.worker_process:live_and_leave")
+    if status is not None:
+        Scratch(worker_spec.token).leave()
+        end_like(status)
+
+
+def live_and_leave(worker_spec: WorkerSpec) -> int:
+    """Runs a forked rank of a job step like `live`, and releases the session's scratch folders."""
+    from rlhpc.runtime.scratch import Scratch
+
+    leave = Scratch(worker_spec.token).leave
+    status = live(worker_spec, leave)
+    leave()
+    return status
 
 
 def main() -> None:
@@ -329,13 +424,18 @@ def main() -> None:
     try:
         match sys.argv[1:]:
             case ["step"]:
-                spec = _read_spec(int(os.environ["SLURM_PROCID"]))
+                worker_spec = _read_spec(int(os.environ["SLURM_PROCID"]))
+                if worker_spec.preload and sys.version_info >= (
+                    3,
+                    11,
+                ):  # an older one has no -P, with which the server starts
+                    _run_forked(worker_spec)
             case ["joined", parent]:
                 die_with_parent(int(parent))
-                spec = _read_spec(0, graceful_leave)
+                worker_spec = _read_spec(0, graceful_leave)
             case [parent]:  # started by the fork server
-                die_with_parent(int(parent))
-                spec = pickle.loads(sys.stdin.buffer.read())
+                die_with_parent(os.getppid() if parent == BEHIND_PREFIX else int(parent))
+                worker_spec = pickle.loads(sys.stdin.buffer.read())
             case arguments:
                 raise RlhpcError(f"a rank's process was started with {arguments}")
     except (RlhpcError, EOFError) as error:
@@ -343,8 +443,10 @@ def main() -> None:
         os._exit(1)
     from rlhpc.runtime.scratch import Scratch
 
-    leave = Scratch(spec.token).leave if by_step else None  # for other ranks, the fork server removes the folders
-    status = live(spec, leave, graceful_leave)
+    leave = (
+        Scratch(worker_spec.token).leave if by_step else None
+    )  # for other ranks, the fork server removes the folders
+    status = live(worker_spec, leave, graceful_leave)
     if leave is not None:
         leave()
     sys.stdout.flush()

@@ -7,7 +7,9 @@ import contextlib
 import functools
 import json
 import os
+import pickle
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
     from rlhpc.runtime.placement import Placement
 
+#: Argument of a rank's program in place of its parent's pid, if its parent is the program of `WorkerSpec.command_prefix`.
+BEHIND_PREFIX = "prefixed"
 #: Requests of the driver to a rank besides method calls: to end, and in a recovery to be idle and to resume.
 EXIT, IDLE, RESUME = "\0exit", "\0idle", "\0resume"
 
@@ -49,6 +53,9 @@ class WorkerSpec:
         wait_deadline: Seconds after which a wait fails.
         interpreter: Python that runs the rank in a new process; empty to fork.
         incarnation: Identifier of this start of the rank; a restarted rank has a new one.
+        preload: Modules, and functions that import (`module:function`), that a node runs once for the tasks of a job step,
+            before their ranks are forked. Empty in a step whose ranks are not forked; other launchers do not read it.
+        command_prefix: Command that starts the rank's interpreter, such as a profiler; empty to start it directly.
     """
 
     group: str
@@ -76,6 +83,8 @@ class WorkerSpec:
     interpreter: str = ""
     incarnation: str = ""
     visible: tuple[int, ...] = ()
+    command_prefix: list[str] = field(default_factory=list)
+    preload: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -98,14 +107,20 @@ class WorkerSpec:
         for name, field_type in _KINDS.items():
             if not isinstance(fields[name], field_type) or isinstance(fields[name], bool) != (field_type is bool):
                 raise ValueError(f"{name} of a rank's specification is {short_repr(fields[name])}")
-        counts = [
+        count_fields = [
             *fields["accelerators"],
             *fields["visible"],
             *(fields[name] for name, field_type in _KINDS.items() if field_type is int),
         ]
-        texts = [*fields["sys_path"], *fields["env"].values(), *fields["driver"].values()]
-        texts += [fields["tcp_address"] or "", fields["interface"] or ""]
-        if not all(map(is_count, counts)) or not all(isinstance(text, str) for text in texts):
+        text_fields = [
+            *fields["sys_path"],
+            *fields["command_prefix"],
+            *fields["preload"],
+            *fields["env"].values(),
+            *fields["driver"].values(),
+        ]
+        text_fields += [fields["tcp_address"] or "", fields["interface"] or ""]
+        if not all(map(is_count, count_fields)) or not all(isinstance(text_field, str) for text_field in text_fields):
             raise ValueError(f"no specification of a rank: {short_repr(fields)}")
         class_pickle = base64.b64decode(fields["body"], validate=True)
         indices = {name: tuple(fields[name]) for name in ("accelerators", "visible")}
@@ -129,7 +144,7 @@ _KINDS: dict[str, Any] = {
     ),
     **dict.fromkeys(("rank", "world_size", "node_rank", "local_rank", "local_world_size", "threads"), int),
     "accelerators": list, "visible": list, "env": dict, "sys_path": list, "bind_cores": bool, "driver": dict,
-    "wait_deadline": (int, float),
+    "command_prefix": list, "preload": list, "wait_deadline": (int, float),
 }  # fmt: skip
 
 
@@ -139,9 +154,12 @@ def spec_of(
     world_size: int,
     cluster: Cluster,
     env_vars: dict[str, str],
-    sharing: int,
+    num_sharing: int,
     log_dir: Path,
-    **common: Any,
+    *,
+    in_step: bool = False,
+    default_interpreter: str = "",
+    **common_fields: Any,
 ) -> WorkerSpec:
     """Builds the specification of a rank.
 
@@ -149,25 +167,28 @@ def spec_of(
         group, placement, world_size: Identity and placement of the rank.
         cluster: The nodes.
         env_vars: Environment variables; they take precedence over those of the node group.
-        sharing: Number of ranks that share the cores of the node.
+        num_sharing: Number of ranks that share the cores of the node.
         log_dir: Folder for the rank's logs.
-        common: Fields with the same values for all ranks of the session or the group.
+        in_step: Whether the rank is a task of a job step.
+        default_interpreter: Python of the rank if its node group and its container have no separate one; empty for the
+            launcher's default.
+        common_fields: Fields with the same values for all ranks of the session or the group.
     """
     node = cluster.nodes[placement.node_rank]
     node_group = cluster.node_group(placement.node_group) if placement.node_group else None
     env = {**(dict(node_group.env_vars or {}) if node_group else {}), **env_vars}
     if cluster.source == "virtual":
         env.setdefault(VIRTUAL, "1")
-    interpreter = node_group.python_interpreter if node_group else None
+    interpreter = cluster.interpreter(placement.node_group, in_step=in_step) or default_interpreter
     stem = log_dir / f"{group}-{placement.rank}"
     return WorkerSpec(
         group=group, rank=placement.rank, world_size=world_size, node=node.name, node_rank=placement.node_rank,
         local_rank=placement.local_rank, local_world_size=placement.local_world_size,
         accelerators=tuple(placement.accelerators), visible=tuple(placement.visible), log_out=f"{stem}.out",
         log_err=f"{stem}.err", env=env,
-        sys_path=import_paths(foreign=bool(interpreter)), cwd=os.getcwd(), threads=max(1, node.cpus // sharing),
+        sys_path=import_paths(foreign=bool(interpreter)), cwd=os.getcwd(), threads=max(1, node.cpus // num_sharing),
         bind_cores=cluster.bind_cores,
-        interpreter=interpreter or "", **common,
+        interpreter=interpreter, **common_fields,
     )  # fmt: skip
 
 
@@ -175,9 +196,12 @@ def spec_of(
 LEAVE = b"L"
 
 
-def for_input(specs: Sequence[WorkerSpec]) -> bytes:
-    """Encodes the specifications for the tasks of a job step, in order."""
-    return pickle_stream.encode(list(specs))
+def for_input(worker_specs: Sequence[WorkerSpec]) -> bytes:
+    """Encodes the specifications for the tasks of a job step, in order.
+
+    Every task reads the specifications of all tasks. They hardly differ, so compression leaves a twentieth of the bytes.
+    """
+    return pickle_stream.encode(zlib.compress(pickle.dumps(list(worker_specs))))
 
 
 def read_specs(stream: int) -> list[WorkerSpec]:
@@ -187,10 +211,12 @@ def read_specs(stream: int) -> list[WorkerSpec]:
         EOFError: The driver has ended.
     """
     try:
-        specs: list[WorkerSpec] = pickle_stream.decode(functools.partial(os.read, stream))
+        worker_specs: list[WorkerSpec] = pickle.loads(
+            zlib.decompress(pickle_stream.decode(functools.partial(os.read, stream)))
+        )
     except EOFError:
         raise EOFError("the driver was gone before it said what to do") from None
-    return specs
+    return worker_specs
 
 
 def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Callable[[], bool] = lambda: True) -> None:
@@ -206,8 +232,8 @@ def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Calla
     def watch() -> None:
         reason = b"the driver of this run is gone; this rank ends\n"
         with contextlib.suppress(OSError):
-            while received := os.read(stream, 4096):
-                if LEAVE in received and not ends_itself():
+            while received_bytes := os.read(stream, 4096):
+                if LEAVE in received_bytes and not ends_itself():
                     reason = b"this rank was told to leave, and has nothing under way; it ends\n"
                     break
         with contextlib.suppress(OSError):  # a full disk
@@ -219,24 +245,25 @@ def exit_on_input_end(stream: int, leave: Callable[[], None], ends_itself: Calla
     threading.Thread(target=watch, name="rlhpc-lifeline", daemon=True).start()
 
 
-def step_devices(spec: WorkerSpec, environ: Mapping[str, str], visible: Sequence[str]) -> str:
+def step_devices(worker_spec: WorkerSpec, environ: Mapping[str, str], visible_devices: Sequence[str]) -> str:
     """Returns the rank's `CUDA_VISIBLE_DEVICES`. Index i of an accelerator means the i-th device of the step on the node.
 
     Args:
-        spec: Specification of the rank.
+        worker_spec: Specification of the rank.
         environ: Environment of the task.
-        visible: Devices of the step on the node.
+        visible_devices: Devices of the step on the node.
 
     Raises:
         ConfigError: The step has fewer devices than the placement needs.
     """
-    if not spec.accelerators:
+    if not worker_spec.accelerators:
         return ""
-    if not visible and "CUDA_VISIBLE_DEVICES" not in environ:
-        return ",".join(str(i) for i in spec.device_mask)  # a site that sets no mask
-    if max(spec.device_mask) >= len(visible):
+    if not visible_devices and "CUDA_VISIBLE_DEVICES" not in environ:
+        return ",".join(str(i) for i in worker_spec.device_mask)  # a site that sets no mask
+    if max(worker_spec.device_mask) >= len(visible_devices):
         raise ConfigError(
-            f"{spec.name} on node {spec.node} is placed on accelerator {max(spec.device_mask)}, but the step was given "
-            f"{len(visible)} there (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r})"
+            f"{worker_spec.name} on node {worker_spec.node} is placed on accelerator {max(worker_spec.device_mask)}, "
+            f"but the step was given "
+            f"{len(visible_devices)} there (CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')!r})"
         )
-    return ",".join(visible[i] for i in spec.device_mask)
+    return ",".join(visible_devices[i] for i in worker_spec.device_mask)

@@ -20,9 +20,9 @@ def root() -> Path:
     return _PACKAGED if (_PACKAGED / "workflow" / "Snakefile").is_file() else _CHECKOUT
 
 
-def path(*parts: str) -> Path:
+def path(*path_parts: str) -> Path:
     """Returns the path of a file or folder below `root()`, such as `path("workflow", "Snakefile")`."""
-    return root().joinpath(*parts)
+    return root().joinpath(*path_parts)
 
 
 def snakefile() -> str:

@@ -23,14 +23,17 @@ from rlhpc.config.parallel import MeshSizes, unsupported_backend_sizes
 from rlhpc.runtime.devices import empty_cache, host_memory, synchronize, torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
+from rlhpc.runtime.former_names import former_members
 from rlhpc.runtime.text import first_line
+from rlhpc.runtime.trace_recorder import span
 from rlhpc.training.blueprint import Blueprint, Full, Named, transformer_layers
 from rlhpc.training.flat_parameters import AdamOptions
+from rlhpc.training.loss_scale import LossScaler
 
 if TYPE_CHECKING:
-    from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
+    from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, GradScalerConfig, OptimConfig, ParallelConfig
     from rlhpc.training.mesh import Mesh
-    from rlhpc.training.shard_layout import Region
+    from rlhpc.training.shard_layout import HeldSlice
 
 
 #: Integer dtype of the same size as a float, by bytes; the float's bits are flipped through it.
@@ -151,6 +154,7 @@ class TrainingRanks(Protocol):
         """Initializes torch's default process group and returns it; None if there is only one rank."""
 
 
+@former_members(refuses="is_step_skipped")
 class TrainingBackend(abc.ABC):
     """One rank's module and optimizer. All ranks call the same methods in the same order.
 
@@ -159,8 +163,8 @@ class TrainingBackend(abc.ABC):
 
     The constructor of a subclass builds `self.module` (and its optimizer) and ends with `prepare_reference`. A subclass
     defines `_backward`, `optimizer_step`, `replace_weights`, `save`, `load`, `offload` and `reload`. If the
-    weights cannot be read while they are offloaded, `away` returns True then, and the subclass reads or writes them inside
-    `awake`.
+    weights cannot be read while they are offloaded, `is_offloaded` returns True then, and the subclass reads or writes them
+    inside `keep_on_device`.
 
     Args:
         blueprint: Description of the trained module.
@@ -174,6 +178,7 @@ class TrainingBackend(abc.ABC):
         sizes: Sizes of the mesh dimensions (`MeshSizes`).
         mesh: Device mesh; None if the backend has none.
         norms: Gradient norms of the last step, by policy (`Blueprint.policies`).
+        scaler: Loss scale of training in float16; None in other dtypes, and if the backend scales losses itself.
     """
 
     sizes: MeshSizes
@@ -185,6 +190,10 @@ class TrainingBackend(abc.ABC):
     lockstep = True
     """Whether all ranks must pass the same number of micro-batches to `forward_backward` (padded with empty ones) and call
     `evaluate` at the same time."""
+
+    scales_loss = False
+    """Whether the backend trains in float16: it divides gradients by `scaler.scale` before it takes their norm, and passes
+    the norm to `_update_scale`."""
 
     divides = False
     """Whether `actor.parallel` may divide a model over more than the data-parallel dimension."""
@@ -203,13 +212,49 @@ class TrainingBackend(abc.ABC):
         self.base_lr = self.optim.lr
         self._reference: nn.Module | None = None
         self.norms: dict[str, float] = {}
+        self.scaler: LossScaler | None = None
+        if self.dtype == torch.float16:
+            self.scaler = self._make_scaler(getattr(actor, "grad_scaler", None))
+
+    def _make_scaler(self, options: GradScalerConfig | None) -> LossScaler | None:
+        """Builds the loss scale of training in float16.
+
+        Raises:
+            ConfigError: The backend, or the task type, does not train in float16.
+        """
+        if not self.scales_loss or options is None:
+            raise ConfigError(
+                f"{self.blueprint.key}.model.dtype=float16 needs a scaled loss, which {self.blueprint.key}.training_backend="
+                f"{self.name or type(self).__name__} does not have here: take bfloat16, or training_backend local or fsdp"
+            )
+        return LossScaler(options, self.device)
+
+    def require_values(self) -> None:
+        """Checks that the module has value parameters if the optimizer's options are about them. A subclass calls it after it
+        has built the module.
+
+        Raises:
+            ConfigError: The module has no value parameters.
+        """
+        names = (name for name, p in self.module.named_parameters() if p.requires_grad)
+        if self.optim.separates_values and not any(map(self.blueprint.is_value, names)):
+            key = "value_lr" if self.optim.value_lr is not None else "critic_warmup_steps"
+            raise ConfigError(
+                f"{self.blueprint.key}.optim.{key}: the model has no value head or critic; leave the key out, or set "
+                f"{self.blueprint.key}.model.add_value_head (policies) or value_head (language models)"
+            )
 
     # -- computing ------------------------------------------------------------------------------------------------
 
     @property
-    def called(self) -> nn.Module:
+    def forward_module(self) -> nn.Module:
         """Module that forward passes call; a subclass may return a wrapper."""
         return self.module
+
+    @property
+    def records_passes(self) -> bool:
+        """True if passes are recorded and replayed, so that each size of micro-batches needs a recording."""
+        return False
 
     @property
     def models(self) -> list[nn.Module]:
@@ -222,12 +267,12 @@ class TrainingBackend(abc.ABC):
         return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
     def evaluate(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
-        """Returns `forward(called, batch)`, run in evaluation mode without gradients. `forward` returns tensors, or lists,
-        tuples or dicts of tensors.
+        """Returns `forward(forward_module, batch)`, run in evaluation mode without gradients. `forward` returns tensors, or
+        lists, tuples or dicts of tensors.
         """
         self.module.eval()
         with torch.no_grad(), _explain_out_of_memory(self.blueprint.knobs):
-            return forward(self.called, batch)
+            return forward(self.forward_module, batch)
 
     def evaluate_reference(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
         """Returns `forward` of the reference policy, run as in `evaluate`; builds the reference at the first call."""
@@ -254,33 +299,49 @@ class TrainingBackend(abc.ABC):
         metrics = []
         with _explain_out_of_memory(self.blueprint.knobs):
             for index, micro_batch in enumerate(micro_batches):
-                metrics.append(self._run_pass(loss, micro_batch, last=index == len(micro_batches) - 1))
+                metrics.append(self._run_pass(loss, micro_batch, is_last=index == len(micro_batches) - 1))
         return metrics
 
     def _run_pass(
-        self, loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]], micro_batch: Batch, last: bool
+        self, loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]], micro_batch: Batch, is_last: bool
     ) -> Metrics:
         """Runs one forward and backward pass; returns the metrics, detached."""
-        loss_value, metrics = loss(self.called, micro_batch)
-        self._backward(loss_value, last)
+        with span("micro-batch", "train", tokens=getattr(micro_batch, "tokens", None)):
+            loss_value, metrics = loss(self.forward_module, micro_batch)
+            self._backward(loss_value, is_last)
         return {key: metric.detach() for key, metric in metrics.items()}
 
     @abc.abstractmethod
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Sums the gradients over the ranks, clips them to `actor.optim.clip_grad`, and updates the weights. No rank updates
-        if the norm is not finite (`refuses`).
+        if the norm is not finite (`is_step_skipped`).
 
         Returns:
             The global gradient norm before clipping, as a tensor; reading it may wait for the device.
         """
 
-    def refuses(self, norm: torch.Tensor) -> bool:
+    def is_step_skipped(self, norm: torch.Tensor) -> bool:
         """Returns whether a step with this gradient norm was skipped because the norm is not finite.
 
-        If `Blueprint.look` is False, a backend may return False without reading the norm. In this case the task package
+        If `Blueprint.reads_norm` is False, a backend may return False without reading the norm. In this case the task package
         reads the norms at the end of its update, before weights are sent.
         """
         return not math.isfinite(norm)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of the losses in float16; None in other dtypes."""
+        return None if self.scaler is None else self.scaler.scale
+
+    @property
+    def overflowed(self) -> bool:
+        """True if the last step was skipped because the loss scale was too large; it is smaller now."""
+        return self.scaler is not None and self.scaler.overflowed
+
+    def _update_scale(self, norm: torch.Tensor) -> None:
+        """Adapts the loss scale to the gradient norm of a step."""
+        if self.scaler is not None:
+            self.scaler.update(math.isfinite(norm))
 
     def bad_gradients(self) -> list[str]:
         """Returns the names of the parameters whose gradient, summed over the ranks, was not finite in the step that was
@@ -291,9 +352,13 @@ class TrainingBackend(abc.ABC):
     def _clear(self) -> None:  # noqa: B027 (optional)
         """Discards accumulated gradients."""
 
-    def _backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Accumulates the gradient of one micro-batch; `last` is True for the last micro-batch of a `forward_backward`."""
-        loss.backward()
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Accumulates the gradient of one micro-batch; `is_last` is True for the last micro-batch of a `forward_backward`."""
+        self._scaled(loss).backward()
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss that a backward pass starts from."""
+        return loss if self.scaler is None else self.scaler.scaled(loss)
 
     def prepare_reference(self) -> None:
         """Builds the reference policy now if the run needs one."""
@@ -310,25 +375,25 @@ class TrainingBackend(abc.ABC):
         """Returns the full weight, gathered from the ranks' shards; all ranks call it for the same weights."""
         return tensor
 
-    def named_weights(self, without: Container[str] = ()) -> Named:
-        """Yields all weights in full, as in `Blueprint.named_weights`, except those in `without`. All ranks iterate; each
-        tensor may be dropped before the next is requested.
+    def named_weights(self, excluded_names: Container[str] = ()) -> Named:
+        """Yields all weights in full, as in `Blueprint.named_weights`, except those in `excluded_names`. All ranks
+        iterate; each tensor may be dropped before the next is requested.
         """
-        with self.awake():
-            yield from self.blueprint.named_weights(self.module, self.full, without)
+        with self.keep_on_device():
+            yield from self.blueprint.named_weights(self.module, self.full, excluded_names)
 
-    def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
+    def pieces(self, *, by_rows: bool = False) -> Iterator[tuple[HeldSlice, torch.Tensor]]:
         """Yields the slices of the weights that this rank holds, one at a time, under their names in checkpoints, in the
         compute dtype and with LoRA merged (`shard_layout`). All ranks iterate to the end; a value may be a view of the live
         weights.
 
         Args:
-            rows: Reshard matrices that are split by columns to row slices first.
+            by_rows: Reshard matrices that are split by columns to row slices first.
 
         Raises:
             NotImplementedError: The backend has no mesh and yields only full weights, from `named_weights`.
         """
-        raise NotImplementedError(f"{self.name} has its weights in another form than in boxes")
+        raise NotImplementedError(f"{self.name} has its weights in another form than in slices")
 
     def frozen_names(self) -> frozenset[str]:
         """Returns the names of the weights that never change."""
@@ -340,9 +405,9 @@ class TrainingBackend(abc.ABC):
 
     @contextlib.contextmanager
     def perturbed(self) -> Iterator[None]:
-        """Perturbs each trained element while the block runs, and then restores it bit for bit (`Perturbation`). Copies in
+        """Perturbs each trained element during the block, and then restores it bit for bit (`Perturbation`). Copies in
         the optimizer are not changed. All ranks enter and leave the block together."""
-        with self.awake():
+        with self.keep_on_device():
             perturbation = Perturbation()
             self._edit_trained(perturbation.apply)
             try:
@@ -366,23 +431,25 @@ class TrainingBackend(abc.ABC):
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:
-        """Restores a checkpoint from `save`, of the same or another world size. Options such as eps keep their configured
+        """Restores a checkpoint from `save`, of any world size. Options such as eps keep their configured
         values.
 
         Raises:
-            CheckpointError: The checkpoint is from another model or backend, or cannot be read.
+            CheckpointError: The checkpoint is from a different model or backend, or cannot be read.
         """
 
     def write_identity(self, folder: Path) -> None:
         """Writes the identity file (backend and model of the checkpoint) and the blueprint's further files, on rank 0."""
         if self.rank == 0:
-            identity = {**self._identity(), "about": self.blueprint.about(self.module)}
+            identity = {**self._identity(), "about": self.blueprint.recorded_facts(self.module)}
+            if self.scaler is not None:
+                identity["grad_scaler"] = self.scaler.state()
             identity_json = json.dumps(identity, indent=2, sort_keys=True)
             write_durably(folder / self.blueprint.identity_file, identity_json.encode() + b"\n")
-            self.blueprint.write_beside(folder, self.module)
+            self.blueprint.write_extra_files(folder, self.module)
 
     def check_identity(self, folder: Path) -> None:
-        """Checks that a checkpoint is from the same backend and model.
+        """Checks that a checkpoint is from the same backend and model, and restores the loss scale.
 
         Raises:
             CheckpointError: The checkpoint does not match; the message names the first difference.
@@ -391,16 +458,20 @@ class TrainingBackend(abc.ABC):
         if self.name == self.blueprint.unmarked and not path.exists():
             return
         try:
-            recorded = json.loads(path.read_text())
+            recorded_identity = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: not a checkpoint of this kind of model ({error})") from error
-        for key, expected in self._identity().items():
+        for key, expectation in self._identity().items():
             # Older checkpoints omit disabled features, and have some keys only in `about`.
-            recorded_value = recorded.get(key, False if expected is False else _about_value(recorded, key))
-            if recorded_value != expected:
+            recorded_fact = recorded_identity.get(
+                key, False if expectation is False else _about_value(recorded_identity, key)
+            )
+            if recorded_fact != expectation:
                 raise CheckpointError(
-                    f"{folder}: the checkpoint has {key} {recorded_value!r}, this configuration {expected!r}"
+                    f"{folder}: the checkpoint has {key} {recorded_fact!r}, this configuration {expectation!r}"
                 )
+        if self.scaler is not None:
+            self.scaler.restore(recorded_identity.get("grad_scaler"))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -420,26 +491,26 @@ class TrainingBackend(abc.ABC):
         """Moves the state back to the accelerator after `offload`."""
 
     @property
-    def away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """True if the weights are offloaded and cannot be used before `reload`."""
         return False
 
     @contextlib.contextmanager
-    def awake(self) -> Iterator[None]:
+    def keep_on_device(self) -> Iterator[None]:
         """Reloads offloaded weights while the block runs, and offloads them again at its end. This is for
         checkpoints and weights that are requested while the weights are offloaded."""
-        was_away = self.away
-        if was_away:
+        was_offloaded = self.is_offloaded
+        if was_offloaded:
             self.reload()
         try:
             yield
         finally:
-            if was_away:
+            if was_offloaded:
                 self.offload()
 
 
 def _about_value(identity: Mapping[str, Any], key: str) -> Any:
-    """Returns the value of a key such as `actor.lora.alpha` from a checkpoint's `about`; None if it is missing."""
+    """Returns the value of a key such as `actor.lora.alpha` from the entry `about` of a checkpoint; None if it is missing."""
     _, *path = key.split(".")
     node: Any = identity.get("about") if path else None
     for field in path:
@@ -474,12 +545,12 @@ class HostMemory:
     """Page-locked host memory for offloaded tensors. It is kept for reuse, because page-locking takes longer than a copy."""
 
     def __init__(self) -> None:
-        self._flat: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Number of retained bytes."""
-        return 0 if self._flat is None else self._flat.nbytes
+        return 0 if self._buffer is None else self._buffer.nbytes
 
     def blocks(self, sizes: list[int], device: str) -> list[torch.Tensor]:
         """Returns uint8 tensors of these sizes. The tensors reuse the memory of blocks from earlier calls.
@@ -490,20 +561,19 @@ class HostMemory:
         """
         padded_sizes = [size + -size % _ALIGN for size in sizes]
         if self.nbytes < sum(padded_sizes):
-            self._flat = None  # free it before the next allocation
-            self._flat = host_memory(sum(padded_sizes), device)
-        if self._flat is None:
+            self._buffer = None  # free it before the next allocation
+            self._buffer = host_memory(sum(padded_sizes), device)
+        if self._buffer is None:
             return []
-        allocated = self._flat[: sum(padded_sizes)].split(padded_sizes)
-        return [padded[:size] for padded, size in zip(allocated, sizes, strict=True)]
+        allocated_blocks = self._buffer[: sum(padded_sizes)].split(padded_sizes)
+        return [padded_block[:size] for padded_block, size in zip(allocated_blocks, sizes, strict=True)]
 
 
 class OffloadedTensors:
     """Tensors whose storages are copied to the host and then freed. The tensors cannot be used until `restore`.
 
     Args:
-        tensors: Tensors of one device. Shared memory is copied once; other tensors that share the memory become unusable,
-            too.
+        tensors: Tensors of one device. Shared memory is copied once; other tensors that share the memory become unusable.
         scratch: Tensors whose memory is freed without a copy.
         host: Host memory for the contents; by default new memory is allocated.
     """
@@ -524,7 +594,7 @@ class OffloadedTensors:
             block.copy_(_bytes_of(storage), non_blocking=True)
         synchronize(device)
         self._contents = [(storage, storage.nbytes(), block) for storage, block in zip(contents, blocks, strict=True)]
-        self._emptied = [(storage, storage.nbytes()) for storage in emptied_storages]
+        self._emptied_storages = [(storage, storage.nbytes()) for storage in emptied_storages]
         for storage in (*contents, *emptied_storages):
             storage.resize_(0)
 
@@ -541,52 +611,52 @@ class OffloadedTensors:
     @property
     def nbytes(self) -> int:
         """Number of bytes that were freed."""
-        return sum(size for _, size, _ in self._contents) + sum(size for _, size in self._emptied)
+        return sum(size for _, size, _ in self._contents) + sum(size for _, size in self._emptied_storages)
 
     def restore(self) -> None:
         """Allocates the memory again and restores the contents; the contents of scratch tensors are undefined."""
-        for storage, size in self._emptied:
+        for storage, size in self._emptied_storages:
             storage.resize_(size)
         for storage, size, block in self._contents:
             storage.resize_(size)
             _bytes_of(storage).copy_(block, non_blocking=True)
         synchronize(self._device)  # before other data overwrites the host copy
-        self._contents, self._emptied = [], []
+        self._contents, self._emptied_storages = [], []
 
 
 class OffloadingBackend(TrainingBackend):
     """Backend that frees its accelerator memory while another role uses the accelerator. A subclass lists its tensors in
-    `offloadable_tensors`, and reads or writes them inside `awake`.
+    `offloadable_tensors`, and reads or writes them inside `keep_on_device`.
     """
 
-    _offloaded: OffloadedTensors | None = None
+    _offloaded_tensors: OffloadedTensors | None = None
     _host: HostMemory | None = None
 
     @property
-    def away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """True if the tensors are offloaded, so that their storages are empty."""
-        return self._offloaded is not None
+        return self._offloaded_tensors is not None
 
     def offload(self) -> None:
         """Moves the tensors to the host; does nothing on a CPU or if they are already offloaded."""
-        if self.device.type != "cpu" and not self.away:
-            self.park()
+        if self.device.type != "cpu" and not self.is_offloaded:
+            self.move_to_host()
             empty_cache()
 
-    def park(self) -> int:
+    def move_to_host(self) -> int:
         """Moves this rank's tensors from its device to the host, and returns the number of freed bytes."""
         self._host = self._host or HostMemory()
         contents, scratch = (
             [t for t in tensors if t.device.type == self.device.type] for tensors in self.offloadable_tensors()
         )
-        self._offloaded = OffloadedTensors(contents, scratch, self._host)
-        return self._offloaded.nbytes
+        self._offloaded_tensors = OffloadedTensors(contents, scratch, self._host)
+        return self._offloaded_tensors.nbytes
 
     def reload(self) -> None:
         """Moves the tensors back to the accelerator; does nothing if they are not offloaded."""
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
+        if self._offloaded_tensors is not None:
+            self._offloaded_tensors.restore()
+            self._offloaded_tensors = None
             self.recreate_freed()
 
     @abc.abstractmethod

@@ -36,7 +36,7 @@ class Blueprint(abc.ABC):
             a backend that holds full weights does not write them.
         gather_dtype: Dtype to which a backend may convert floating-point weights before it gathers them, because
             `named_weights` yields them in this dtype anyway; None if it computes with the gathered weights first.
-        look: True if a backend must read each gradient norm before the update, even if it has to wait for the device.
+        reads_norm: True if a backend must read each gradient norm before the update, even if it has to wait for the device.
         unmarked: Name of the backend whose old checkpoints may lack `identity_file`.
         knobs: Settings that a user may lower or set if memory is exhausted.
         key: Name of the configuration section in messages.
@@ -50,7 +50,7 @@ class Blueprint(abc.ABC):
     unmarked: str = ""
     keeps_weights: bool = False
     gather_dtype: torch.dtype | None = None
-    look: bool = True
+    reads_norm: bool = True
     knobs: str = "lower actor.micro_batch_size"
 
     @abc.abstractmethod
@@ -76,7 +76,7 @@ class Blueprint(abc.ABC):
         """
         return transformer_layers(module)
 
-    def uncast(self, module: nn.Module) -> list[nn.Module]:
+    def modules_without_cast(self, module: nn.Module) -> list[nn.Module]:
         """Returns the modules of `layers` whose inputs keep their dtype; other inputs are cast to the compute dtype."""
         return []
 
@@ -90,7 +90,7 @@ class Blueprint(abc.ABC):
         if mesh.sizes.block > 1 or mesh.sizes.expert > 1:
             raise ConfigError(unsupported_policy_sizes(self.key, mesh.sizes))
 
-    def apart(self, module: nn.Module) -> list[nn.Module]:
+    def expert_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns the submodules whose parameters are sharded by experts."""
         return []
 
@@ -100,7 +100,7 @@ class Blueprint(abc.ABC):
         """
         return None
 
-    def exported(self, name: str) -> bool:
+    def is_exported(self, name: str) -> bool:
         """Returns whether a checkpoint tensor belongs to the acting policy and is exported."""
         return True
 
@@ -108,7 +108,11 @@ class Blueprint(abc.ABC):
         """Yields names and full tensors of a module from `build` that are not in the files of `slices`, one at a time."""
         yield from ()
 
-    def last(self, module: nn.Module) -> nn.Module | None:
+    def is_value(self, name: str) -> bool:
+        """Returns whether a parameter of this name belongs to the value head or critic, which computes values alone."""
+        return not {"value_head", "critic"}.isdisjoint(name.split("."))
+
+    def last_layer(self, module: nn.Module) -> nn.Module | None:
         """Returns the module of `layers` with which a backward pass starts; None if unknown. Its weights may stay gathered."""
         return None
 
@@ -116,7 +120,7 @@ class Blueprint(abc.ABC):
         """Returns the facts that must match for a checkpoint to be accepted."""
         return {}
 
-    def about(self, module: nn.Module) -> dict[str, Any]:
+    def recorded_facts(self, module: nn.Module) -> dict[str, Any]:
         """Returns additional facts that a checkpoint records, for readers without access to the run.
 
         Args:
@@ -124,11 +128,11 @@ class Blueprint(abc.ABC):
         """
         return {}
 
-    def write_beside(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (optional)
+    def write_extra_files(self, folder: Path, module: nn.Module) -> None:  # noqa: B027 (optional)
         """Writes the files that accompany a checkpoint's weights; only rank 0 calls it."""
 
     @abc.abstractmethod
-    def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
+    def named_weights(self, module: nn.Module, gather_full: Full, excluded_names: Container[str] = ()) -> Named:
         """Yields all weights in full, under the names and in the dtype that acting workers and exports expect."""
 
     @abc.abstractmethod
@@ -139,7 +143,7 @@ class Blueprint(abc.ABC):
 def transformer_layers(module: nn.Module) -> list[nn.Module]:
     """Returns the layers of the transformers models in a module, by the class names that those models declare.
 
-    FSDP2 makes a layer an instance of a subclass, with another name.
+    FSDP2 makes a layer an instance of a subclass, with a different name.
     """
     package = sys.modules.get("transformers")
     if package is None:  # not imported, so no such model exists
@@ -174,13 +178,16 @@ def disable_dropout(model: nn.Module) -> bool:
     return had_dropout
 
 
-def compile_layers(model: nn.Module, layers: Sequence[nn.Module], key: str) -> None:
+def compile_layers(
+    model: nn.Module, layers: Sequence[nn.Module], key: str, *, has_variable_batch: bool = False
+) -> None:
     """Compiles the forward function of each of a model's layers.
 
     Args:
         model: The model, for messages.
         layers: Its layers.
         key: Name of the configuration key in messages.
+        has_variable_batch: Whether the layers read batches of one row and of several rows (`compile_forward`).
 
     Raises:
         ConfigError: There are no layers. A layer raises this error at its first call if torch cannot compile it.
@@ -194,4 +201,4 @@ def compile_layers(model: nn.Module, layers: Sequence[nn.Module], key: str) -> N
         )
 
     for layer in layers:
-        compile_forward(layer, partial(fail, type(layer).__name__))
+        compile_forward(layer, partial(fail, type(layer).__name__), has_variable_batch=has_variable_batch)

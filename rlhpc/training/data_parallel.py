@@ -14,7 +14,7 @@ from torch import nn
 
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
 from rlhpc.jobs.paths import MODEL
-from rlhpc.runtime.devices import moved
+from rlhpc.runtime.devices import move_module
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import lora
 from rlhpc.training.backend import Batch, Blueprint, Metrics, Named, OffloadingBackend, TrainingRanks, tensors_of
@@ -34,18 +34,29 @@ class ReplicatedBackend(OffloadingBackend):
 
     name = "local"
     lockstep = False
+    scales_loss = True
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
-        self.module = moved(blueprint.build(), self.device)
+        self.module = move_module(blueprint.build(), self.device)
         # A task package that writes the weights itself keeps them in the compute dtype.
         dtype = None if blueprint.keeps_weights else self.dtype
 
         def build_flat(is_included: Callable[[str], bool] | None = None) -> FlatModule:
-            reduce, look = worker.all_reduce, blueprint.look
+            reduce, reads_norm = worker.all_reduce, blueprint.reads_norm
             return FlatModule(
-                self.module, self.optim, reduce, self.ranks, look=look, dtype=dtype, is_included=is_included
+                self.module,
+                self.optim,
+                reduce,
+                self.ranks,
+                reads_norm=reads_norm,
+                dtype=dtype,
+                is_included=is_included,
+                is_value=blueprint.is_value,
+                scaler=self.scaler,
             )
+
+        self.require_values()
 
         policies = blueprint.policies
         self._flats = (
@@ -54,21 +65,28 @@ class ReplicatedBackend(OffloadingBackend):
             else {"": build_flat()}
         )
         captures = getattr(actor, "capture_graphs", False) and captures_graphs(self.device)
-        self._captured = CapturedPasses(self._changed_by_passes) if captures else None
+        self._captured_passes = CapturedPasses(self._changed_by_passes) if captures else None
         self.prepare_reference()
+
+    @property
+    def records_passes(self) -> bool:
+        """True with `actor.capture_graphs` on a device that can record passes (`TrainingBackend.records_passes`)."""
+        return self._captured_passes is not None
 
     def _changed_by_passes(self) -> list[torch.Tensor]:
         """Returns the tensors that a forward and backward pass changes."""
-        return [*(flat.gradients for flat in self._flats.values()), *self.module.buffers()]
+        return [*(flat_module.gradients for flat_module in self._flats.values()), *self.module.buffers()]
 
     def _run_pass(
-        self, loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]], micro_batch: Batch, last: bool
+        self, loss: Callable[[nn.Module, Batch], tuple[torch.Tensor, Metrics]], micro_batch: Batch, is_last: bool
     ) -> Metrics:
         """Runs one forward and backward pass (`TrainingBackend._run_pass`), by a replay with `actor.capture_graphs`."""
         run_pass = super()._run_pass
-        if self._captured is None:
-            return run_pass(loss, micro_batch, last)
-        return self._captured.run(loss, micro_batch, lambda static_inputs: run_pass(loss, static_inputs, last))
+        if self._captured_passes is None:
+            return run_pass(loss, micro_batch, is_last)
+        return self._captured_passes.run(
+            loss, micro_batch, lambda static_inputs: run_pass(loss, static_inputs, is_last)
+        )
 
     @property
     def flat(self) -> FlatModule:
@@ -77,11 +95,11 @@ class ReplicatedBackend(OffloadingBackend):
         return flat_module
 
     def _make_reference(self) -> nn.Module:
-        return moved(self.blueprint.build_reference(), self.device)
+        return move_module(self.blueprint.build_reference(), self.device)
 
     def _clear(self) -> None:
-        for flat in self._flats.values():
-            flat.zero_grad()
+        for flat_module in self._flats.values():
+            flat_module.zero_grad()
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Takes an optimizer step (`TrainingBackend.optimizer_step`). Gradients are kept until the next
@@ -89,41 +107,46 @@ class ReplicatedBackend(OffloadingBackend):
         updated, and neither are its averages.
         """
         if not self.blueprint.policies:
-            return self.flat.optimizer_step(lr)
-        norms = {name: flat.gradient_norm() for name, flat in self._flats.items()}
+            norm = self.flat.optimizer_step(lr)
+            self._update_scale(norm)
+            return norm
+        norms = {name: flat_module.gradient_norm() for name, flat_module in self._flats.items()}
         total_norm = torch.stack([*norms.values()]).square().sum().sqrt()
         self.norms = {name: float(norm) for name, norm in norms.items()}
-        if not self.refuses(total_norm):
-            for name, flat in self._flats.items():
+        if not self.is_step_skipped(total_norm):
+            for name, flat_module in self._flats.items():
                 if self.norms[name]:
-                    flat.step(norms[name], lr)
+                    flat_module.step(norms[name], lr)
+        self._update_scale(total_norm)
         return total_norm
 
-    def refuses(self, norm: torch.Tensor) -> bool:
-        """Returns whether the step with this gradient norm was not taken (`TrainingBackend.refuses`)."""
-        return next(iter(self._flats.values())).refuses(norm)
+    def is_step_skipped(self, norm: torch.Tensor) -> bool:
+        """Returns whether the step with this gradient norm was skipped (`TrainingBackend.is_step_skipped`)."""
+        return next(iter(self._flats.values())).is_step_skipped(norm)
 
     def bad_gradients(self) -> list[str]:
         """Returns the parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""
-        return [name for flat in self._flats.values() for name in flat.bad_gradients()]
+        return [name for flat_module in self._flats.values() for name in flat_module.bad_gradients()]
 
     def _named_weights(self) -> dict[str, torch.Tensor]:
-        return {name: view for flat in self._flats.values() for name, view in flat.named_weights().items()}
+        return {
+            name: view for flat_module in self._flats.values() for name, view in flat_module.named_weights().items()
+        }
 
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`)."""
-        with self.awake():
+        with self.keep_on_device():
             self.module.load_state_dict(tensors)
-            for flat in self._flats.values():
-                if flat.mixed:
-                    flat.replace(tensors)
+            for flat_module in self._flats.values():
+                if flat_module.mixed:
+                    flat_module.replace(tensors)
 
     def local_tensors(self) -> Named:
         """Yields names and tensors of the trained weights and of the optimizer's averages."""
-        with self.awake():
-            for policy, flat in self._flats.items():
-                yield from flat.named_weights().items()
-                optimizer, prefix = flat.optimizer, f"{policy}." if policy else ""
+        with self.keep_on_device():
+            for policy, flat_module in self._flats.items():
+                yield from flat_module.named_weights().items()
+                optimizer, prefix = flat_module.optimizer, f"{policy}." if policy else ""
                 yield from (
                     (f"optimizer.{prefix}exp_avg", optimizer.exp_avg),
                     (f"optimizer.{prefix}exp_avg_sq", optimizer.exp_avg_sq),
@@ -134,19 +157,19 @@ class ReplicatedBackend(OffloadingBackend):
         folder = Path(folder)
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            with self.awake():
+            with self.keep_on_device():
                 if not self.blueprint.keeps_weights:
                     save_tensors(folder / MODEL, self._named_weights())
-                for policy, flat in self._flats.items():
-                    save_state(folder / _optimizer_file(policy), flat.state_dict())
+                for policy, flat_module in self._flats.items():
+                    save_state(folder / _optimizer_file(policy), flat_module.state_dict())
             self.write_identity(folder)
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote (`TrainingBackend.load`)."""
+        """Restores the state that `save` wrote (`TrainingBackend.load`)."""
         folder = Path(folder)
         self.check_identity(folder)
-        with self.awake():
+        with self.keep_on_device():
             if not self.blueprint.keeps_weights:
                 tensors = load_tensors(folder / MODEL)
                 shapes = {name: tensor.shape for name, tensor in self._named_weights().items()}
@@ -154,30 +177,32 @@ class ReplicatedBackend(OffloadingBackend):
                     raise CheckpointError(
                         f"{folder / MODEL} holds other parameters than actor.model.model_path and actor.lora"
                     )
-                for flat in self._flats.values():
-                    flat.replace(tensors)
-            for policy, flat in self._flats.items():
-                flat.load_state_dict(load_state(folder / _optimizer_file(policy)))
-                flat.zero_grad()
+                for flat_module in self._flats.values():
+                    flat_module.replace(tensors)
+            for policy, flat_module in self._flats.items():
+                flat_module.load_state_dict(load_state(folder / _optimizer_file(policy)))
+                flat_module.zero_grad()
 
-    def park(self) -> int:
-        """Moves this rank's tensors to the host (`OffloadingBackend.park`); captured passes are recorded anew afterwards."""
-        if self._captured is not None:
-            self._captured.clear()
-        return super().park()
+    def move_to_host(self) -> int:
+        """Moves this rank's tensors to the host (`OffloadingBackend.move_to_host`); drops captured passes."""
+        if self._captured_passes is not None:
+            self._captured_passes.clear()
+        return super().move_to_host()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to copy and to free (`OffloadingBackend.offloadable_tensors`). Gradients and copies of weights
         are freed, because they can be recreated.
         """
         flats = self._flats.values()
-        state = [tensor for flat in flats for tensor in flat.state()]
-        return (*state, *tensors_of(self.module, self._reference)), [t for flat in flats for t in flat.scratch()]
+        state_tensors = [tensor for flat_module in flats for tensor in flat_module.state()]
+        return (*state_tensors, *tensors_of(self.module, self._reference)), [
+            t for flat_module in flats for t in flat_module.scratch()
+        ]
 
     def recreate_freed(self) -> None:
         """Recreates copies and gradients (`OffloadingBackend.recreate_freed`)."""
-        for flat in self._flats.values():
-            flat.renew()
+        for flat_module in self._flats.values():
+            flat_module.renew()
 
 
 def _optimizer_file(policy: str) -> str:

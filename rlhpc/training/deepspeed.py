@@ -19,10 +19,10 @@ from torch import nn
 
 from rlhpc.checkpoint.async_writer import write_file
 from rlhpc.checkpoint.state import stream_state
-from rlhpc.runtime.devices import moved
+from rlhpc.runtime.devices import move_module
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
 from rlhpc.training.backend import (
     Batch,
     Blueprint,
@@ -35,10 +35,12 @@ from rlhpc.training.backend import (
 )
 from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, require_harmless
 from rlhpc.training.deepspeed_config import KEY, deepspeed_config
+from rlhpc.training.loss_scale import MIN_SCALE
 from rlhpc.training.mesh import form_single_rank_group
 from rlhpc.training.parameter_names import require_same_shapes
 
 if TYPE_CHECKING:
+    from rlhpc.config.sections import GradScalerConfig
     from rlhpc.training.backend import ActorSection
 
 
@@ -114,25 +116,32 @@ class DeepSpeedBackend(OffloadingBackend):
     """ZeRO backend: shards optimizer state (stage 1), gradients (2) and parameters (3) over the ranks.
 
     DeepSpeed averages gradients over ranks; rlhpc sums them, so each loss is multiplied by the number of ranks. With
-    bfloat16, the module's weights are in bfloat16 and the optimizer keeps float32 copies.
+    bfloat16 or float16, the module's weights are in this dtype and the optimizer keeps float32 copies. In float16, DeepSpeed's
+    own loss scaler scales the loss.
     """
 
     name = "deepspeed"
+    scales_loss = True
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
         self.config = deepspeed_config(actor, self.dtype)
         self.stage = int(self.config["zero_optimization"]["stage"])
         self.deepspeed = self._import_deepspeed()
-        self.module = self._build(blueprint.build)
-        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        self._shapes = {name: _shape(p) for name, p in trained}
+        self.module = self._build_module(blueprint.build)
+        trained_parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        self._shapes = {name: _shape(p) for name, p in trained_parameters}
         self.config = deepspeed_config(actor, self.dtype, self.parameters_trained)
-        self.engine = self._initialize(self.module, self.config, self.optim.torch_optimizer([p for _, p in trained]))
-        self._has_gradients = False
+        self.require_values()
+        self.engine = self._initialize(self.module, self.config, self._build_optimizer(trained_parameters))
+        self._has_gradients = self._overflowed = False
         self.prepare_reference()
 
     # -- setting up -----------------------------------------------------------------------------------------------
+
+    def _make_scaler(self, options: GradScalerConfig | None) -> None:
+        """Checks that the loss scale has options; DeepSpeed's engine has its own scaler."""
+        super()._make_scaler(options)
 
     def _import_deepspeed(self) -> Any:
         """Imports DeepSpeed, initializes it on the worker group's process group, and returns the package."""
@@ -141,13 +150,18 @@ class DeepSpeedBackend(OffloadingBackend):
             os.environ["DS_ACCELERATOR"] = "cpu"
         # A rank sees only its own accelerator, as device 0.
         os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(self.ranks), LOCAL_RANK="0")
-        deepspeed = required("deepspeed", "actor.training_backend=deepspeed needs DeepSpeed", "deepspeed")
+        deepspeed = require_package("deepspeed", "actor.training_backend=deepspeed needs DeepSpeed", "deepspeed")
         device_name = deepspeed.get_accelerator().device_name()
         if device_name != self.device.type:
             raise ConfigError(
                 f"actor.training_backend=deepspeed: DeepSpeed would compute on {device_name!r} (DS_ACCELERATOR is "
                 f"{os.environ.get('DS_ACCELERATOR', 'not set')!r}), and this rank computes on {self.device.type!r}: unset "
                 "DS_ACCELERATOR where it is set, or take training_backend fsdp"
+            )
+        if self.dtype == torch.float16 and not deepspeed.get_accelerator().is_fp16_supported():
+            raise ConfigError(
+                f"{self.blueprint.key}.model.dtype=float16: DeepSpeed does not train in float16 on this {device_name}; take "
+                "bfloat16, or training_backend fsdp or local"
             )
         if not is_on_gpu:
             # DeepSpeed would compile this extension at its first use, for minutes, on every node.
@@ -161,7 +175,7 @@ class DeepSpeedBackend(OffloadingBackend):
             _pickle_stage_by_value()
         return deepspeed
 
-    def _build(self, build: Callable[..., nn.Module]) -> nn.Module:
+    def _build_module(self, build: Callable[..., nn.Module]) -> nn.Module:
         """Builds the module in the compute dtype on the device. With stage 3, the module is partitioned over the ranks."""
         if self.stage == 3:
             with _quiet():
@@ -169,7 +183,26 @@ class DeepSpeedBackend(OffloadingBackend):
         module = build()
         for parameter in module.parameters():  # buffers, such as position frequencies, keep their precision
             parameter.data = parameter.data.to(self.dtype)
-        return moved(module, self.device)
+        return move_module(module, self.device)
+
+    def _build_optimizer(self, trained_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """Builds the optimizer that DeepSpeed wraps: one parameter group or, with a separate learning rate of the value
+        parameters, two. Value parameters form the last group.
+
+        Raises:
+            ConfigError: A critic warm-up is configured; DeepSpeed updates all parameters in each step.
+        """
+        if self.optim.critic_warmup_steps:
+            raise ConfigError(
+                f"{self.blueprint.key}.optim.critic_warmup_steps: DeepSpeed updates all parameters in each step; choose "
+                "training_backend local or fsdp, or set it to 0"
+            )
+        if not self.optim.separates_values:
+            return self.optim.torch_optimizer([p for _, p in trained_parameters])
+        groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, parameter in trained_parameters:
+            groups[self.blueprint.is_value(name)].append(parameter)
+        return self.optim.torch_optimizer([{"params": parameters} for parameters in groups])
 
     def _initialize(self, module: nn.Module, config: dict[str, Any], optimizer: Any) -> Any:
         try:
@@ -181,18 +214,19 @@ class DeepSpeedBackend(OffloadingBackend):
             raise ConfigError(f"DeepSpeed refuses {KEY}: {error}") from error
 
     def _make_reference(self) -> nn.Module:
-        reference = self._build(self.blueprint.build_reference)
+        reference = self._build_module(self.blueprint.build_reference)
         if self.stage < 3:
             return reference
         zero = {key: option for key, option in self.config["zero_optimization"].items() if key != "offload_optimizer"}
-        config = {"train_micro_batch_size_per_gpu": 1, "bf16": self.config["bf16"], "zero_optimization": zero}
+        precision = {key: self.config[key] for key in ("bf16", "fp16")}
+        config = {"train_micro_batch_size_per_gpu": 1, **precision, "zero_optimization": zero}
         engine: nn.Module = self._initialize(reference, config, None)
         return engine
 
     # -- training -------------------------------------------------------------------------------------------------
 
     @property
-    def called(self) -> nn.Module:
+    def forward_module(self) -> nn.Module:
         """The DeepSpeed engine; forward passes that precede a backward pass must call it."""
         engine: nn.Module = self.engine
         return engine
@@ -215,19 +249,35 @@ class DeepSpeedBackend(OffloadingBackend):
         self._has_gradients = True
         return super().forward_backward(micro_batches, loss)
 
-    def _backward(self, loss: torch.Tensor, last: bool) -> None:
-        self.engine.set_gradient_accumulation_boundary(last)
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(loss * self.ranks, scale_wrt_gas=False)
 
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Updates the weights (`TrainingBackend.optimizer_step`). If the norm is not finite, DeepSpeed skips the step on all
         ranks and reports infinity as the norm.
         """
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+        for group, group_lr in zip(self.engine.optimizer.param_groups, self.optim.group_lrs(lr), strict=False):
+            group["lr"] = group_lr
+        scale = self.loss_scale
+        if scale is not None:
+            # At its smallest scale, DeepSpeed's scaler would end the run by an exception.
+            self.engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self.engine.step()
         self._has_gradients = False
-        return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
+        self._overflowed = scale is not None and scale > MIN_SCALE and self.is_step_skipped(norm)
+        return norm
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Factor of the losses by DeepSpeed's scaler (`TrainingBackend.loss_scale`)."""
+        return float(self.engine.optimizer.loss_scaler.cur_scale) if self.dtype == torch.float16 else None
+
+    @property
+    def overflowed(self) -> bool:
+        """True if the loss scale was too large for the last step (`TrainingBackend.overflowed`)."""
+        return self._overflowed
 
     def full(self, tensor: torch.Tensor) -> torch.Tensor:
         """Gathers a full weight (`TrainingBackend.full`)."""
@@ -239,10 +289,10 @@ class DeepSpeedBackend(OffloadingBackend):
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`) and the optimizer's float32 copies of them."""
-        current = self.module.state_dict(keep_vars=True)
-        require_same_shapes({name: _shape(tensor) for name, tensor in current.items()}, tensors)
-        with self.awake():
-            for name, tensor in current.items():
+        current_weights = self.module.state_dict(keep_vars=True)
+        require_same_shapes({name: _shape(tensor) for name, tensor in current_weights.items()}, tensors)
+        with self.keep_on_device():
+            for name, tensor in current_weights.items():
                 replacement = tensors[name].to(self.device)
                 if hasattr(tensor, "ds_id"):
                     with self.deepspeed.zero.GatheredParameters([tensor], modifier_rank=0):
@@ -259,17 +309,17 @@ class DeepSpeedBackend(OffloadingBackend):
             return
         # DeepSpeed's setter of a full parameter ignores that the last rank's partition is padded.
         partition_size = parameter.ds_tensor.numel()
-        flat = value.new_zeros(partition_size * self.ranks)
-        flat[: value.numel()] = value.reshape(-1)
+        flat_value = value.new_zeros(partition_size * self.ranks)
+        flat_value[: value.numel()] = value.reshape(-1)
         self.deepspeed.utils.safe_set_local_fp32_param(
-            parameter, flat[partition_size * self.rank : partition_size * (self.rank + 1)]
+            parameter, flat_value[partition_size * self.rank : partition_size * (self.rank + 1)]
         )
 
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        trained_parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
         def iter_full_parameters() -> Iterator[torch.Tensor]:
-            for parameter in trained:
+            for parameter in trained_parameters:
                 if not hasattr(parameter, "ds_id"):
                     yield parameter.detach()
                     continue
@@ -281,7 +331,7 @@ class DeepSpeedBackend(OffloadingBackend):
 
     def local_tensors(self) -> Named:
         """Yields names and tensors of this rank's weights. With stage 3, the tensors are flat partitions without padding."""
-        with self.awake():
+        with self.keep_on_device():
             parameter: Any  # DeepSpeed adds attributes
             for name, parameter in self.module.named_parameters():
                 if not hasattr(parameter, "ds_tensor"):
@@ -298,8 +348,8 @@ class DeepSpeedBackend(OffloadingBackend):
         folder = Path(folder)
         target = folder / FOLDER
         if "checkpoint" not in self.config:  # a writer from the user's configuration stays
-            self.engine.checkpoint_engine.save = _write
-        with self.awake(), _quiet():
+            self.engine.checkpoint_engine.save = _write_state
+        with self.keep_on_device(), _quiet():
             self.engine.save_checkpoint(str(target), tag=TAG, exclude_frozen_parameters=self._has_frozen)
         if self.rank == 0:
             layout = {**self._layout(), "parameters": self._shapes}
@@ -332,30 +382,30 @@ class DeepSpeedBackend(OffloadingBackend):
         folder = Path(folder)
         self.check_identity(folder)
         try:
-            recorded = json.loads((folder / LAYOUT).read_text())
+            recorded_layout = json.loads((folder / LAYOUT).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder / LAYOUT}: cannot be read ({error})") from error
-        if recorded["parameters"] != self._shapes:
+        if recorded_layout["parameters"] != self._shapes:
             raise CheckpointError(f"{folder} holds other parameters than actor.model.model_path and actor.lora")
-        if (recorded["zero_stage"] == 3) != (self.stage == 3):
+        if (recorded_layout["zero_stage"] == 3) != (self.stage == 3):
             raise CheckpointError(
-                f"{folder} was saved with actor.deepspeed.zero_stage={recorded['zero_stage']}, which DeepSpeed cannot read "
-                f"with stage {self.stage}; resume with that stage, or start from an export of it"
+                f"{folder} was saved with actor.deepspeed.zero_stage={recorded_layout['zero_stage']}, which DeepSpeed "
+                f"cannot read with stage {self.stage}; resume with that stage, or start from an export of it"
             )
-        with self.awake():
+        with self.keep_on_device():
             layout = self._layout()
             # Settings that an older checkpoint lacks did not exist when it was written.
-            if {key: recorded.get(key, setting) for key, setting in layout.items()} == layout:
+            if {key: recorded_layout.get(key, setting) for key, setting in layout.items()} == layout:
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
-                self._read(folder / FOLDER, universal=False)
+                self._read_checkpoint(folder / FOLDER, is_universal=False)
             else:
                 with as_universal(folder / FOLDER / TAG, neighbour=folder, worker=self.worker) as universal_folder:
-                    self._read(universal_folder, universal=True)
+                    self._read_checkpoint(universal_folder, is_universal=True)
             self._impose_options()
 
-    def _read(self, source: Path, *, universal: bool) -> None:
+    def _read_checkpoint(self, source: Path, *, is_universal: bool) -> None:
         # The engine reads this from its configuration, but the format is known only now.
-        self.engine._config.load_universal_checkpoint = universal
+        self.engine._config.load_universal_checkpoint = is_universal
         try:
             with _quiet():
                 loaded_path, _ = self.engine.load_checkpoint(
@@ -377,11 +427,11 @@ class DeepSpeedBackend(OffloadingBackend):
 
     # -- offload --------------------------------------------------------------------------------------------------
 
-    def park(self) -> int:
-        """Moves this rank's tensors to the host (`OffloadingBackend.park`); gathered weights are freed."""
+    def move_to_host(self) -> int:
+        """Moves this rank's tensors to the host (`OffloadingBackend.move_to_host`); gathered weights are freed."""
         if self.stage == 3:
             self.engine.empty_partition_cache()
-        return super().park()
+        return super().move_to_host()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to copy and the tensors to free (`OffloadingBackend.offloadable_tensors`)."""
@@ -398,11 +448,11 @@ class DeepSpeedBackend(OffloadingBackend):
 
 
 def _shape(parameter: torch.Tensor) -> list[int]:
-    """Returns the full shape of a parameter, also of a partitioned parameter."""
+    """Returns the full shape of a parameter, even if it is partitioned."""
     return list(parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape)
 
 
-def _write(state_dict: Any, path: str) -> None:
+def _write_state(state_dict: Any, path: str) -> None:
     """Writes a state dict to a file; replaces the writer of DeepSpeed's checkpoint engine."""
     write_file(Path(path), state_dict, stream_state)
 

@@ -47,6 +47,7 @@ _STANDINS: dict[str, Any] = {
     "deepspeed.utils.tensor_fragment.fragment_address": _Fragment,
     "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": _Scaler,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _Scaler,
 }
 
 
@@ -89,11 +90,11 @@ def full_parameters(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     optim_paths, model_paths = _rank_files(folder, "optim"), _rank_files(folder, "model")
     if not optim_paths:
         raise CheckpointError(f"{folder}: holds no *_optim_states.pt, so it is no DeepSpeed checkpoint")
-    states = [_load(path)["optimizer_state_dict"] for path in optim_paths]
+    states = [_load_file(path)["optimizer_state_dict"] for path in optim_paths]
     num_ranks = int(_saved_world_size(states[0], len(states)))
     if len(states) != num_ranks:
         raise CheckpointError(f"{folder}: has files of {len(states)} ranks, of {num_ranks} that there were")
-    shapes = _load(model_paths[0] if model_paths else folder / _UNPARTITIONED_FILE)["param_shapes"]
+    shapes = _load_file(model_paths[0] if model_paths else folder / _UNPARTITIONED_FILE)["param_shapes"]
     if "fp32_flat_groups" in states[0]:
         yield from _iter_stage_3(states, shapes)
     else:
@@ -113,8 +114,8 @@ def _iter_stages_1_2(states: list[dict[str, Any]], shapes: list[dict[str, Any]])
             for state in states:
                 fragment = state["param_slice_mappings"][group].get(name)
                 if fragment is not None:
-                    flat = state["single_partition_of_fp32_groups"][group]
-                    partitions.append(flat.narrow(0, fragment.start, fragment.numel))
+                    flat_tensor = state["single_partition_of_fp32_groups"][group]
+                    partitions.append(flat_tensor.narrow(0, fragment.start, fragment.numel))
             yield name, _assemble(name, partitions, shape)
 
 
@@ -132,10 +133,10 @@ def _iter_stage_3(states: list[dict[str, Any]], shapes: list[dict[str, Any]]) ->
 
 def _assemble(name: str, pieces: list[torch.Tensor], shape: Any) -> torch.Tensor:
     size = torch.Size(shape)
-    flat = torch.cat(pieces) if pieces else torch.empty(0)
-    if flat.numel() < size.numel():
-        raise CheckpointError(f"{name}: the files hold {flat.numel()} of its {size.numel()} elements")
-    return flat.detach()[: size.numel()].view(size)
+    flat_tensor = torch.cat(pieces) if pieces else torch.empty(0)
+    if flat_tensor.numel() < size.numel():
+        raise CheckpointError(f"{name}: the files hold {flat_tensor.numel()} of its {size.numel()} elements")
+    return flat_tensor.detach()[: size.numel()].view(size)
 
 
 def _rank_files(folder: Path, kind: str) -> list[Path]:
@@ -146,7 +147,7 @@ def _rank_files(folder: Path, kind: str) -> list[Path]:
     return [paths_by_rank[rank] for rank in sorted(paths_by_rank)]
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load_file(path: Path) -> dict[str, Any]:
     require_harmless([path])
     standins: list[Any] = [(standin, name) for name, standin in _STANDINS.items()]
     try:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rlhpc.config.sections import GradScalerConfig
 from rlhpc.config.typed import plain
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.plugins import suggest_name
+from rlhpc.training.loss_scale import MIN_SCALE
 
 if TYPE_CHECKING:
     from rlhpc.training.backend import ActorSection
@@ -53,14 +56,14 @@ ALLOWED = (
 )  # fmt: skip
 
 
-def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | None = None) -> dict[str, Any]:
+def deepspeed_config(actor: ActorSection, dtype: torch.dtype, num_parameters: int | None = None) -> dict[str, Any]:
     """Returns the configuration for `deepspeed.initialize`. This needs neither DeepSpeed nor the model, so that a run can
     check the configuration before it starts.
 
     Args:
         actor: Section `actor` of the configuration.
         dtype: Dtype of the computation.
-        parameters: Number of trainable parameters; it limits the size of the gradient buffer.
+        num_parameters: Number of trainable parameters; it limits the size of the gradient buffer.
 
     Raises:
         ConfigError: The stage does not exist, or `actor.deepspeed.config` has a key that rlhpc sets or that is unknown.
@@ -70,12 +73,12 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
         raise ConfigError(f"actor.deepspeed.zero_stage is {stage!r}; choose from 1, 2, 3")
     user_config: dict[str, Any] = dict(plain(actor.deepspeed.config or {}))
     _check_user_config(user_config)
-    is_bfloat16 = dtype == torch.bfloat16
+    is_bfloat16, is_float16 = dtype == torch.bfloat16, dtype == torch.float16
     defaults: dict[str, Any] = {"steps_per_print": 2**31}
-    if parameters is not None:
-        defaults["zero_optimization"] = {"reduce_bucket_size": max(1, min(parameters, _BUCKET))}
-    if is_bfloat16:
-        # Sums over ranks and micro-batches in bfloat16 would lose the contribution of small gradients.
+    if num_parameters is not None:
+        defaults["zero_optimization"] = {"reduce_bucket_size": max(1, min(num_parameters, _BUCKET))}
+    if is_bfloat16 or is_float16:
+        # Sums over ranks and micro-batches in half precision would lose the contribution of small gradients.
         defaults |= {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}
     zero_section: dict[str, Any] = {"stage": int(stage)}
     if actor.deepspeed.cpu_offload:
@@ -88,11 +91,31 @@ def deepspeed_config(actor: ActorSection, dtype: torch.dtype, parameters: int | 
         "gradient_accumulation_steps": 1,
         "gradient_clipping": float(clip_grad) if clip_grad is not None else 0.0,
         "bf16": {"enabled": is_bfloat16},
+        "fp16": _loss_scale(actor) if is_float16 else {"enabled": False},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero_section,
     }
-    return _merge(_merge(defaults, user_config), fixed_options)
+    return _merge_configs(_merge_configs(defaults, user_config), fixed_options)
+
+
+def _loss_scale(actor: ActorSection) -> dict[str, Any]:
+    """Returns DeepSpeed's section `fp16` for a dynamic loss scale, which falls at the first overflow, as in torch."""
+    options = getattr(actor, "grad_scaler", None) or GradScalerConfig()
+    power = math.log2(options.init_scale)
+    if not power.is_integer():
+        raise ConfigError(
+            f"actor.grad_scaler.init_scale is {options.init_scale:g}; DeepSpeed starts from a power of two, such as "
+            f"{2.0 ** round(power):g}"
+        )
+    return {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": int(power),
+        "loss_scale_window": options.growth_interval,
+        "hysteresis": 1,
+        "min_loss_scale": MIN_SCALE,
+    }
 
 
 def _check_user_config(user_config: dict[str, Any]) -> None:
@@ -107,16 +130,16 @@ def _check_user_config(user_config: dict[str, Any]) -> None:
     for section in user_config:
         if section not in ALLOWED:
             raise ConfigError(
-                f"{KEY}.{section}: no such key; {meant(str(section), ALLOWED)}allowed: {', '.join(ALLOWED)}"
+                f"{KEY}.{section}: no such key; {suggest_name(str(section), ALLOWED)}allowed: {', '.join(ALLOWED)}"
             )
     zero = user_config.get("zero_optimization")
     if zero is not None and not isinstance(zero, dict):
         raise ConfigError(f"{KEY}.zero_optimization is {zero!r}; it must be a mapping")
 
 
-def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    merged = copy.deepcopy(base)
+def _merge_configs(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    merged_config = copy.deepcopy(base)
     for key, value in overrides.items():
-        are_mappings = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if are_mappings else copy.deepcopy(value)
-    return merged
+        are_mappings = isinstance(value, dict) and isinstance(merged_config.get(key), dict)
+        merged_config[key] = _merge_configs(merged_config[key], value) if are_mappings else copy.deepcopy(value)
+    return merged_config

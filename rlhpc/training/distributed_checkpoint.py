@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from rlhpc.checkpoint.async_writer import write_file
 from rlhpc.checkpoint.state import on_host, stream_tensors
-from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.checkpoint.tensor_slice import TensorSlice
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.files import fsync_folder
 
@@ -64,8 +64,8 @@ def save_sharded(folder: Path, state: dict[str, torch.Tensor], worker: TrainingR
     fsync_folder(folder)
 
 
-def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor], Box]]:
-    """Yields the stored boxes of a checkpoint: name of the tensor, function that reads the box's values, and the box.
+def iter_saved_slices(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor], TensorSlice]]:
+    """Yields the stored slices of a checkpoint: name of the tensor, function that reads the slice's values, and the slice.
 
     Raises:
         CheckpointError: A file is damaged, or was written by another program.
@@ -79,10 +79,10 @@ def saved_boxes(folder: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor],
             raise CheckpointError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
         for name, shape in shapes.items():
             starts = tuple(int(start) for start in offsets.get(name, {}).get("saved_offsets") or [0] * len(shape))
-            yield name, partial(_read, path, name), Box(starts, tuple(shape))
+            yield name, partial(_read_tensor, path, name), TensorSlice(starts, tuple(shape))
 
 
-def _read(path: Path, name: str) -> torch.Tensor:
+def _read_tensor(path: Path, name: str) -> torch.Tensor:
     with safe_open(path, "pt") as file:
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
@@ -92,7 +92,7 @@ def load_sharded(folder: Path, state: dict[str, torch.Tensor]) -> None:
     """Reads this rank's shards into the tensors of `state`, from a checkpoint of any number of ranks.
 
     Raises:
-        CheckpointError: A tensor is missing or of another shape, or a file is damaged.
+        CheckpointError: A tensor is missing or of a different shape, or a file is damaged.
     """
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: no shards of a checkpoint are there")

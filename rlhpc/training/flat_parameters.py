@@ -14,7 +14,8 @@ from rlhpc.algorithms.nonfinite import bad_tensors
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.config.sections import OptimConfig
+    from rlhpc.config.sections import OptimConfig, ScheduledOptimConfig
+    from rlhpc.training.loss_scale import LossScaler
 
 
 NAMES = ("adam", "adamw")
@@ -29,6 +30,8 @@ class AdamOptions:
     Attributes:
         name: One of `NAMES`; weight decay is coupled in adam and decoupled in adamw.
         clip_grad: Largest gradient norm; 0 turns clipping off.
+        value_lr: Learning rate of the value parameters (`Blueprint.is_value`); None for `lr`.
+        critic_warmup_steps: Number of first optimizer steps that update the value parameters alone.
     """
 
     name: str
@@ -38,6 +41,8 @@ class AdamOptions:
     eps: float
     weight_decay: float
     clip_grad: float
+    value_lr: float | None = None
+    critic_warmup_steps: int = 0
 
     @classmethod
     def of(cls, optim: OptimConfig) -> AdamOptions:
@@ -46,7 +51,7 @@ class AdamOptions:
         Raises:
             ConfigError: The optimizer's name is unknown.
         """
-        name = optim.name.lower()
+        name = optim.name
         if name not in NAMES:
             raise ConfigError(f"actor.optim.name is {optim.name!r}; choose from {', '.join(NAMES)}")
         return cls(
@@ -57,10 +62,25 @@ class AdamOptions:
             eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
             clip_grad=0.0 if optim.clip_grad is None else optim.clip_grad,
+            value_lr=getattr(optim, "value_lr", None),
+            critic_warmup_steps=getattr(optim, "critic_warmup_steps", 0),
         )
 
-    def torch_optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """Builds torch's fused optimizer. The other variants need temporary tensors as large as the trained weights."""
+    @property
+    def separates_values(self) -> bool:
+        """True if value parameters are updated differently from the policy's."""
+        return self.value_lr is not None or self.critic_warmup_steps > 0
+
+    def group_lrs(self, lr: float) -> tuple[float, float]:
+        """Returns the learning rates of policy and value parameters while the schedule's learning rate is `lr`. The schedule
+        multiplies both by the same factor.
+        """
+        return lr, lr if self.value_lr is None else self.value_lr * (lr / self.lr)
+
+    def torch_optimizer(self, parameters: list[torch.nn.Parameter] | list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Builds torch's fused optimizer over parameters or parameter groups. The other variants need temporary tensors as
+        large as the trained weights.
+        """
         optimizer_class = torch.optim.AdamW if self.name == "adamw" else torch.optim.Adam
         return optimizer_class(parameters, **self.torch_options(), fused=True)
 
@@ -68,6 +88,44 @@ class AdamOptions:
         """Returns the options by torch's names."""
         betas = self.beta1, self.beta2
         return {"lr": self.lr, "betas": betas, "eps": self.eps, "weight_decay": self.weight_decay}
+
+
+def remaining_fraction(schedule: str, progress: float) -> float:
+    """Returns the fraction of a schedule's decay that remains after a fraction of the run.
+
+    Args:
+        schedule: `constant`, `linear` or `cosine`.
+        progress: Fraction of the run.
+    """
+    fractions = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    return fractions[schedule]
+
+
+def decay_factor(optim: OptimConfig, fraction: float) -> float:
+    """Returns the factor by which a schedule multiplies learning rates: 1 for a fraction of 1, `min_lr / lr` for 0, linear in
+    between.
+    """
+    return fraction + optim.min_lr / optim.lr * (1.0 - fraction)
+
+
+def schedule_factor(
+    optim: ScheduledOptimConfig, num_steps: int, progress: float, *, is_annealed: bool = False
+) -> float:
+    """Returns the factor by which the schedule of an optimizer's section multiplies the next step's learning rates.
+
+    Args:
+        optim: The optimizer's section.
+        num_steps: Number of completed steps.
+        progress: Completed fraction of the run.
+        is_annealed: `algorithm.anneal_lr`.
+    """
+    warmup = optim.lr_warmup_steps
+    if num_steps < warmup:
+        return (num_steps + 1) / (warmup + 1)
+    if warmup or optim.lr_decay_steps:
+        end = optim.lr_decay_steps or (round(num_steps / progress) if progress else 1)
+        progress = min(1.0, (num_steps - warmup) / max(end - warmup, 1))
+    return decay_factor(optim, remaining_fraction("linear" if is_annealed else optim.lr_scheduler, progress))
 
 
 class FlatAdam:
@@ -79,13 +137,25 @@ class FlatAdam:
     Args:
         parameter, gradient: Flat tensors of the same size; the parameter is updated in place.
         options: The optimizer's options.
+        num_policy: Number of elements before the value parameters; None if all elements have the same options.
     """
 
-    def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, options: AdamOptions) -> None:
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        options: AdamOptions,
+        num_policy: int | None = None,
+    ) -> None:
         self.options, self.lr = options, options.lr
         self.parameter, self.gradient = parameter, gradient
-        self.steps = 0
+        self.steps, self._num_policy = 0, num_policy
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(parameter), torch.zeros_like(parameter)
+
+    @property
+    def warms_critic(self) -> bool:
+        """True if the next step updates the value parameters alone."""
+        return self._num_policy is not None and self.steps < self.options.critic_warmup_steps
 
     @torch.no_grad()
     def step(self, lr: float | None = None) -> None:
@@ -93,34 +163,53 @@ class FlatAdam:
         if lr is not None:
             self.lr = lr
         self.steps += 1
-        if self.fuses:
-            self._fused_step()
+        if self._num_policy is None:
+            self._update_elements(slice(None), self.lr, self.steps)
             return
-        gradient, beta1, beta2 = self.gradient, self.options.beta1, self.options.beta2
-        if self.options.weight_decay and self.options.name == "adamw":
-            self.parameter.mul_(1 - self.lr * self.options.weight_decay)
-        elif self.options.weight_decay:
-            gradient = gradient.add(self.parameter, alpha=self.options.weight_decay)
-        self.exp_avg.lerp_(gradient, 1 - beta1)
-        self.exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        correction1, correction2 = 1 - beta1**self.steps, 1 - beta2**self.steps
-        denominator = self.exp_avg_sq.sqrt().mul_(correction2**-0.5).add_(self.options.eps)
-        self.parameter.addcdiv_(self.exp_avg, denominator, value=-self.lr / correction1)
+        policy_lr, value_lr = self.options.group_lrs(self.lr)
+        policy_steps = self.steps - self.options.critic_warmup_steps
+        if policy_steps > 0:
+            self._update_elements(slice(self._num_policy), policy_lr, policy_steps)
+        self._update_elements(slice(self._num_policy, None), value_lr, self.steps)
 
-    def resume_at(self, steps: int) -> None:
+    def drop_policy_gradient(self) -> None:
+        """Sets the gradient of all elements but the value parameters to 0, while the critic warms up."""
+        if self.warms_critic:
+            self.gradient[: self._num_policy].zero_()
+
+    def _update_elements(self, part: slice, lr: float, num_steps: int) -> None:
+        """Updates a part of the elements, for which this is step number `num_steps`."""
+        flat_tensors = (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
+        parameter, gradient, exp_avg, exp_avg_sq = (flat_tensor[part] for flat_tensor in flat_tensors)
+        if self.fuses:
+            self._fused_update((parameter, gradient, exp_avg, exp_avg_sq), lr, num_steps)
+            return
+        beta1, beta2 = self.options.beta1, self.options.beta2
+        if self.options.weight_decay and self.options.name == "adamw":
+            parameter.mul_(1 - lr * self.options.weight_decay)
+        elif self.options.weight_decay:
+            gradient = gradient.add(parameter, alpha=self.options.weight_decay)
+        exp_avg.lerp_(gradient, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        correction1, correction2 = 1 - beta1**num_steps, 1 - beta2**num_steps
+        denominator = exp_avg_sq.sqrt().mul_(correction2**-0.5).add_(self.options.eps)
+        parameter.addcdiv_(exp_avg, denominator, value=-lr / correction1)
+
+    def resume_at(self, num_steps: int) -> None:
         """Sets the number of steps taken, after the averages have been restored."""
-        self.steps = steps
+        self.steps = num_steps
 
     @property
     def fuses(self) -> bool:
         """True if a step is one fused kernel."""
         return self.parameter.device.type != "cpu"
 
-    def _fused_step(self) -> None:
+    def _fused_update(self, flat_tensors: tuple[torch.Tensor, ...], lr: float, num_steps: int) -> None:
         fused_kernel = torch._fused_adamw_ if self.options.name == "adamw" else torch._fused_adam_
-        flat_tensors = (self.parameter, self.gradient, self.exp_avg, self.exp_avg_sq)
-        parameters, gradients, exp_avgs, exp_avg_sqs = (list(flat.split(_MAX_KERNEL_ELEMENTS)) for flat in flat_tensors)
-        step_count = torch.full((), float(self.steps), device=self.parameter.device)
+        parameters, gradients, exp_avgs, exp_avg_sqs = (
+            list(flat_tensor.split(_MAX_KERNEL_ELEMENTS)) for flat_tensor in flat_tensors
+        )
+        step_count = torch.full((), float(num_steps), device=self.parameter.device)
         fused_kernel(
             parameters,
             gradients,
@@ -128,7 +217,7 @@ class FlatAdam:
             exp_avg_sqs,
             [],
             [step_count] * len(parameters),
-            lr=self.lr,
+            lr=lr,
             beta1=self.options.beta1,
             beta2=self.options.beta2,
             weight_decay=self.options.weight_decay,
@@ -151,11 +240,13 @@ class FlatModule:
         module: The module, already on its device.
         options: Options of the optimizer.
         reduce: Sums a tensor over the group, in place.
-        ranks: World size of the group.
-        look: Read each gradient norm before the update, even if that means waiting for the device.
+        num_ranks: World size of the group.
+        reads_norm: Read each gradient norm before the update, even if that means waiting for the device.
         dtype: Dtype of the computation; None for the dtype of the weights (float32). With a different dtype, the module gets
             copies of the weights, and each micro-batch's gradient is added to the flat buffer as soon as it is computed.
         is_included: Selects the trainable parameters by name; None selects all.
+        is_value: Selects the value parameters by name, if the options separate them. They come last in the flat buffers.
+        scaler: Loss scale, by which gradients are divided; each gradient norm is then read before the update.
     """
 
     def __init__(
@@ -163,21 +254,28 @@ class FlatModule:
         module: nn.Module,
         options: AdamOptions,
         reduce: Reduce = lambda t: t,
-        ranks: int = 1,
+        num_ranks: int = 1,
         *,
-        look: bool = False,
+        reads_norm: bool = False,
         dtype: torch.dtype | None = None,
         is_included: Callable[[str], bool] | None = None,
+        is_value: Callable[[str], bool] | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.module, self.base_lr, self.clip_grad = module, options.lr, options.clip_grad
-        self._reduce, self._ranks, self._look = reduce, ranks, look
-        trained = [
+        self._reduce, self._ranks, self._reads_norm = reduce, num_ranks, reads_norm or scaler is not None
+        self._scaler = scaler
+        trained_parameters = [
             (name, p)
             for name, p in module.named_parameters()
             if p.requires_grad and (is_included is None or is_included(name))
         ]
-        self.names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
-        if not trained:
+        num_policy: int | None = None
+        if is_value is not None and options.separates_values:
+            trained_parameters.sort(key=lambda name_and_parameter: is_value(name_and_parameter[0]))  # stable
+            num_policy = sum(p.numel() for name, p in trained_parameters if not is_value(name))
+        self.names, self._parameters = [name for name, _ in trained_parameters], [p for _, p in trained_parameters]
+        if not trained_parameters:
             raise ConfigError("actor.model has no trainable parameters")
         if len({(p.dtype, p.device) for p in self._parameters}) != 1:
             raise ConfigError("actor.training_backend=local needs all trainable parameters on one device, in one dtype")
@@ -189,7 +287,7 @@ class FlatModule:
         if self.mixed:
             for index, parameter in enumerate(self._parameters):
                 parameter.register_post_accumulate_grad_hook(self._adder(index))
-        self.optimizer = FlatAdam(self._weights, self._gradients, options)
+        self.optimizer = FlatAdam(self._weights, self._gradients, options, num_policy)
 
     @property
     def mixed(self) -> bool:
@@ -214,9 +312,9 @@ class FlatModule:
 
         return add
 
-    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def split(self, flat_tensor: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of a flat tensor in the parameters' shapes."""
-        return [piece.view(shape) for piece, shape in zip(flat.split(self._sizes), self._shapes, strict=True)]
+        return [piece.view(shape) for piece, shape in zip(flat_tensor.split(self._sizes), self._shapes, strict=True)]
 
     @property
     def weights(self) -> torch.Tensor:
@@ -238,21 +336,26 @@ class FlatModule:
 
     @torch.no_grad()
     def optimizer_step(self, lr: float) -> torch.Tensor:
-        """Sums the gradients over the ranks, clips them and updates the weights, unless `refuses(norm)`.
+        """Sums the gradients over the ranks, clips them and updates the weights, unless `is_step_skipped(norm)`.
 
         Returns:
             The global gradient norm before clipping, as a tensor (reading it would wait for the device).
         """
         norm = self.gradient_norm()
-        if not self.refuses(norm):
+        if not self.is_step_skipped(norm):
             self.step(norm, lr)
         return norm
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
-        """Sums the gradients over the ranks and returns their norm."""
+        """Sums the gradients over the ranks and returns their norm. Gradients of parameters that the next step does not
+        update are 0.
+        """
         if self._ranks > 1:
             self._reduce(self._gradients)
+        if self._scaler is not None:
+            self._scaler.unscale([self._gradients])
+        self.optimizer.drop_policy_gradient()
         return torch.linalg.vector_norm(self._gradients)
 
     @torch.no_grad()
@@ -268,11 +371,11 @@ class FlatModule:
         if self.mixed:
             self._compute.copy_(self._weights)
 
-    def refuses(self, norm: torch.Tensor) -> bool:
+    def is_step_skipped(self, norm: torch.Tensor) -> bool:
         """Returns whether a step with this gradient norm is skipped because the norm is not finite. On an accelerator without
         `look`, it returns False, and the caller reads the norms at the end of its update, before weights are sent.
         """
-        return (self._look or norm.device.type == "cpu") and not math.isfinite(norm)
+        return (self._reads_norm or norm.device.type == "cpu") and not math.isfinite(norm)
 
     def bad_gradients(self) -> list[str]:
         """Returns the parameters whose gradient, summed over the ranks, is not finite."""
@@ -308,16 +411,16 @@ class FlatModule:
             "actor.model: the checkpoint's optimizer belongs to a model with other parameters"
         )
         if "state" not in state:
-            if any(state[moment].shape != flat.shape for moment, flat in averages):
+            if any(state[moment].shape != flat_tensor.shape for moment, flat_tensor in averages):
                 raise mismatch_error
-            for moment, flat in averages:
-                flat.copy_(state[moment])
+            for moment, flat_tensor in averages:
+                flat_tensor.copy_(state[moment])
         else:
             saved_state, shapes = state["state"], dict(zip(self.names, map(tuple, self._shapes), strict=True))
             if {name: tuple(moments["exp_avg"].shape) for name, moments in saved_state.items()} != shapes:
                 raise mismatch_error
-            for moment, flat in averages:
-                flat.copy_(torch.cat([saved_state[name][moment].reshape(-1) for name in self.names]))
+            for moment, flat_tensor in averages:
+                flat_tensor.copy_(torch.cat([saved_state[name][moment].reshape(-1) for name in self.names]))
         self.optimizer.resume_at(int(state["steps"]))
 
     def state(self) -> tuple[torch.Tensor, ...]:

@@ -26,6 +26,7 @@ from rlhpc.algorithms.nonfinite import bad_tensors
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import write_durably
+from rlhpc.runtime.trace_recorder import span
 from rlhpc.training.backend import (
     Batch,
     Blueprint,
@@ -41,8 +42,8 @@ from rlhpc.training.lora import plain
 from rlhpc.training.mesh import Mesh, form_single_rank_group, ranks_per_shard
 from rlhpc.training.parameter_names import require_same_shapes
 from rlhpc.training.safetensors_reader import Slices
-from rlhpc.training.safetensors_writer import fill, find_missing
-from rlhpc.training.shard_layout import Region, copy_full, local_part, pieces
+from rlhpc.training.safetensors_writer import find_missing, load_shards
+from rlhpc.training.shard_layout import HeldSlice, copy_full, local_part, pieces
 from rlhpc.training.tensor_parallel import make_buffers
 
 if TYPE_CHECKING:
@@ -52,6 +53,11 @@ log = logging.getLogger(__name__)
 
 SHARDS, OPTIMIZER = "shards", "optimizer.json"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+#: Collectives of whole tensors, by their names from torch 2.13 on, or before.
+_all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 class FsdpBackend(OffloadingBackend):
@@ -59,6 +65,7 @@ class FsdpBackend(OffloadingBackend):
 
     name = "fsdp"
     divides = True
+    scales_loss = True
 
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         super().__init__(blueprint, actor, worker)
@@ -81,13 +88,14 @@ class FsdpBackend(OffloadingBackend):
         #: Number of optimizer steps of each parameter; a parameter without a gradient is not updated.
         self._steps = {name: 0 for name, _ in self._parameters()}
         self._bad_gradients: list[str] = []
+        self.require_values()
         self._build_optimizer()
         self.prepare_reference()
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
     def _build_sharded(
-        self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshard: bool, *, root: bool = False
+        self, build: Callable[..., nn.Module], precision: MixedPrecisionPolicy, reshards: bool, *, is_root: bool = False
     ) -> nn.Module:
         """Builds a sharded module. Each rank reads its slices of the weights from the files if possible. Otherwise rank 0
         builds the model and broadcasts it tensor by tensor.
@@ -95,8 +103,8 @@ class FsdpBackend(OffloadingBackend):
         Args:
             build: `Blueprint.build` or `build_reference`.
             precision: Dtypes of computation and reduction.
-            reshard: Free a layer's gathered weights after its forward pass.
-            root: Also free the gathered weights of the root and the last layer, although a backward pass needs them first.
+            reshards: Free a layer's gathered weights after its forward pass.
+            is_root: Also free the gathered weights of the root and the last layer, although a backward pass needs them first.
         """
         blueprint = self.blueprint
         module, slices = self._build_empty(build)
@@ -117,19 +125,19 @@ class FsdpBackend(OffloadingBackend):
             CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.options.cpu_offload else OffloadPolicy()
         )
         if self.mesh.expert_fsdp is not None:
-            for submodule in blueprint.apart(module):
+            for submodule in blueprint.expert_modules(module):
                 fully_shard(
                     submodule,
                     mesh=self.mesh.expert_fsdp,
                     mp_policy=precision,
                     offload_policy=offload,
-                    reshard_after_forward=reshard,
+                    reshard_after_forward=reshards,
                 )
         layers = blueprint.layers(module)
-        last_layer, uncast = blueprint.last(module), blueprint.uncast(module)
+        last_layer, modules_without_cast = blueprint.last_layer(module), blueprint.modules_without_cast(module)
         for submodule in [*layers, module]:
-            frees_weights = reshard and (root or (submodule is not module and submodule is not last_layer))
-            policy = replace(precision, cast_forward_inputs=submodule not in uncast)
+            frees_weights = reshards and (is_root or (submodule is not module and submodule is not last_layer))
+            policy = replace(precision, cast_forward_inputs=submodule not in modules_without_cast)
             fully_shard(
                 submodule,
                 mesh=self.mesh.fsdp,
@@ -146,6 +154,7 @@ class FsdpBackend(OffloadingBackend):
         for fsdp_module in _fsdp_modules(module):
             fsdp_module.set_force_sum_reduction_for_comms(True)
             fsdp_module.set_gradient_divide_factor(1.0)
+            _trace_collectives(fsdp_module)
         return module
 
     def _build_empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
@@ -162,13 +171,13 @@ class FsdpBackend(OffloadingBackend):
         return module, slices
 
     def _fill_from_files(self, module: nn.Module, slices: Slices) -> None:
-        fill(
+        load_shards(
             module, self.mesh, slices, self.blueprint.created_tensors(module), f"{self.blueprint.key}.model.model_path"
         )
-        if unknown := make_buffers(module):
+        if unknown_buffers := make_buffers(module):
             raise ConfigError(
-                f"{self.blueprint.key}.training_backend=fsdp: {unknown[0]} of the model is in no file, and transformers does "
-                "not make it anew for an empty model; choose local"
+                f"{self.blueprint.key}.training_backend=fsdp: {unknown_buffers[0]} of the model is in no file, and "
+                "transformers does not make it anew for an empty model; choose local"
             )
         for name, buffer in module.named_buffers():
             self._set_buffer(module, name, buffer)
@@ -197,7 +206,7 @@ class FsdpBackend(OffloadingBackend):
         return value
 
     def _make_reference(self) -> nn.Module:
-        return self._build_sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, root=True)
+        return self._build_sharded(self.blueprint.build_reference, MixedPrecisionPolicy(), True, is_root=True)
 
     def _parameters(self) -> Iterator[tuple[str, DTensor]]:
         """Yields the names and tensors of trainable parameters, in the model's order."""
@@ -209,11 +218,16 @@ class FsdpBackend(OffloadingBackend):
     def _build_optimizer(self) -> None:
         """Builds the optimizer over the local shards on their current device. Empty shards of small tensors are omitted."""
         nonempty = {name: p for name, p in self._parameters() if p.to_local().numel()}
-        self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in nonempty.items()}
+        self._local_shards = {name: nn.Parameter(p.to_local().detach()) for name, p in nonempty.items()}
+        is_value = self.blueprint.is_value if self.optim.separates_values else lambda name: False
+        groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, shard in self._local_shards.items():
+            groups[is_value(name)].append(shard)
         # A rank with no elements at all still needs an optimizer, over a dummy tensor.
-        parameters = list(self._local.values()) or [nn.Parameter(torch.zeros(1, device=self.shard_device))]
-        self.optimizer = self.optim.torch_optimizer(parameters)
-        for name, shard in self._local.items():
+        if not self._local_shards:
+            groups[0].append(nn.Parameter(torch.zeros(1, device=self.shard_device)))
+        self.optimizer = self.optim.torch_optimizer([{"params": parameters} for parameters in groups])
+        for name, shard in self._local_shards.items():
             step = torch.full((), float(self._steps[name]), device=shard.device)
             self.optimizer.state[shard] = {"step": step, **self._moments[name]}
 
@@ -225,7 +239,7 @@ class FsdpBackend(OffloadingBackend):
         return self._num_trained
 
     def evaluate(self, forward: Callable[[nn.Module, Batch], Outputs], batch: Batch) -> Outputs:
-        """Returns `forward(called, batch)`, run without gradients (`TrainingBackend.evaluate`)."""
+        """Returns `forward(forward_module, batch)`, run without gradients (`TrainingBackend.evaluate`)."""
         outputs = super().evaluate(forward, batch)
         self._reshard()  # weights that stay gathered would be stale after the next update
         return outputs
@@ -234,12 +248,12 @@ class FsdpBackend(OffloadingBackend):
         for submodule in _fsdp_modules(self.module):
             submodule.reshard()
 
-    def _backward(self, loss: torch.Tensor, last: bool) -> None:
+    def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
         assert isinstance(self.module, FSDPModule)
-        self.module.set_is_last_backward(last)
+        self.module.set_is_last_backward(is_last)
         if self.options.enable_gradient_accumulation:
-            self.module.set_requires_gradient_sync(last)
-        loss.backward()
+            self.module.set_requires_gradient_sync(is_last)
+        self._scaled(loss).backward()
 
     def _clear(self) -> None:
         for parameter in self.module.parameters():
@@ -249,27 +263,42 @@ class FsdpBackend(OffloadingBackend):
     def optimizer_step(self, lr: float) -> torch.Tensor:
         """Clips by the norm over all ranks, updates the weights, and clears gradients (`TrainingBackend.optimizer_step`)."""
         self._reshard()
+        if self._warms_critic():
+            for name, parameter in self._parameters():
+                if not self.blueprint.is_value(name):
+                    parameter.grad = None
         updated_names = [name for name, parameter in self._parameters() if parameter.grad is not None]
         for name, parameter in self._parameters():
-            if name in self._local:
+            if name in self._local_shards:
                 gradient = parameter.grad
                 assert gradient is None or isinstance(gradient, DTensor)
-                self._local[name].grad = None if gradient is None else gradient.to_local()
+                self._local_shards[name].grad = None if gradient is None else gradient.to_local()
             parameter.grad = None
-        local_parameters = list(self._local.values())
+        local_parameters = list(self._local_shards.values())
+        if self.scaler is not None:
+            self.scaler.unscale(p.grad for p in local_parameters if p.grad is not None)
         norm = self.worker.all_reduce(self._squared_norm().to(self.device)).sqrt()
-        if self.refuses(norm):
-            self._bad_gradients = bad_tensors((name, p.grad) for name, p in self._local.items() if p.grad is not None)
+        self._update_scale(norm)
+        if self.is_step_skipped(norm):
+            self._bad_gradients = bad_tensors(
+                (name, p.grad) for name, p in self._local_shards.items() if p.grad is not None
+            )
             self.optimizer.zero_grad()
             return norm
         if self.optim.clip_grad > 0:
             clip_grads_with_norm_(local_parameters, self.optim.clip_grad, norm.to(self.shard_device))
-        self.optimizer.param_groups[0]["lr"] = lr
+        for group, group_lr in zip(self.optimizer.param_groups, self.optim.group_lrs(lr), strict=True):
+            group["lr"] = group_lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         for name in updated_names:
             self._steps[name] += 1
         return norm
+
+    def _warms_critic(self) -> bool:
+        """Returns whether the next step updates the value parameters alone."""
+        num_steps = max((steps for name, steps in self._steps.items() if self.blueprint.is_value(name)), default=0)
+        return self.optim.separates_values and num_steps < self.optim.critic_warmup_steps
 
     def _squared_norm(self) -> torch.Tensor:
         """Returns this rank's part of the squared gradient norm. A shard that n ranks hold counts 1/n on each of
@@ -278,7 +307,9 @@ class FsdpBackend(OffloadingBackend):
         squared_norm = torch.zeros((), device=self.shard_device)
         for num_copies in sorted(set(self._copies.values())):
             gradients = [
-                p.grad for name, p in self._local.items() if p.grad is not None and self._copies[name] == num_copies
+                p.grad
+                for name, p in self._local_shards.items()
+                if p.grad is not None and self._copies[name] == num_copies
             ]
             if gradients:
                 squared_norm = squared_norm + get_total_norm(gradients).square() / num_copies
@@ -293,36 +324,38 @@ class FsdpBackend(OffloadingBackend):
         if not isinstance(tensor, DTensor):
             return tensor
         # Gather on the accelerator even if the shards are on the host.
-        on_device: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
-        gathered_tensor: torch.Tensor = on_device.full_tensor()
+        device_tensor: Any = tensor.to(self.device) if tensor.device.type != self.device.type else tensor
+        gathered_tensor: torch.Tensor = device_tensor.full_tensor()
         return gathered_tensor
 
     @torch.no_grad()
-    def named_weights(self, without: Container[str] = ()) -> Named:
+    def named_weights(self, excluded_names: Container[str] = ()) -> Named:
         """Yields all weights in full (`TrainingBackend.named_weights`); gathers them in buckets."""
-        with self.awake():
+        with self.keep_on_device():
             tensors = self.module.state_dict(keep_vars=True).items()
-            requested = {name: tensor for name, tensor in tensors if plain(name) not in without}
-            gather = BucketGather(requested, self.full, self.blueprint.gather_dtype)
-            yield from self.blueprint.named_weights(self.module, gather, without)
+            requested_tensors = {name: tensor for name, tensor in tensors if plain(name) not in excluded_names}
+            gather = BucketGather(requested_tensors, self.full, self.blueprint.gather_dtype)
+            yield from self.blueprint.named_weights(self.module, gather, excluded_names)
 
     @torch.no_grad()
     def replace_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         """Replaces the module's weights (`TrainingBackend.replace_weights`). Each rank stores its shards."""
-        with self.awake():
+        with self.keep_on_device():
             self._reshard()
-            current = self.module.state_dict(keep_vars=True)
-            require_same_shapes({name: tensor.shape for name, tensor in current.items()}, tensors)
-            for name, tensor in current.items():
+            current_weights = self.module.state_dict(keep_vars=True)
+            require_same_shapes({name: tensor.shape for name, tensor in current_weights.items()}, tensors)
+            for name, tensor in current_weights.items():
                 copy_full(tensor, tensors[name])
 
-    def pieces(self, *, rows: bool = False) -> Iterator[tuple[Region, torch.Tensor]]:
+    def pieces(self, *, by_rows: bool = False) -> Iterator[tuple[HeldSlice, torch.Tensor]]:
         """Yields this rank's slices of the weights (`TrainingBackend.pieces`)."""
-        with self.awake():
-            is_included = self.blueprint.exported
-            for region, values in pieces(self.module, self.mesh, self.full, rows=rows, is_included=is_included):
+        with self.keep_on_device():
+            is_included = self.blueprint.is_exported
+            for held_slice, values in pieces(
+                self.module, self.mesh, self.full, by_rows=by_rows, is_included=is_included
+            ):
                 slice_values = values()
-                yield region, slice_values.to(self.dtype) if slice_values.is_floating_point() else slice_values
+                yield held_slice, slice_values.to(self.dtype) if slice_values.is_floating_point() else slice_values
 
     def _edit_trained(self, edit: Callable[[Iterable[torch.Tensor]], None]) -> None:
         self._reshard()
@@ -330,7 +363,7 @@ class FsdpBackend(OffloadingBackend):
 
     def local_tensors(self) -> Named:
         """Yields the names and values of this rank's shards."""
-        with self.awake():
+        with self.keep_on_device():
             for name, parameter in self.module.named_parameters():
                 yield name, local_part(parameter)
 
@@ -349,7 +382,7 @@ class FsdpBackend(OffloadingBackend):
     def save(self, folder: Path) -> None:
         """Writes each rank's shards as safetensors, in the layout of PyTorch's distributed checkpoints."""
         folder = Path(folder)
-        with self.awake():
+        with self.keep_on_device():
             save_sharded(folder / SHARDS, self._checkpoint_state(), self.worker)
         if self.rank == 0:
             max_steps = max(self._steps.values(), default=0)
@@ -363,7 +396,7 @@ class FsdpBackend(OffloadingBackend):
         """Restores a checkpoint from any number of ranks (`TrainingBackend.load`)."""
         folder = Path(folder)
         self.check_identity(folder)
-        with self.awake():
+        with self.keep_on_device():
             load_sharded(folder / SHARDS, self._checkpoint_state())
         try:
             state = json.loads((folder / OPTIMIZER).read_text())
@@ -374,19 +407,19 @@ class FsdpBackend(OffloadingBackend):
         self._steps = steps
         for name, parameter in self._parameters():
             parameter.grad = None
-            if name in self._local:
-                self.optimizer.state[self._local[name]]["step"].fill_(self._steps[name])
+            if name in self._local_shards:
+                self.optimizer.state[self._local_shards[name]]["step"].fill_(self._steps[name])
 
     def offload(self) -> None:
         """Moves shards and optimizer state to the host, unless `actor.fsdp.cpu_offload` keeps them there."""
         if not self.options.cpu_offload:
             super().offload()
 
-    def park(self) -> int:
-        """Moves this rank's tensors to the host (`OffloadingBackend.park`); gathered weights are freed."""
+    def move_to_host(self) -> int:
+        """Moves this rank's tensors to the host (`OffloadingBackend.move_to_host`); gathered weights are freed."""
         for submodule in (submodule for module in self.models for submodule in _fsdp_modules(module)):
             submodule.reshard()
-        return super().park()
+        return super().move_to_host()
 
     def offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Returns the tensors to copy (`OffloadingBackend.offloadable_tensors`). Gradients are not copied, because they
@@ -404,7 +437,7 @@ class BucketGather:
 
     Args:
         tensors: Weights by name, in the order in which most of them will be requested.
-        full: Gathers a single weight.
+        gather_full: Gathers a single weight.
         dtype: Dtype to which floating-point weights are converted before they are gathered; None keeps theirs.
         bucket_bytes: Bytes of a bucket of full weights.
     """
@@ -412,36 +445,38 @@ class BucketGather:
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        full: Callable[[torch.Tensor], torch.Tensor],
+        gather_full: Callable[[torch.Tensor], torch.Tensor],
         dtype: torch.dtype | None,
         bucket_bytes: int = _BUCKET,
     ) -> None:
         self._tensors = [*{id(tensor): tensor for tensor in tensors.values()}.values()]
         self._index = {id(tensor): index for index, tensor in enumerate(self._tensors)}
-        self._full, self._dtype, self._bucket_bytes = full, dtype, bucket_bytes
-        self._gathered: dict[int, torch.Tensor] = {}
+        self._gather_full, self._dtype, self._bucket_bytes = gather_full, dtype, bucket_bytes
+        self._gathered_weights: dict[int, torch.Tensor] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the full weight; each weight is kept only until it is requested."""
-        if id(tensor) not in self._gathered:
-            self._gathered.clear()  # weights that were not requested
+        if id(tensor) not in self._gathered_weights:
+            self._gathered_weights.clear()  # weights that were not requested
             bucket = self._bucket_from(tensor)
             if not bucket:
-                return self._full(self._converted(tensor))
-            full_tensors = _gather_rows([self._converted(member) for member in bucket])
-            self._gathered = {id(member): full for member, full in zip(bucket, full_tensors, strict=True)}
-        return self._gathered.pop(id(tensor))
+                return self._gather_full(self._convert(tensor))
+            full_tensors = _gather_rows([self._convert(member) for member in bucket])
+            self._gathered_weights = {
+                id(member): full_weight for member, full_weight in zip(bucket, full_tensors, strict=True)
+            }
+        return self._gathered_weights.pop(id(tensor))
 
-    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.detach().to(self._dtype)
 
-    def _bucket_from(self, first: torch.Tensor) -> list[DTensor]:
+    def _bucket_from(self, first_tensor: torch.Tensor) -> list[DTensor]:
         """Returns a weight and those after it with the same layout and dtype, up to a bucket; empty if the weight is not
         divided by rows alone, or is on the host."""
-        layout, bucket, num_bytes = _row_layout(first), list[DTensor](), 0
-        if layout is None or id(first) not in self._index:
+        layout, bucket, num_bytes = _row_layout(first_tensor), list[DTensor](), 0
+        if layout is None or id(first_tensor) not in self._index:
             return []
-        for tensor in self._tensors[self._index[id(first)] :]:
+        for tensor in self._tensors[self._index[id(first_tensor)] :]:
             num_bytes += tensor.numel() * (self._dtype or tensor.dtype).itemsize
             if _row_layout(tensor) != layout or (bucket and num_bytes > self._bucket_bytes):
                 break
@@ -451,13 +486,13 @@ class BucketGather:
 
 
 def _row_layout(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns mesh, mesh dimension and dtype of a tensor on an accelerator's mesh whose rows alone are divided; else None."""
+    """Returns mesh, mesh dimension and dtype of a tensor on an accelerator's mesh if only its rows are sharded; else None."""
     if not isinstance(tensor, DTensor) or tensor.device.type != tensor.device_mesh.device_type or not tensor.numel():
         return None
-    divided = [(dim, placement) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if len(divided) != 1 or type(divided[0][1]) is not Shard or divided[0][1].dim != 0:
+    sharded_dims = [(dim, placement) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if len(sharded_dims) != 1 or type(sharded_dims[0][1]) is not Shard or sharded_dims[0][1].dim != 0:
         return None
-    return tensor.device_mesh, divided[0][0], tensor.dtype
+    return tensor.device_mesh, sharded_dims[0][0], tensor.dtype
 
 
 def _gather_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -465,21 +500,64 @@ def _gather_rows(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     layout = _row_layout(tensors[0])
     assert layout is not None
     mesh, dim, dtype = layout
-    ranks, group = mesh.size(dim), mesh.get_group(dim)
+    num_ranks, group = mesh.size(dim), mesh.get_group(dim)
     # The first ranks have the same number of rows, as by torch.chunk; the last ones may have fewer.
-    row_counts = [-(-tensor.shape[0] // ranks) for tensor in tensors]
+    row_counts = [-(-tensor.shape[0] // num_ranks) for tensor in tensors]
     sizes = [rows * (tensor.numel() // tensor.shape[0]) for rows, tensor in zip(row_counts, tensors, strict=True)]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device)
-    for part, tensor in zip(flat.split(sizes), tensors, strict=True):
+    flat_buffer = torch.zeros(sum(sizes), dtype=dtype, device=tensors[0].device)
+    for part, tensor in zip(flat_buffer.split(sizes), tensors, strict=True):
         assert isinstance(tensor, DTensor)
         local_rows = tensor.to_local().reshape(-1)
         part[: local_rows.numel()] = local_rows
-    gathered = flat.new_empty(ranks, len(flat))
-    dist.all_gather_into_tensor(gathered.view(-1), flat, group=group)
+    gathered_rows = flat_buffer.new_empty(num_ranks, len(flat_buffer))
+    dist.all_gather_into_tensor(gathered_rows.view(-1), flat_buffer, group=group)
     return [
-        part.reshape(ranks * rows, *tensor.shape[1:])[: tensor.shape[0]]
-        for part, rows, tensor in zip(gathered.split(sizes, 1), row_counts, tensors, strict=True)
+        part.reshape(num_ranks * rows, *tensor.shape[1:])[: tensor.shape[0]]
+        for part, rows, tensor in zip(gathered_rows.split(sizes, 1), row_counts, tensors, strict=True)
     ]
+
+
+class _TracedCollective:
+    """Base of the collectives of a sharded module, which are spans of the trace. Buffers are torch's default ones.
+
+    On a CPU, a span lasts until all ranks have the result. On an accelerator, it is the launch of the collective; the rank's
+    profile (`runner.trace.profile`) shows when the collective itself runs.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocates the buffer of a collective."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _TracedAllGather(_TracedCollective):
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with span("gather weights", "send", bytes=output_tensor.nbytes):
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _TracedReduceScatter(_TracedCollective):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        with span("reduce gradients", "send", bytes=input_tensor.nbytes):
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _trace_collectives(module: FSDPModule) -> None:
+    """Makes the collectives of a sharded module spans of the trace, if this version of torch has a hook for that."""
+    if hasattr(module, "set_custom_all_gather") and hasattr(module, "set_custom_reduce_scatter"):
+        # Their interface is in a private module of torch, so they do not derive from it.
+        all_gather: Any = _TracedAllGather()
+        reduce_scatter: Any = _TracedReduceScatter()
+        module.set_custom_all_gather(all_gather)
+        module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def _fsdp_modules(module: nn.Module) -> list[FSDPModule]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 import re
 import sys
 import warnings
 import weakref
 from collections.abc import Collection, Container, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rlhpc.config.sections import AdapterConfig, LoraConfig
+from rlhpc.checkpoint.state import load_tensors
+from rlhpc.config.sections import AdapterConfig, LoraConfig, PolicyAdapterConfig
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.plugins import require_package
 from rlhpc.training.blueprint import Full
 from rlhpc.training.parameter_names import PEFT_PREFIX, plain
 from rlhpc.training.targets import is_all_linear, is_target
@@ -44,7 +48,7 @@ class _Sample(NamedTuple):
 _BASES: weakref.WeakKeyDictionary[nn.Module, dict[SliceStart, _Sample]] = weakref.WeakKeyDictionary()
 
 
-def merged(
+def merge_factors(
     layer: Any,
     name: str,
     base: torch.Tensor,
@@ -75,33 +79,34 @@ def merged(
             f"{name} has changed, though only its adapters are trained: they would be merged twice. If code of yours calls "
             "merge_adapter(), or writes to the model's weights, let it do so to a copy"
         )
-    merged_weight = _sum(base, a, b, scale, layer.fan_in_fan_out)
-    if not _is_sum(sample, merged_weight, a, b, scale, layer.fan_in_fan_out):
+    is_transposed = getattr(layer, "fan_in_fan_out", False)  # convolutions do not have it
+    merged_weight = _sum(base, a, b, scale, is_transposed)
+    if not _is_sum(sample, merged_weight, a, b, scale, is_transposed):
         raise RlhpcError(
             f"{name} as it is to be sent is not the model's weight and its adapters' product, once each: nothing is sent"
         )
     return merged_weight
 
 
-def _sum(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool) -> torch.Tensor:
+def _sum(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, is_transposed: bool) -> torch.Tensor:
     delta = (b.float() @ a.float()).mul_(scale)
-    return (base.float() + (delta.T if transposed else delta)).to(base.dtype)
+    return (base.float() + (delta.T if is_transposed else delta)).to(base.dtype)
 
 
 def _sample_of(layer: nn.Module, slice_start: SliceStart, base: torch.Tensor) -> _Sample:
     """Returns the sample of a slice of a layer's weight. The first call takes the sample."""
     samples = _BASES.setdefault(layer, {})
     if slice_start not in samples:
-        flat, spaced_indices, candidates = (
+        flat_weight, spaced_indices, candidates = (
             base.flatten(),
             _spaced_positions(base, _SAMPLE_SIZE),
             _spaced_positions(base, _NUM_CANDIDATES),
         )
         smallest_candidates = (
-            flat[candidates].abs().float().topk(min(_SAMPLE_SIZE, len(candidates)), largest=False).indices.cpu()
+            flat_weight[candidates].abs().float().topk(min(_SAMPLE_SIZE, len(candidates)), largest=False).indices.cpu()
         )
         sample_indices = torch.cat([spaced_indices, candidates[smallest_candidates]]).cpu()
-        samples[slice_start] = _Sample(sample_indices, flat[sample_indices].cpu())
+        samples[slice_start] = _Sample(sample_indices, flat_weight[sample_indices].cpu())
     return samples[slice_start]
 
 
@@ -116,26 +121,32 @@ def _bytes(tensor: torch.Tensor, positions: torch.Tensor | None = None) -> torch
 
 
 def _is_sum(
-    sample: _Sample, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool
+    sample: _Sample, result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, is_transposed: bool
 ) -> bool:
     """Returns whether each sampled element of `result` is the original element plus the product, rounded once.
 
     The product is computed element by element, because a matrix kernel as in `_sum` may round its factors to ten bits.
     """
     row_indices, column_indices = sample.positions // result.shape[1], sample.positions % result.shape[1]
-    output_indices, input_indices = (column_indices, row_indices) if transposed else (row_indices, column_indices)
+    output_indices, input_indices = (column_indices, row_indices) if is_transposed else (row_indices, column_indices)
     terms = b[output_indices].float() * a.T[input_indices].float() * scale
     delta, magnitude = terms.sum(1).cpu().double(), terms.abs().sum(1).cpu().double()
-    expected, float32 = sample.values.double() + delta, torch.finfo(torch.float32)
-    tolerance = expected.abs() * float32.eps + magnitude * _TOLERANCE + float32.tiny
-    lower_bound, upper_bound = (expected - tolerance).to(result.dtype), (expected + tolerance).to(result.dtype)
+    expected_values, float32 = sample.values.double() + delta, torch.finfo(torch.float32)
+    tolerance = expected_values.abs() * float32.eps + magnitude * _TOLERANCE + float32.tiny
+    lower_bound, upper_bound = (
+        (expected_values - tolerance).to(result.dtype),
+        (expected_values + tolerance).to(result.dtype),
+    )
     actual = result.flatten()[sample.positions].cpu()
     # Non-finite values are reported elsewhere, in more detail.
-    return bool(((lower_bound <= actual) & (actual <= upper_bound) | ~expected.isfinite()).all())
+    return bool(((lower_bound <= actual) & (actual <= upper_bound) | ~expected_values.isfinite()).all())
 
 
 #: Name of a single adapter. peft's tensor names contain this name; peft's files omit it.
 ADAPTER = "default"
+_ADAPTER_INFIX = re.compile(rf"(?<=\.lora_[AB])\.{ADAPTER}(?=\.weight$)")
+#: Files of an adapter in peft's folders.
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def peft() -> Any:
@@ -144,7 +155,7 @@ def peft() -> Any:
     Raises:
         ConfigError: peft is not installed.
     """
-    return required("peft", "actor.lora needs peft")
+    return require_package("peft", "actor.lora needs peft")
 
 
 def attach_lora(
@@ -175,60 +186,128 @@ def attach_lora(
     task = {} if head and not has_lm_head else {"task_type": "CAUSAL_LM"}
     allowed_layers = linear_layers(model, head)
     config = _config(model, lora, lora.dropout, allowed_layers, **exclusions, **task)
-    on_meta = next(model.parameters()).is_meta
+    is_on_meta = next(model.parameters()).is_meta
     try:
         with (
             torch.random.fork_rng(),
-            torch.device("meta") if on_meta else contextlib.nullcontext(),
+            torch.device("meta") if is_on_meta else contextlib.nullcontext(),
             warnings.catch_warnings(),
         ):
             # peft detects that GPT-2's weights are transposed, and warns about it.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             torch.manual_seed(seed)
             first_adapter, *other_adapters = names or (ADAPTER,)
-            adapted: Any = peft().get_peft_model(model, config, adapter_name=first_adapter)
+            adapted_model: Any = peft().get_peft_model(model, config, adapter_name=first_adapter)
             for name in other_adapters:
-                adapted.add_adapter(name, copy.copy(config))
+                adapted_model.add_adapter(name, copy.copy(config))
     except ValueError as error:
         raise _no_targets(lora, allowed_layers, error) from error
     if other_adapters:
-        for name, parameter in adapted.named_parameters():
+        for name, parameter in adapted_model.named_parameters():
             parameter.requires_grad = ".lora_" in name
-        choose(adapted, first_adapter)
+        choose(adapted_model, first_adapter)
     if head:
         for parameter in model.get_submodule(head).parameters():
             parameter.requires_grad = True
         config.exclude_modules = None
     if head and not has_lm_head:  # stored in peft's files, so that peft loads the head from them
         config.task_type, config.modules_to_save = "SEQ_CLS", [head]
-    _finish(adapted, lora, allowed_layers)
-    module: nn.Module = adapted
+    _finish_adapters(adapted_model, lora, allowed_layers)
+    module: nn.Module = adapted_model
     return module
 
 
-def inject_lora(model: nn.Module, lora: AdapterConfig) -> None:
-    """Freezes a module of a policy and adds float32 adapters in place. The module's weights keep their names.
+def inject_lora(model: nn.Module, lora: PolicyAdapterConfig) -> None:
+    """Freezes a module of a policy and adds float32 adapters in place, new ones or those of `lora.path`. The module's weights
+    keep their names. Adapters also go on convolutions that `target_modules` names, such as a patch embedding.
 
     The adapters have no dropout, because it would make the log-probs of rollout and update differ.
 
     Args:
         model: Any module.
-        lora: rank, alpha, target_modules.
+        lora: rank, alpha, target_modules, init, path.
 
     Raises:
-        ConfigError: See `attach_lora`.
+        ConfigError: See `attach_lora` and `read_adapter`; or the folder's adapters are those of another model.
     """
-    allowed = linear_layers(model)
-    config = _config(model, lora, 0.0, allowed)
+    if lora.path is not None:
+        lora = read_adapter(lora)
+    allowed_modules = linear_layers(model)
+    config = _config(
+        model, lora, 0.0, allowed_modules, init_lora_weights="gaussian" if lora.init == "gaussian" else True
+    )
     model.requires_grad_(False)
     try:
         peft().inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
-        raise _no_targets(lora, allowed, error) from error
-    _finish(model, lora, allowed)
+        raise _no_targets(lora, allowed_modules, error) from error
+    _finish_adapters(model, lora, allowed_modules, is_conv_allowed=True)
+    if lora.path is not None:
+        _load_adapter(model, expand_home(lora.path))
 
 
-def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[str], **more: Any) -> Any:
+#: Keys of peft's adapter_config.json, with the values that stand for an adapter of one rank, without other weights.
+_PLAIN_ADAPTER: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none",), "use_dora": (False, None), "use_rslora": (False, None),
+    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "modules_to_save": ([], None),
+    "layers_to_transform": ([], None), "lora_bias": (False, None),
+}  # fmt: skip
+
+
+def read_adapter(lora: PolicyAdapterConfig) -> PolicyAdapterConfig:
+    """Returns `actor.lora` with alpha and layers of the trained adapters in `path`.
+
+    Raises:
+        ConfigError: The folder is not a peft folder, its adapters have a rank other than `rank`, or they are of a kind that is
+            not supported.
+    """
+    folder = expand_home(str(lora.path))
+    for name in (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise ConfigError(f"actor.lora.path is {str(folder)!r}, which has no {name}: name a folder of peft's")
+    try:
+        content = json.loads((folder / _ADAPTER_CONFIG).read_text())
+        rank, alpha, targets = int(content["r"]), content["lora_alpha"], content["target_modules"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / _ADAPTER_CONFIG} is not the configuration of a LoRA adapter: {error}") from error
+    for key, plain_values in _PLAIN_ADAPTER.items():
+        if (value := content.get(key, plain_values[0])) not in plain_values:
+            raise ConfigError(f"{folder / _ADAPTER_CONFIG}: {key} is {value!r}; adapters with it are not supported")
+    if rank != lora.rank:
+        raise ConfigError(f"actor.lora.rank is {lora.rank}, and the adapters in {folder} have rank {rank}: set it so")
+    return PolicyAdapterConfig(rank, alpha, targets, init=lora.init, path=str(folder))
+
+
+def _load_adapter(model: nn.Module, folder: Path) -> None:
+    """Loads the adapters of a peft folder into a model that has adapters on the same layers.
+
+    Raises:
+        ConfigError: Names or shapes differ.
+    """
+    parameters = {name: tensor for name, tensor in model.named_parameters() if belongs_to_adapter(name, ADAPTER)}
+    if any(tensor.is_meta for tensor in parameters.values()):
+        return  # this rank receives the weights from another rank
+    names = {_ADAPTER_INFIX.sub("", name): name for name in parameters}
+    weights = {
+        name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_tensors(folder / _ADAPTER_WEIGHTS).items()
+    }
+    for unmatched_names, problem in ((set(names) - set(weights), "lacks"), (set(weights) - set(names), "has also")):
+        if unmatched_names:
+            raise ConfigError(
+                f"actor.lora.path: {folder / _ADAPTER_WEIGHTS} is of another model: it {problem} {min(unmatched_names)}"
+                f"{f' and {len(unmatched_names) - 1} more' if len(unmatched_names) > 1 else ''}"
+            )
+    for name, tensor in weights.items():
+        parameter = parameters[names[name]]
+        if parameter.shape != tensor.shape:
+            raise ConfigError(
+                f"actor.lora.path: {folder / _ADAPTER_WEIGHTS} is of another model: {name} has shape {list(tensor.shape)}, "
+                f"here {list(parameter.shape)}"
+            )
+        parameter.data.copy_(tensor)
+
+
+def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[str], **options: Any) -> Any:
     """Returns peft's configuration. A pattern in `target_modules` is replaced by the full names of the layers that it
     matches, because for some mixture-of-experts models peft would use only the last part of each name. A pattern without a
     match is passed to peft, which reports it.
@@ -238,7 +317,7 @@ def _config(model: nn.Module, lora: AdapterConfig, dropout: float, linear: list[
     if isinstance(targets, str) and not is_all_linear(targets):
         target_names = [name for name, _ in model.named_modules() if is_target(name, targets)]
     return peft().LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=dropout, target_modules=target_names or targets, **more
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=dropout, target_modules=target_names or targets, **options
     )
 
 
@@ -280,36 +359,40 @@ def _reads_as_module(model: nn.Module, name: str) -> bool:
     return name in config.target_modules
 
 
-def _no_targets(lora: AdapterConfig, allowed: Collection[str], reason: object) -> ConfigError:
-    layer_names = ", ".join(sorted({name.rpartition(".")[2] for name in allowed}))
+def _no_targets(lora: AdapterConfig, allowed_modules: Collection[str], reason: object) -> ConfigError:
+    layer_names = ", ".join(sorted({name.rpartition(".")[2] for name in allowed_modules}))
     return ConfigError(f"actor.lora.target_modules is {lora.target_modules!r}: {reason}; allowed: {layer_names}")
 
 
-def _finish(adapted: nn.Module, lora: AdapterConfig, allowed: Collection[str]) -> None:
+def _finish_adapters(
+    adapted_model: nn.Module, lora: AdapterConfig, allowed_modules: Collection[str], *, is_conv_allowed: bool = False
+) -> None:
     """Checks that the adapters can be merged into the weights, and converts the adapters to float32.
 
     Args:
-        adapted: Model with adapters.
+        adapted_model: Model with adapters.
         lora: Configuration of the adapters.
-        allowed: Names of the layers that can have adapters, for messages.
+        allowed_modules: Names of the layers that can have adapters, for messages.
+        is_conv_allowed: Whether convolutions of one group may have adapters.
 
     Raises:
         ConfigError: A layer is not linear, or its weight is shared with another module.
     """
     names: dict[int, list[str]] = {}
-    for name, parameter in adapted.named_parameters(remove_duplicate=False):
+    for name, parameter in adapted_model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(plain(name).rpartition(".")[0])
-    for layer_name, layer in _layers(adapted):
+    for layer_name, layer in _layers(adapted_model):
         name, base = plain(layer_name), layer.base_layer
-        if not _is_linear(base):
-            raise _no_targets(lora, allowed, f"{name} is a {type(base).__name__}; adapters go on linear layers")
-        if shared_with := [other_name for other_name in names[id(base.weight)] if other_name != name]:
+        is_conv = isinstance(base, nn.Conv2d) and base.groups == 1
+        if not _is_linear(base) and not (is_conv and is_conv_allowed):
+            raise _no_targets(lora, allowed_modules, f"{name} is a {type(base).__name__}; adapters go on linear layers")
+        if sharing_names := [other_name for other_name in names[id(base.weight)] if other_name != name]:
             raise _no_targets(
                 lora,
-                allowed,
-                f"{name} and {shared_with[0]} have one weight (tie_word_embeddings: true), which would be merged for both",
+                allowed_modules,
+                f"{name} and {sharing_names[0]} have one weight (tie_word_embeddings: true), which would be merged for both",
             )
-    for parameter in adapted.parameters():
+    for parameter in adapted_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
@@ -332,7 +415,7 @@ def belongs_to_adapter(name: str, adapter: str) -> bool:
     return ".lora_" in name and name.rpartition(".lora_")[2].split(".")[1:2] == [adapter]
 
 
-def chosen(layer: Any) -> str:
+def selected_adapter(layer: Any) -> str:
     """Returns the name of a layer's active adapter."""
     name: str = layer.active_adapters[0]
     return name
@@ -370,45 +453,48 @@ def products(layer: nn.Module, x: torch.Tensor) -> list[tuple[torch.Tensor, torc
     base = linear_base(layer)
     assert base is not None
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = [(x, base.weight)]
-    adapted: Any = layer
-    if _is_adapted(layer) and not adapted.disable_adapters:
-        name = chosen(layer)
-        a, b = adapted.lora_A[name], adapted.lora_B[name]
-        low_rank = a(adapted.lora_dropout[name](x.to(a.weight.dtype)))
-        pairs.append((low_rank * adapted.scaling[name], b.weight))
+    adapted_layer: Any = layer
+    if _is_adapted(layer) and not adapted_layer.disable_adapters:
+        name = selected_adapter(layer)
+        a, b = adapted_layer.lora_A[name], adapted_layer.lora_B[name]
+        low_rank = a(adapted_layer.lora_dropout[name](x.to(a.weight.dtype)))
+        pairs.append((low_rank * adapted_layer.scaling[name], b.weight))
     return pairs
 
 
 @torch.no_grad()
-def full_weights(module: nn.Module, full: Full, without: Container[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+def full_weights(
+    module: nn.Module, gather_full: Full, excluded_names: Container[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields all weights and persistent buffers under their Hugging Face names, with adapters merged; tied weights are
     yielded once. The module is not changed.
 
     Args:
         module: A Hugging Face model, or such a model after `attach_lora`.
-        full: Gathers the full tensor from a shard; all ranks call it in the same order.
-        without: Names of weights to omit.
+        gather_full: Gathers the full tensor from a shard; all ranks call it in the same order.
+        excluded_names: Names of weights to omit.
 
     Raises:
-        RlhpcError: A base weight has changed, or a merged weight is wrong (`merged`).
+        RlhpcError: A base weight has changed, or a merged weight is wrong (`merge_factors`).
     """
     layers = {id(layer.base_layer.weight): layer for _, layer in _layers(module)}
     ids: set[int] = set()
     for state_name, tensor in module.state_dict(keep_vars=True).items():
         name = plain(state_name)
-        if id(tensor) in ids or ".lora_" in state_name or name in without:
+        if id(tensor) in ids or ".lora_" in state_name or name in excluded_names:
             continue
         ids.add(id(tensor))
-        full_tensor = full(tensor).detach()
+        full_tensor = gather_full(tensor).detach()
         layer = layers.get(id(tensor))
         if layer is not None:
-            factors = factors_of(layer, full)
-            full_tensor = merged(layer, name, full_tensor, factors.a, factors.b, factors.scale)
+            factors = factors_of(layer, gather_full)
+            merged_weight = merge_factors(layer, name, full_tensor.flatten(1), factors.a, factors.b, factors.scale)
+            full_tensor = merged_weight.reshape(full_tensor.shape)
         yield name, full_tensor
 
 
 def frozen_names(module: nn.Module) -> frozenset[str]:
-    """Returns the names, as in `full_weights`, of the parameters that are neither trained nor have an adapter."""
+    """Returns the names, as in `full_weights`, of the parameters that are not trained and have no adapter."""
     adapted_ids = {id(layer.base_layer.weight) for _, layer in _layers(module)}
     return frozenset(
         plain(name)
@@ -418,19 +504,19 @@ def frozen_names(module: nn.Module) -> frozenset[str]:
 
 
 @torch.no_grad()
-def adapter_weights(module: nn.Module, full: Full) -> dict[str, torch.Tensor]:
+def adapter_weights(module: nn.Module, gather_full: Full) -> dict[str, torch.Tensor]:
     """Returns the weights of the active adapter, and of heads listed in `modules_to_save`, on the CPU, under their names in
     peft's files.
     """
     named_tensors = module.state_dict(keep_vars=True).items()
-    adapter = chosen(_layers(module)[0][1])
+    adapter = selected_adapter(_layers(module)[0][1])
     config: Any = module.peft_config[adapter]  # type: ignore[index]
     heads = tuple(f"{PEFT_PREFIX}{head_name}." for head_name in config.modules_to_save or ())
     adapter_tensors = [
         (name, tensor) for name, tensor in named_tensors if belongs_to_adapter(name, adapter) or name.startswith(heads)
     ]
     infix = re.compile(rf"(?<=\.lora_[AB])\.{re.escape(adapter)}(?=\.weight$)")
-    return {infix.sub("", name): full(tensor).detach().cpu() for name, tensor in adapter_tensors}
+    return {infix.sub("", name): gather_full(tensor).detach().cpu() for name, tensor in adapter_tensors}
 
 
 def _is_adapted(layer: nn.Module) -> bool:
@@ -488,10 +574,10 @@ class Factors(NamedTuple):
     scale: float
 
 
-def factors_of(layer: Any, full: Full) -> Factors:
-    """Returns the full factors of a layer's active adapter."""
-    name = chosen(layer)
-    a, b = (full(adapters[name].weight).detach() for adapters in (layer.lora_A, layer.lora_B))
+def factors_of(layer: Any, gather_full: Full) -> Factors:
+    """Returns the full factors of a layer's active adapter, as matrices also for a convolution."""
+    name = selected_adapter(layer)
+    a, b = (gather_full(adapters[name].weight).detach().flatten(1) for adapters in (layer.lora_A, layer.lora_B))
     return Factors(layer, a, b, float(layer.scaling[name]))
 
 

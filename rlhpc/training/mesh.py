@@ -15,7 +15,7 @@ Interface for other modules:
         .fsdp, .tensor, .context            → sub-meshes; `tensor` and `context` are None where the size is 1
         .expert, .expert_fsdp               → sub-meshes of the second mesh; None without experts
         .copies(tensor)                     → (number of this rank's copy, number of copies) of a parameter's shards
-    regions(module, mesh)                   → rlhpc.training.shard_layout: boxes in checkpoint tensors
+    held_slices(module, mesh)               → rlhpc.training.shard_layout: slices in checkpoint tensors
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Mesh:
         fsdp: Sub-mesh over which FSDP2 shards dense weights.
         tensor: Sub-mesh of the ranks that split matrices; None if there is one such rank.
         context: Sub-mesh of the ranks that split sequences; None if there is one such rank.
-        expert: Sub-mesh of the ranks that split experts; None without expert parallelism.
+        expert: Sub-mesh of the ranks that split experts; None if there is no expert parallelism.
         expert_fsdp: Sub-mesh over which FSDP2 shards experts.
     """
 
@@ -141,9 +141,9 @@ def form_single_rank_group(device: str) -> None:
         dist.init_process_group(collective_backends(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
-def ranks_per_shard(tensor: torch.Tensor, ranks: int) -> int:
+def ranks_per_shard(tensor: torch.Tensor, num_ranks: int) -> int:
     """Returns the number of ranks that hold the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
-        return ranks
+        return num_ranks
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())
+    return num_ranks // math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -50,15 +50,15 @@ def plain(name: str) -> str:
     return name.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
 
 
-def require_same_shapes(current: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
+def require_same_shapes(current_tensors: Mapping[str, Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> None:
     """Checks that replacement tensors have the names and shapes of the current tensors.
 
     Raises:
         RuntimeError: Names or shapes differ.
     """
-    if current.keys() != tensors.keys():
-        raise RuntimeError(f"the names differ: {sorted(current.keys() ^ tensors.keys())[:3]}")
-    for name, shape in current.items():
+    if current_tensors.keys() != tensors.keys():
+        raise RuntimeError(f"the names differ: {sorted(current_tensors.keys() ^ tensors.keys())[:3]}")
+    for name, shape in current_tensors.items():
         if list(shape) != list(tensors[name].shape):
             raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(shape)} here")
 
@@ -122,15 +122,15 @@ class _ReverseConversion:
             return
         conversion = self._forward[pattern]
         source_patterns: list[str] = conversion._original_source_patterns
-        operations = [type(operation).__name__ for operation in conversion.operations]
-        is_concatenated = operations == ["MergeModulelist", "Concatenate"] and conversion.operations[1].dim == 1
+        operation_names = [type(operation).__name__ for operation in conversion.operations]
+        is_concatenated = operation_names == ["MergeModulelist", "Concatenate"] and conversion.operations[1].dim == 1
         if (
-            not (is_concatenated or (operations == ["MergeModulelist"] and len(source_patterns) == 1))
+            not (is_concatenated or (operation_names == ["MergeModulelist"] and len(source_patterns) == 1))
             or conversion.operations[0].dim != 0
         ):
             raise ConfigError(
-                f"{self._class_name}: {name} is kept in another form in checkpoints ({', '.join(operations)}), not as a view; "
-                "actor.training_backend=fsdp cannot divide such a model: choose local"
+                f"{self._class_name}: {name} is kept in another form in checkpoints ({', '.join(operation_names)}), not as a "
+                "view; actor.training_backend=fsdp cannot divide such a model: choose local"
             )
         # The renamed tensor has the first pattern in its name; the other names differ only there.
         first_name = name.replace(pattern, source_patterns[0], 1)

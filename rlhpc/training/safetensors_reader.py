@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.checkpoint.tensor_slice import TensorSlice
 from rlhpc.jobs.paths import MODEL
 
 _INDEX, _SINGLE = "model.safetensors.index.json", MODEL
@@ -60,18 +60,18 @@ class Slices:
         self._open_files.clear()
         self._stack.close()
 
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Reads a tensor, or a box of it, into host memory. Call it inside the object's `with` block."""
+    def read(self, name: str, tensor_slice: TensorSlice | None = None) -> torch.Tensor:
+        """Reads a tensor, or a slice of it, into host memory. Call it inside the object's `with` block."""
         from safetensors import safe_open
 
         path = self.files[name]
         if path not in self._open_files:
             self._open_files[path] = self._stack.enter_context(safe_open(path, "pt"))
-        if box is None or not box.sizes:
+        if tensor_slice is None or not tensor_slice.sizes:
             tensor: torch.Tensor = self._open_files[path].get_tensor(name)
-            return tensor
-        tensor_slice: torch.Tensor = self._open_files[path].get_slice(name)[box.slices]
-        return tensor_slice
+        else:
+            tensor = self._open_files[path].get_slice(name)[tensor_slice.slices]
+        return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a full tensor."""

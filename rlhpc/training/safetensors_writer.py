@@ -1,7 +1,7 @@
 """Writer of a model's safetensors folder by all ranks at once: each rank writes the tensor slices that it holds.
 
 The location of a tensor in a file follows from names, shapes and dtypes, which all ranks know. So the first rank writes the
-headers, and then every rank writes its boxes, with `pwrite` at their offsets. No tensor is gathered. If
+headers, and then every rank writes its slices, with `pwrite` at their offsets. No tensor is gathered. If
 several ranks hold the same slice, only one of them writes it.
 """
 
@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from rlhpc.checkpoint.state import safetensors_header
-from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.checkpoint.tensor_slice import TensorSlice
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.parameter_names import checkpoint_parts, model_in
 from rlhpc.training.safetensors_reader import Slices
-from rlhpc.training.shard_layout import copy_full, iter_tensors, named_tensor, regions
+from rlhpc.training.shard_layout import copy_full, held_slices, iter_tensors, named_tensor
 
 #: Maximum bytes of tensors in a file, unless a single tensor is larger; transformers uses the same limit.
 MAX_FILE_BYTES = 5 * 10**9
@@ -100,13 +100,13 @@ class Layout:
             }
             write_durably(folder / "model.safetensors.index.json", json.dumps(index, indent=2).encode() + b"\n")
 
-    def write(self, folder: Path, boxes: Iterable[tuple[str, Box, torch.Tensor]]) -> int:
-        """Writes boxes durably into files that `begin` created.
+    def write(self, folder: Path, tensor_slices: Iterable[tuple[str, TensorSlice, torch.Tensor]]) -> int:
+        """Writes slices durably into files that `begin` created.
 
         Args:
             folder: Folder of the files.
-            boxes: Name of the tensor, the box, and its values, in any dtype and on any device. The iterable is consumed one
-                box at a time.
+            tensor_slices: Name of the tensor, the slice, and its values, in any dtype and on any device. The iterable is
+                consumed one slice at a time.
 
         Returns:
             Number of bytes written.
@@ -114,11 +114,11 @@ class Layout:
         files: dict[str, int] = {}
         num_written = 0
         try:
-            for name, box, values in boxes:
+            for name, tensor_slice, values in tensor_slices:
                 location = self.locations[name]
                 if location.file not in files:
                     files[location.file] = os.open(folder / location.file, os.O_WRONLY)
-                num_written += _write_box(files[location.file], location, box, values.detach())
+                num_written += _write_slice(files[location.file], location, tensor_slice, values.detach())
             for file in files.values():
                 os.fsync(file)
         finally:
@@ -131,14 +131,14 @@ class Layout:
         fsync_folder(folder)
 
 
-def _write_box(file: int, location: TensorLocation, box: Box, values: torch.Tensor) -> int:
-    """Writes a box in runs of bytes that are contiguous in the file, and returns the number of bytes."""
+def _write_slice(file: int, location: TensorLocation, tensor_slice: TensorSlice, values: torch.Tensor) -> int:
+    """Writes a slice in runs of bytes that are contiguous in the file, and returns the number of bytes."""
     total_written = 0
-    for start, run in _runs(location.shape, box, values):
+    for start, run_values in _runs(location.shape, tensor_slice, values):
         file_offset = location.offset + start * location.dtype.itemsize
         step = max(1, CHUNK // location.dtype.itemsize)
-        for chunk_start in range(0, run.numel(), step):
-            chunk = run[chunk_start : chunk_start + step].to("cpu", location.dtype).contiguous()
+        for chunk_start in range(0, run_values.numel(), step):
+            chunk = run_values[chunk_start : chunk_start + step].to("cpu", location.dtype).contiguous()
             chunk_bytes = memoryview(chunk.view(torch.uint8).numpy())  # type: ignore[arg-type]
             num_written = 0
             while num_written < len(chunk_bytes):
@@ -149,24 +149,26 @@ def _write_box(file: int, location: TensorLocation, box: Box, values: torch.Tens
     return total_written
 
 
-def _runs(shape: tuple[int, ...], box: Box, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields runs of a box's elements that are contiguous in the full tensor: start index in that tensor, and flat values."""
+def _runs(
+    shape: tuple[int, ...], tensor_slice: TensorSlice, values: torch.Tensor
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields runs of a slice's elements that are contiguous in the full tensor: start index in the tensor, and flat values."""
     if not shape:
         yield 0, values.reshape(1)
         return
-    # First dimension from which on the box is complete; each index of the dimensions before it is one run.
+    # First dimension from which on the slice is complete; each index of the dimensions before it is one run.
     first_complete = len(shape)
-    while first_complete > 0 and box.sizes[first_complete - 1] == shape[first_complete - 1]:
+    while first_complete > 0 and tensor_slice.sizes[first_complete - 1] == shape[first_complete - 1]:
         first_complete -= 1
     num_outer_dims = max(0, first_complete - 1)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    first_element = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))
+    first_element = sum(start * stride for start, stride in zip(tensor_slice.starts, strides, strict=True))
     if num_outer_dims == 0:
         yield from _rows(first_element, values, strides[0])
         return
-    for run_index in range(math.prod(box.sizes[:num_outer_dims])):
+    for run_index in range(math.prod(tensor_slice.sizes[:num_outer_dims])):
         index, remainder = [], run_index
-        for size in reversed(box.sizes[:num_outer_dims]):
+        for size in reversed(tensor_slice.sizes[:num_outer_dims]):
             remainder, dim_index = divmod(remainder, size)
             index.append(dim_index)
         index.reverse()
@@ -185,34 +187,34 @@ def _rows(first_element: int, values: torch.Tensor, stride: int) -> Iterator[tup
 
 
 @torch.no_grad()
-def fill(
-    module: nn.Module, mesh: Mesh, slices: Slices, created: Iterable[tuple[str, torch.Tensor]], where: str
+def load_shards(
+    module: nn.Module, mesh: Mesh, slices: Slices, created_tensors: Iterable[tuple[str, torch.Tensor]], source: str
 ) -> None:
-    """Loads the weights of a sharded module. Each rank reads its boxes of each tensor.
+    """Loads the weights of a sharded module. Each rank reads its slices of each tensor.
 
     Args:
         module: Module with uninitialized memory.
         mesh: Mesh that the module is sharded over.
         slices: Reader of the files.
-        created: Names in the module and full tensors that are not in the files, the same on every rank.
-        where: Name of the files in messages.
+        created_tensors: Names in the module and full tensors that are not in the files, the same on every rank.
+        source: Name of the files in messages.
     """
     created_names = set[str]()
-    for name, tensor in created:
+    for name, tensor in created_tensors:
         created_names.add(name)
         copy_full(named_tensor(module, name), tensor)
     checked_names = set[str]()
     with slices:
-        for region in regions(module, mesh, adapters=True):
-            if region.parameter in created_names:
+        for held_slice in held_slices(module, mesh, with_adapters=True):
+            if held_slice.parameter in created_names:
                 continue
-            if region.name not in checked_names:
-                checked_names.add(region.name)
-                if (file_shape := slices.shape(region.name)) != region.shape:
+            if held_slice.name not in checked_names:
+                checked_names.add(held_slice.name)
+                if (file_shape := slices.shape(held_slice.name)) != held_slice.shape:
                     raise ConfigError(
-                        f"{where}: {region.name} is {list(file_shape)} there, and {list(region.shape)} in the model"
+                        f"{source}: {held_slice.name} is {list(file_shape)} there, and {list(held_slice.shape)} in the model"
                     )
-            region.of(module).copy_(slices.read(region.name, region.box))
+            held_slice.of(module).copy_(slices.read(held_slice.name, held_slice.tensor_slice))
 
 
 def find_missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[str]:

@@ -1,16 +1,16 @@
 """Shard layout: the slices of checkpoint tensors that a rank holds.
 
-A rank holds one box of a DTensor (`rlhpc.checkpoint.tensor_slice`), or several boxes if a dimension is cut twice.
+A rank holds one slice of a DTensor (`rlhpc.checkpoint.tensor_slice`), or several slices if a dimension is divided twice.
 
-    regions(module, mesh) → list[Region]: in the module's order, the same on every call; without communication
+    held_slices(module, mesh) → list[HeldSlice]: in the module's order, the same on every call; without communication
         .name, .shape, .dtype       the checkpoint tensor (each expert's matrix has a name; tied tensors are listed once)
-        .box                        the slice that this rank holds
-        .copy, .copies              number of this copy, and number of copies on all ranks; one rank holds copy 0 of a box
+        .tensor_slice               the slice that this rank holds
+        .copy, .copies              number of this copy, and number of copies on all ranks; one rank holds copy 0 of a slice
         .frozen                     True if the tensor is not trained and no adapter is merged into it
         .of(module)                 the values, as a view of this rank's memory that can be read and written
-    boxes(tensor) → list[(Box, Box)]: boxes of any tensor on this rank, in the full tensor and in the local tensor
+    tensor_slices(tensor) → list[(TensorSlice, TensorSlice)]: slices on this rank: in the full, and in the local tensor
 
-Tensors of adapters are omitted unless `adapters=True`. The values of a region do not include the product of an adapter; the
+Tensors of adapters are omitted unless `adapters=True`. The values of a slice do not include the product of an adapter; the
 values of `pieces` and `TrainingBackend.pieces` do.
 """
 
@@ -28,20 +28,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from rlhpc.checkpoint.tensor_slice import Box, box_between, cut, full_box
-from rlhpc.training.lora import Factors, factors_of, frozen_names, layers_by_weight, merged
+from rlhpc.checkpoint.tensor_slice import TensorSlice, cut, full_slice, slice_between
+from rlhpc.training.lora import Factors, factors_of, frozen_names, layers_by_weight, merge_factors
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.parameter_names import ParameterView, checkpoint_parts, plain
 
 
-def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
-    """Returns the boxes of a full tensor that are on this rank, and the location of each box in the local tensor.
+def tensor_slices(tensor: torch.Tensor) -> list[tuple[TensorSlice, TensorSlice]]:
+    """Returns the slices of a full tensor that are on this rank, and the location of each slice in the local tensor.
 
     The result is correct for any placements, uneven shards and dimensions that are cut twice, because torch distributes the
     indices of a dimension in the same way as the tensor.
     """
     if not isinstance(tensor, DTensor):
-        return [(full_box(tensor.shape), full_box(tensor.shape))]
+        return [(full_slice(tensor.shape), full_slice(tensor.shape))]
     runs_by_dim = [
         _runs(
             size,
@@ -53,7 +53,7 @@ def boxes(tensor: torch.Tensor) -> list[tuple[Box, Box]]:
     pairs = []
     for runs in product(*runs_by_dim):
         starts, sizes, local_starts = zip(*runs, strict=True) if runs else ((), (), ())
-        pairs.append((Box(starts, sizes), Box(local_starts, sizes)))
+        pairs.append((TensorSlice(starts, sizes), TensorSlice(local_starts, sizes)))
     return pairs
 
 
@@ -62,10 +62,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def copy_full(target: torch.Tensor, full: torch.Tensor) -> None:
+def copy_full(target: torch.Tensor, full_tensor: torch.Tensor) -> None:
     """Copies the values of a full tensor into a tensor that may be sharded over the ranks."""
-    for box, local_box in boxes(target):
-        cut(local_part(target), local_box).copy_(cut(full, box))
+    for tensor_slice, local_slice in tensor_slices(target):
+        cut(local_part(target), local_slice).copy_(cut(full_tensor, tensor_slice))
 
 
 def _placement_along(placement: Placement, dim: int, ndim: int) -> Placement:
@@ -93,15 +93,15 @@ def _runs(size: int, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> lis
 
 
 @dataclass(frozen=True)
-class Region:
-    """Box of a checkpoint tensor that this rank holds.
+class HeldSlice:
+    """Slice of a checkpoint tensor that this rank holds.
 
     Attributes:
         name: The tensor's name in the checkpoint.
         shape: Shape of the full tensor.
         dtype: Dtype of the tensor in the module.
-        box: Slice that this rank holds.
-        parameter: Name of the tensor in the module; the region is a view of this tensor.
+        tensor_slice: Slice that this rank holds.
+        parameter: Name of the tensor in the module; the slice is a view of this tensor.
         index: Index into the local part of the module's tensor.
         copy, copies: Number of this copy, and number of copies on all ranks.
         frozen: True if the values never change: the tensor is not trained, and no adapter is merged into it.
@@ -110,7 +110,7 @@ class Region:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    box: Box
+    tensor_slice: TensorSlice
     parameter: str
     index: tuple[int | slice, ...]
     copy: int
@@ -118,7 +118,7 @@ class Region:
     frozen: bool
 
     def of(self, module: nn.Module) -> torch.Tensor:
-        """Returns the values in the box's shape, as a view of the module's memory."""
+        """Returns the values in the slice's shape, as a view of the module's memory."""
         return self.view(named_tensor(module, self.parameter))
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,19 +142,19 @@ def iter_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def regions(
+def held_slices(
     module: nn.Module,
     mesh: Mesh,
     *,
-    adapters: bool = False,
+    with_adapters: bool = False,
     is_included: Callable[[str], bool] = lambda name: True,
-) -> list[Region]:
-    """Returns the regions of a module that this rank holds.
+) -> list[HeldSlice]:
+    """Returns the slices of a module that this rank holds.
 
     Args:
         module: Module with parameters that are DTensors or replicated on every rank.
         mesh: Mesh that the module is sharded over.
-        adapters: Also list the tensors of adapters, by their names in the module.
+        with_adapters: Also list the tensors of adapters, by their names in the module.
         is_included: Selects checkpoint names.
 
     Raises:
@@ -162,17 +162,17 @@ def regions(
     """
     frozen_tensors = frozen_names(module)
     return [
-        region
-        for name, tensor, views in _checkpoint_views(module, is_included, adapters=adapters)
-        for region in regions_of(name, tensor, views, mesh, frozen=plain(name) in frozen_tensors)
+        held_slice
+        for name, tensor, views in _checkpoint_views(module, is_included, with_adapters=with_adapters)
+        for held_slice in held_slices_of(name, tensor, views, mesh, is_frozen=plain(name) in frozen_tensors)
     ]
 
 
 def _checkpoint_views(
-    module: nn.Module, is_included: Callable[[str], bool], *, adapters: bool = False
+    module: nn.Module, is_included: Callable[[str], bool], *, with_adapters: bool = False
 ) -> list[tuple[str, torch.Tensor, list[ParameterView]]]:
     """Returns each tensor of a module, with its name and its included checkpoint views."""
-    tensors = {name: tensor for name, tensor in iter_tensors(module) if adapters or ".lora_" not in name}
+    tensors = {name: tensor for name, tensor in iter_tensors(module) if with_adapters or ".lora_" not in name}
     views_by_tensor = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     return [
         (name, tensor, [view for view in views_by_tensor[name] if is_included(view.name)])
@@ -180,53 +180,57 @@ def _checkpoint_views(
     ]
 
 
-def regions_of(
-    name: str, tensor: torch.Tensor, parts: Sequence[ParameterView], mesh: Mesh | None, *, frozen: bool = False
-) -> list[Region]:
-    """Returns the regions of one tensor of a module (see `regions`).
+def held_slices_of(
+    name: str, tensor: torch.Tensor, parts: Sequence[ParameterView], mesh: Mesh | None, *, is_frozen: bool = False
+) -> list[HeldSlice]:
+    """Returns the slices of one tensor of a module (see `held_slices`).
 
     Args:
         name: Name of the tensor in the module.
         tensor: The tensor, or the same tensor with other placements.
         parts: Checkpoint tensors that the tensor is split into.
         mesh: Mesh that the tensor is sharded over; None if copies are not counted.
-        frozen: Whether the tensor never changes.
+        is_frozen: Whether the tensor never changes.
     """
     copy_index, num_copies = (0, 1) if mesh is None else mesh.copies(tensor)
     return [
-        Region(view.name, view.shape, tensor.dtype, overlap[0], name, overlap[1], copy_index, num_copies, frozen)
+        HeldSlice(view.name, view.shape, tensor.dtype, overlap[0], name, overlap[1], copy_index, num_copies, is_frozen)
         for view in parts
-        for box, local_box in boxes(tensor)
-        if (overlap := intersect(view.index, box, local_box)) is not None
+        for tensor_slice, local_slice in tensor_slices(tensor)
+        if (overlap := intersect(view.index, tensor_slice, local_slice)) is not None
     ]
 
 
 def intersect(
-    index: tuple[int | tuple[int, int], ...], box: Box, local: Box
-) -> tuple[Box, tuple[int | slice, ...]] | None:
-    """Returns the intersection of a box with a view of the same tensor; None if it is empty.
+    index: tuple[int | tuple[int, int], ...], tensor_slice: TensorSlice, local_slice: TensorSlice
+) -> tuple[TensorSlice, tuple[int | slice, ...]] | None:
+    """Returns the intersection of a slice with a view of the same tensor; None if it is empty.
 
     Args:
         index: Index of the view (`ParameterView.index`).
-        box: Box of the full tensor.
-        local: The same box in the local tensor.
+        tensor_slice: Slice of the full tensor.
+        local_slice: The same slice in the local tensor.
 
     Returns:
-        The intersection as a box of the view, and as an index into the local tensor.
+        The intersection as a slice of the view, and as an index into the local tensor.
     """
     starts, stops, local_index = list[int](), list[int](), list[int | slice]()
-    for selector, box_start, box_end, local_start in zip(index, box.starts, box.ends, local.starts, strict=True):
+    for selector, slice_start, slice_end, local_start in zip(
+        index, tensor_slice.starts, tensor_slice.ends, local_slice.starts, strict=True
+    ):
         view_start, view_end = (selector, selector + 1) if isinstance(selector, int) else selector
-        overlap_start, overlap_end = max(box_start, view_start), min(box_end, view_end)
+        overlap_start, overlap_end = max(slice_start, view_start), min(slice_end, view_end)
         if overlap_start >= overlap_end:
             return None
         if isinstance(selector, int):
-            local_index.append(local_start + overlap_start - box_start)
+            local_index.append(local_start + overlap_start - slice_start)
         else:
             starts.append(overlap_start - view_start)
             stops.append(overlap_end - view_start)
-            local_index.append(slice(local_start + overlap_start - box_start, local_start + overlap_end - box_start))
-    return box_between(starts, stops), tuple(local_index)
+            local_index.append(
+                slice(local_start + overlap_start - slice_start, local_start + overlap_end - slice_start)
+            )
+    return slice_between(starts, stops), tuple(local_index)
 
 
 def names_and_shapes(
@@ -244,20 +248,20 @@ def names_and_shapes(
 def pieces(
     module: nn.Module,
     mesh: Mesh | None,
-    full: Callable[[torch.Tensor], torch.Tensor],
+    gather_full: Callable[[torch.Tensor], torch.Tensor],
     *,
-    rows: bool = False,
+    by_rows: bool = False,
     is_included: Callable[[str], bool] = lambda name: True,
-) -> Iterator[tuple[Region, Callable[[], torch.Tensor]]]:
-    """Yields the regions of this rank, with functions that return their values. All ranks iterate over the same tensors in the
+) -> Iterator[tuple[HeldSlice, Callable[[], torch.Tensor]]]:
+    """Yields the slices of this rank, with functions that return their values. All ranks iterate over the same tensors in the
     same order.
 
     Args:
         module: A sharded model, with or without adapters.
         mesh: Mesh that the model is sharded over; None if each rank holds the full model.
-        full: Gathers the full factors of an adapter.
-        rows: Reshard matrices that are split by columns to row slices first, one matrix at a time, so that a box is one run
-            of bytes in a file.
+        gather_full: Gathers the full factors of an adapter.
+        by_rows: Reshard matrices that are split by columns to row slices first, one matrix at a time, so that a slice is one
+            run of bytes in a file.
         is_included: Selects checkpoint names.
 
     Raises:
@@ -271,22 +275,24 @@ def pieces(
         if not views:
             continue
         layer = layers.get(id(tensor))
-        factors = None if layer is None else factors_of(layer, full)
-        resharded = _reshard_to_rows(tensor) if rows else tensor
-        for region in regions_of(name, resharded, views, mesh, frozen=plain(name) in frozen_tensors):
+        factors = None if layer is None else factors_of(layer, gather_full)
+        resharded_tensor = _reshard_to_rows(tensor) if by_rows else tensor
+        for held_slice in held_slices_of(name, resharded_tensor, views, mesh, is_frozen=plain(name) in frozen_tensors):
             if factors is None:
-                yield region, partial(region.view, resharded)
+                yield held_slice, partial(held_slice.view, resharded_tensor)
             else:
-                yield region, partial(_merge_adapters, region, resharded, factors)
+                yield held_slice, partial(_merge_adapters, held_slice, resharded_tensor, factors)
 
 
 @torch.no_grad()
-def _merge_adapters(region: Region, tensor: torch.Tensor, adapted: Factors) -> torch.Tensor:
+def _merge_adapters(held_slice: HeldSlice, tensor: torch.Tensor, factors: Factors) -> torch.Tensor:
     """Returns a slice of a layer's weight with its adapter merged, from the rows of B and the columns of A."""
-    rows, columns = region.box.slices
-    output_indices, input_indices = (columns, rows) if adapted.layer.fan_in_fan_out else (rows, columns)
-    a, b = adapted.a[:, input_indices], adapted.b[output_indices]
-    return merged(adapted.layer, region.name, region.view(tensor), a, b, adapted.scale, region.box.starts)
+    rows, columns = held_slice.tensor_slice.slices
+    output_indices, input_indices = (columns, rows) if factors.layer.fan_in_fan_out else (rows, columns)
+    a, b = factors.a[:, input_indices], factors.b[output_indices]
+    return merge_factors(
+        factors.layer, held_slice.name, held_slice.view(tensor), a, b, factors.scale, held_slice.tensor_slice.starts
+    )
 
 
 def _reshard_to_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,5 +310,5 @@ def _reshard_to_rows(tensor: torch.Tensor) -> torch.Tensor:
         device_tensor.device.type != device_tensor.device_mesh.device_type
     ):  # the mesh's ranks cannot exchange tensors on the host
         device_tensor = device_tensor.to(device_tensor.device_mesh.device_type)
-    redistributed: torch.Tensor = device_tensor.redistribute(placements=placements)
-    return redistributed
+    redistributed_tensor: torch.Tensor = device_tensor.redistribute(placements=placements)
+    return redistributed_tensor

@@ -43,10 +43,10 @@ def divide(model: Any, mesh: Mesh, key: str) -> None:
     Raises:
         ConfigError: The model has no plan, or the plan is not valid for these sizes.
     """
-    tensor, expert = mesh.sizes.tensor, mesh.sizes.expert
+    num_tensor_ranks, num_expert_ranks = mesh.sizes.tensor, mesh.sizes.expert
     check_heads(model, mesh, key)
-    experts = _expert_plan(model, expert, key) if expert > 1 else {}
-    styles = _tensor_plan(model, tensor, experts, key) if tensor > 1 else {}
+    experts = _expert_plan(model, num_expert_ranks, key) if num_expert_ranks > 1 else {}
+    styles = _tensor_plan(model, num_tensor_ranks, experts, key) if num_tensor_ranks > 1 else {}
     _Divider(model, key).apply(styles, mesh.tensor, experts, mesh.expert)
 
 
@@ -57,19 +57,19 @@ def check_heads(model: Any, mesh: Mesh, key: str) -> None:
         ConfigError: The number of heads is not a multiple of the number of ranks.
     """
     config, sizes = model.config.get_text_config(), mesh.sizes
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    num_heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
     is_sharded = "model.layers.*.self_attn.k_proj" in (model.tp_plan or {})
     num_head_shards = sizes.tensor if is_sharded else 1
-    for name, count in (("attention heads", heads), ("heads of keys and values", kv_heads)):
+    for name, count in (("attention heads", num_heads), ("heads of keys and values", num_kv_heads)):
         if count % num_head_shards:
             raise ConfigError(
                 f"{key}.tensor({num_head_shards}) does not divide the {count} {name} of {type(model).__name__}"
             )
-    if sizes.context > 1 and (not heads or heads // num_head_shards % sizes.context):
+    if sizes.context > 1 and (not num_heads or num_heads // num_head_shards % sizes.context):
         raise ConfigError(
-            f"{key}.context({sizes.context}) does not divide the {heads // num_head_shards} attention heads that a rank of "
-            f"{type(model).__name__} has: each rank of a row attends with some of them"
+            f"{key}.context({sizes.context}) does not divide the {num_heads // num_head_shards} attention heads that a rank "
+            f"of {type(model).__name__} has: each rank of a row attends with some of them"
         )
 
 
@@ -180,24 +180,28 @@ class _Divider:
             if style != "colwise_gather_output":  # the head, whose factors are used directly
                 factor_style.install_forward(factor, mesh)
 
-    def _shard(self, style: Any, module: nn.Module, name: str, mesh: DeviceMesh, full: str) -> None:
+    def _shard(self, style: Any, module: nn.Module, name: str, mesh: DeviceMesh, full_name: str) -> None:
         original = module._parameters[name]
         assert original is not None
         if id(original) in self._sharded_parameters:  # tied
             module._parameters[name] = self._sharded_parameters[id(original)][1]
             return
-        style.validate_param(module, name, mesh, parameter_name=full)
+        style.validate_param(module, name, mesh, parameter_name=full_name)
         style.shard_param(module, name, mesh)
-        sharded: Any = module._parameters[name]
-        if sharded is original:
+        sharded_parameter: Any = module._parameters[name]
+        if sharded_parameter is original:
             return
-        for placement in sharded.placements:
+        for placement in sharded_parameter.placements:
             dim = getattr(placement, "dim", None)
             if dim is not None and original.shape[dim] % mesh.size():
                 raise ConfigError(
-                    f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full} {list(original.shape)} evenly"
+                    f"{self._key}: {mesh.size()} ranks cannot share dimension {dim} of {full_name} {list(original.shape)} "
+                    "evenly"
                 )
-        self._sharded_parameters[id(original)] = original, sharded  # the original, so that its id is not reused
+        self._sharded_parameters[id(original)] = (
+            original,
+            sharded_parameter,
+        )  # the original, so that its id is not reused
 
 
 def summed_gradient() -> Any:
@@ -215,10 +219,10 @@ def summed_gradient() -> Any:
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 parameters = dict(module._parameters)
-                summed = {
+                summed_inputs = {
                     n: _AllReduceBackward.apply(p, mesh.get_group()) for n, p in parameters.items() if p is not None
                 }
-                module._parameters.update(summed)
+                module._parameters.update(summed_inputs)
                 try:
                     return original_forward(*args, **kwargs)
                 finally:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from rlhpc.runtime.former_names import former_attributes, former_members
 from rlhpc.runtime.plugins import Registry
 
 if TYPE_CHECKING:
@@ -13,15 +16,15 @@ if TYPE_CHECKING:
 
     from rlhpc.runtime.worker import Worker
     from rlhpc.weights.delta import Elements
+else:
+    __getattr__ = former_attributes(__name__)
 
 NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 NamedUpdates = Iterator[tuple[str, "torch.Tensor | Elements"]]
-#: Allowed values of `rollout.weight_delta`.
-DELTAS = ("off", "frozen", "elements")
 
 
 @dataclass(frozen=True)
-class Receipt:
+class VersionDigests:
     """Digests of a version, as its sender computed them.
 
     Attributes:
@@ -34,6 +37,22 @@ class Receipt:
     digests: dict[str, int]
 
 
+@dataclass
+class Transfer:
+    """Transfer of one version to this process.
+
+    Attributes:
+        bytes_by_transport: Received bytes by transport.
+        start_s: Time of the sender's first byte, by this process's `time.monotonic`.
+        end_s: Time at which this process held the version and had checked it; NaN before.
+    """
+
+    bytes_by_transport: Counter[str] = field(default_factory=Counter)
+    start_s: float = math.inf
+    end_s: float = math.nan
+
+
+@former_members(receipt="version_digests")
 @dataclass(frozen=True)
 class Update:
     """One version of the weights, as received.
@@ -43,8 +62,10 @@ class Update:
         complete: True if the update contains all tensors. Otherwise it contains only the tensors that changed.
         tensors: Iterator, to be consumed once and to the end. Tensors may be views of shared memory, which stays mapped while
             a view exists. Receivers must not write to them; the strategy may apply `Elements` of a later version in place.
-        receipt: Returns the digests of the version after the tensors have been iterated to the end; None if the strategy has
-            no digests.
+        version_digests: Returns the digests of the version after the tensors have been iterated to the end; None if the
+            strategy has no digests.
+        transfer: Measurement of the transfer, which ends when the receiver has checked the update; None if the strategy
+            measures nothing.
         proven: True if the strategy itself compares the received tensors with those sent, and raises if they differ. Then only
             the tensors that the receiver requested are complete.
     """
@@ -52,8 +73,9 @@ class Update:
     version: int
     complete: bool
     tensors: NamedUpdates
-    receipt: Callable[[], Receipt | None] = lambda: None
+    version_digests: Callable[[], VersionDigests | None] = lambda: None
     proven: bool = False
+    transfer: Transfer | None = None
 
 
 class WeightSync(Protocol):

@@ -35,7 +35,7 @@ class Elements:
         return self.values.dtype
 
 
-def put(target: torch.Tensor, update: torch.Tensor | Elements) -> None:
+def copy_update(target: torch.Tensor, update: torch.Tensor | Elements) -> None:
     """Copies a tensor, or some of its elements, into another tensor in place."""
     target = target.detach() if target.requires_grad else target
     if not isinstance(update, Elements):
@@ -51,11 +51,11 @@ class Shadow:
     """Copy of the tensors as last sent, from which changes are found. It needs as much memory as the tensors."""
 
     def __init__(self) -> None:
-        self._last_sent: dict[str, torch.Tensor] = {}
+        self._last_sent_tensors: dict[str, torch.Tensor] = {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and tensors as they were last sent."""
-        yield from self._last_sent.items()
+        yield from self._last_sent_tensors.items()
 
     def changes(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Elements | None:
         """Returns the update for a receiver that has the last values: the tensor, some of its elements, or None if nothing
@@ -67,29 +67,31 @@ class Shadow:
             name: The tensor's name.
             tensor: `[...]`, contiguous, on the CPU. It counts as sent from then on.
         """
-        previous = self._last_sent.get(name)
-        if previous is None or tensor.element_size() not in _BITS:
-            self._last_sent[name] = tensor.clone()
+        last_values = self._last_sent_tensors.get(name)
+        if last_values is None or tensor.element_size() not in _BITS:
+            self._last_sent_tensors[name] = tensor.clone()
             return tensor
-        new_bits, old_bits = _bits(tensor), _bits(previous)
+        new_bits, old_bits = _bits(tensor), _bits(last_values)
         index_chunks, num_changed = [], 0
-        for start in range(0, new_bits.size, _CHUNK):
-            changed_index = np.flatnonzero(new_bits[start : start + _CHUNK] != old_bits[start : start + _CHUNK])
-            index_chunks.append(changed_index + start)
+        for chunk_start in range(0, new_bits.size, _CHUNK):
+            changed_index = np.flatnonzero(
+                new_bits[chunk_start : chunk_start + _CHUNK] != old_bits[chunk_start : chunk_start + _CHUNK]
+            )
+            index_chunks.append(changed_index + chunk_start)
             num_changed += changed_index.size
             if num_changed > new_bits.size * _MAX_CHANGED_FRACTION:
-                previous.copy_(tensor)
+                last_values.copy_(tensor)
                 return tensor
         if not num_changed:
             return None
         index = np.concatenate(index_chunks)
         old_bits[index] = changed_bits = new_bits[index]
         index_dtype = np.int32 if new_bits.size <= np.iinfo(np.int32).max else np.int64
-        changed_values = torch.from_numpy(changed_bits).view(tensor.dtype)
-        return Elements(tensor.shape, torch.from_numpy(index.astype(index_dtype)), changed_values)
+        new_values = torch.from_numpy(changed_bits).view(tensor.dtype)
+        return Elements(tensor.shape, torch.from_numpy(index.astype(index_dtype)), new_values)
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
     """Returns a contiguous tensor's memory as flat integers."""
-    bits: np.ndarray = tensor.reshape(-1).view(_BITS[tensor.element_size()]).numpy()
-    return bits
+    tensor_bits: np.ndarray = tensor.reshape(-1).view(_BITS[tensor.element_size()]).numpy()
+    return tensor_bits

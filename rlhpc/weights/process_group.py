@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
-from rlhpc.runtime.comm.collectives import ServiceStore
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.comm.device_memory import current_device
+from rlhpc.runtime.comm.store import ServiceStore
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.registry import MEMBERS
 
@@ -120,12 +120,12 @@ class WeightProcessGroup:
         device = current_device() if self.kind == "nccl" else None
         return torch.empty(size, dtype=torch.uint8) if device is None else device.empty(size)
 
-    def broadcast(self, flat: torch.Tensor) -> None:
+    def broadcast(self, bucket: torch.Tensor) -> None:
         """Starts to send a bucket from the first rank to all others, or to receive it."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         peers = [0] if self._rank else self._presence.peers
-        self._start_works(lambda torch_group: [torch_group.broadcast([flat], options)], [flat], peers)
+        self._start_works(lambda torch_group: [torch_group.broadcast([bucket], options)], [bucket], peers)
 
     def confirm(self) -> None:
         """Starts an all-reduce that completes when all ranks have the data sent before it. The sender needs this, because a
@@ -136,17 +136,21 @@ class WeightProcessGroup:
         )
 
     def exchange(self, sends: Sequence[Transfer], receives: Sequence[Transfer]) -> None:
-        """Starts sends to some ranks and receives from others, which run at the same time."""
+        """Starts concurrent sends to some ranks and receives from other ranks."""
 
         def begin(torch_group: Any) -> list[Any]:
             if self.kind == "nccl":
                 torch_group._start_coalescing()
-            works = [torch_group.send([flat], rank, 0) for rank, flat in sends]
-            works += [torch_group.recv([flat], rank, 0) for rank, flat in receives]
-            return [torch_group._end_coalescing()] if self.kind == "nccl" else works
+            async_works = [torch_group.send([flat_buffer], rank, 0) for rank, flat_buffer in sends]
+            async_works += [torch_group.recv([flat_buffer], rank, 0) for rank, flat_buffer in receives]
+            return [torch_group._end_coalescing()] if self.kind == "nccl" else async_works
 
-        transfers = [*sends, *receives]
-        self._start_works(begin, [flat for _, flat in transfers], sorted({rank for rank, _ in transfers}))
+        pending_transfers = [*sends, *receives]
+        self._start_works(
+            begin,
+            [flat_buffer for _, flat_buffer in pending_transfers],
+            sorted({rank for rank, _ in pending_transfers}),
+        )
 
     def wait(self) -> None:
         """Waits until all started operations are done.
@@ -155,30 +159,30 @@ class WeightProcessGroup:
             DeadlineExceeded: A rank did not take part.
             GroupLost: A rank was lost, or has aborted.
         """
-        if (work := self._work) is None:
+        if (async_work := self._work) is None:
             return
         # NCCL's own wait is the stream's, not the host's.
-        self._wait_for(lambda: [] if work.done() else self._peers)
+        self._wait_for_ranks(lambda: [] if async_work.done() else self._peers)
         try:
-            work.result()
+            async_work.result()
         except RuntimeError as error:
             raise self._group_lost(self._peers, str(error).strip().partition("\n")[0]) from error
         self._work, self._buffers = None, []
 
-    def end(self, *, notify: bool = False) -> None:
+    def end(self, *, notifies: bool = False) -> None:
         """Ends the group without waiting for other ranks.
 
         Args:
-            notify: Notify the other ranks, which may be in the middle of an operation, so that they abort it too.
+            notifies: Notify the other ranks, which may be in the middle of an operation, so that they abort it too.
         """
-        torch_group, work, buffers = self._torch_group, self._work, self._buffers
+        torch_group, async_work, buffers = self._torch_group, self._work, self._buffers
         self._torch_group, self._work, self._buffers = None, None, []
         if torch_group is not None and self.kind == "nccl":
             with contextlib.suppress(RuntimeError):
                 torch_group.abort()
-        elif work is not None:  # gloo cannot be aborted: the operation ends when a peer ends, or by its timeout
-            threading.Thread(target=_keep_alive, args=(torch_group, work, buffers), daemon=True).start()
-        for rank in {*self._presence.peers} - {*self._presence.missing_ranks()} if notify else ():
+        elif async_work is not None:  # gloo cannot be aborted: the operation ends when a peer ends, or by its timeout
+            threading.Thread(target=_keep_alive, args=(torch_group, async_work, buffers), daemon=True).start()
+        for rank in {*self._presence.peers} - {*self._presence.missing_ranks()} if notifies else ():
             in_background(f"over-{self._presence.name(rank)}", functools.partial(self._notify, rank))
 
     # -- liveness ---------------------------------------------------------------------------------------------------
@@ -200,99 +204,98 @@ class WeightProcessGroup:
         if missing_ranks := self._presence.missing_ranks(_PEERS_PER_CHECK):
             raise self._group_lost(missing_ranks, "its process has ended")
         with contextlib.suppress(queue.Empty):
-            raise self._group_lost([], f"{p2p.poll(self._key)} has given it up", notified=True)
+            raise self._group_lost([], f"{p2p.poll(self._key)} has given it up", was_notified=True)
 
-    def _group_lost(self, ranks: Sequence[int], reason: str, *, notified: bool = False) -> GroupLost:
-        """Ends the group and returns the error to raise. Notifies the other ranks unless `notified` is set."""
-        self.end(notify=not notified)
+    def _group_lost(self, ranks: Sequence[int], reason: str, *, was_notified: bool = False) -> GroupLost:
+        """Ends the group and returns the error to raise. Notifies the other ranks unless `was_notified` is set."""
+        self.end(notifies=not was_notified)
         lost_names = self._presence.names(ranks) or "others"
-        alternatives = ", or one of these," if len(ranks) > 1 else ""
+        alternatives_text = ", or one of these," if len(ranks) > 1 else ""
         return GroupLost(
-            f"{current().name} lost {lost_names}{alternatives} in an update of weights by {self.kind}: {reason}"
+            f"{current().name} lost {lost_names}{alternatives_text} in an update of weights by {self.kind}: {reason}"
         )
 
-    def _wait_for(self, missing: Callable[[], Sequence[int]]) -> None:
+    def _wait_for_ranks(self, find_missing: Callable[[], Sequence[int]]) -> None:
         """Waits until no rank is missing."""
-        context, pause, start = current(), _MIN_PAUSE_S, time.monotonic()
-        next_check = start + _CHECK_INTERVAL_S
-        while ranks := missing():
+        context, pause_s, start_time = current(), _MIN_PAUSE_S, time.monotonic()
+        next_check = start_time + _CHECK_INTERVAL_S
+        while ranks := find_missing():
             context.check()
             now = time.monotonic()
             if now > next_check:
                 self._check_peers()
                 next_check = now + _CHECK_INTERVAL_S
-            if now - start > context.wait_deadline:
-                self.end(notify=True)
+            if now - start_time > context.wait_deadline:
+                self.end(notifies=True)
                 raise DeadlineExceeded(
                     f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(ranks)} in an "
                     f"update of weights by {self.kind}"
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     # -- torch's group ----------------------------------------------------------------------------------------------
 
     def _start_works(
-        self, begin: Callable[[Any], list[Any]], buffers: list[torch.Tensor], peers: Sequence[int]
+        self, begin_transfers: Callable[[Any], list[Any]], buffers: list[torch.Tensor], peers: Sequence[int]
     ) -> None:
         torch_group = self._get_torch_group()
         self.wait()
         self._buffers, self._peers = buffers, peers
         try:
-            works = begin(torch_group)
+            async_works = begin_transfers(torch_group)
         except RuntimeError as error:
             raise self._group_lost(peers, str(error).strip().partition("\n")[0]) from error
-        self._work = _Works(works) if self.kind == "nccl" else _as_future(works)
+        self._work = _Works(async_works) if self.kind == "nccl" else _as_future(async_works)
 
     def _get_torch_group(self) -> Any:
         if self._torch_group is None:
-            context, size = current(), len(self.members)
+            context, num_members = current(), len(self.members)
             timeout_s = min(context.wait_deadline, 1800)
             store = ServiceStore(context, self.members[0][0], self.name, timeout_s, self.members[0][1])
             # Torch waits for all ranks without checking their liveness, so it is called when all are ready.
             store.set(f"at-it-{self._rank}", b"1")
-            self._wait_for(functools.partial(_pending_ranks, store, [*self._presence.peers]))
-            timeout = datetime.timedelta(seconds=timeout_s)
+            self._wait_for_ranks(functools.partial(_pending_ranks, store, [*self._presence.peers]))
+            timeout_delta = datetime.timedelta(seconds=timeout_s)
             if self.kind == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
+                options._timeout = timeout_delta
                 with _without_watchdog():
-                    self._torch_group = dist.ProcessGroupNCCL(store, self._rank, size, options)
+                    self._torch_group = dist.ProcessGroupNCCL(store, self._rank, num_members, options)
                 self.confirm()  # the first collective creates the communicator
                 self.wait()
             else:
-                self._torch_group = dist.ProcessGroupGloo(store, self._rank, size, timeout)
+                self._torch_group = dist.ProcessGroupGloo(store, self._rank, num_members, timeout_delta)
         return self._torch_group
 
 
 class _Works:
     """Handles of operations started with NCCL."""
 
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
+    def __init__(self, async_works: Sequence[Any]) -> None:
+        self._works = async_works
 
     def done(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all(async_work.is_completed() for async_work in self._works)
 
     def result(self) -> None:
-        for work in self._works:
-            work.wait()
-            if not work.is_success():
+        for async_work in self._works:
+            async_work.wait()
+            if not async_work.is_success():
                 raise RuntimeError("NCCL has failed")
 
 
 def _pending_ranks(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
-    """Returns the ranks that are not ready yet. Waits at most `_CHECK_INTERVAL_S` for each rank, and removes ready ranks."""
+    """Returns the ranks that are not ready yet. Waits at most `_CHECK_INTERVAL_S` for them with one request."""
     try:
-        while pending_ranks:
-            store.wait([f"at-it-{pending_ranks[0]}"], datetime.timedelta(seconds=_CHECK_INTERVAL_S))
-            del pending_ranks[0]
+        store.wait([f"at-it-{rank}" for rank in pending_ranks], datetime.timedelta(seconds=_CHECK_INTERVAL_S))
+        return []
     except DeadlineExceeded:
-        pending_ranks[:] = [rank for rank in pending_ranks if not store.check([f"at-it-{rank}"])]
-    return pending_ranks
+        missing_keys = set(store.missing([f"at-it-{rank}" for rank in pending_ranks]))
+        return [rank for rank in pending_ranks if f"at-it-{rank}" in missing_keys]
 
 
-def _as_future(works: Sequence[Any]) -> Future[None]:
+def _as_future(async_works: Sequence[Any]) -> Future[None]:
     """Returns a future of operations started with gloo. A thread waits for them, because gloo reports the completion of
     point-to-point operations only to a waiter.
     """
@@ -300,8 +303,8 @@ def _as_future(works: Sequence[Any]) -> Future[None]:
 
     def wait() -> None:
         try:
-            for work in works:
-                work.wait()
+            for async_work in async_works:
+                async_work.wait()
             future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
@@ -310,10 +313,10 @@ def _as_future(works: Sequence[Any]) -> Future[None]:
     return future
 
 
-def _keep_alive(torch_group: Any, work: Any, buffers: list[torch.Tensor]) -> None:
+def _keep_alive(torch_group: Any, async_work: Any, buffers: list[torch.Tensor]) -> None:
     """Keeps a group, and the memory it may write to, alive until its operations end."""
     with contextlib.suppress(BaseException):
-        work.result()
+        async_work.result()
     del torch_group, buffers
 
 

@@ -29,14 +29,16 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
-from rlhpc.checkpoint.tensor_slice import Box, cut
+from rlhpc.checkpoint.tensor_slice import TensorSlice, cut
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.comm.device_memory import dtype_name
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.weights.base import NamedTensors, NamedUpdates, Update
+from rlhpc.weights.base import NamedTensors, NamedUpdates, Transfer, Update
+from rlhpc.weights.device_sharing import CHUNK_BYTES
 from rlhpc.weights.process_group import RankAddress, group_ranks
+from rlhpc.weights.receiver import note_announcement
 from rlhpc.weights.reshard_collective import (
     CollectiveReshard,
     Header,
@@ -45,7 +47,7 @@ from rlhpc.weights.reshard_collective import (
     receive_rounds,
     send_rounds,
 )
-from rlhpc.weights.sender import CHUNK_BYTES
+from rlhpc.weights.transfer_metrics import SHARDS_PREFIX
 from rlhpc.weights.transfer_plan import ShardMetadata, SliceReaders, SourceSlice, TransferPlan
 from rlhpc.weights.transport import WeightReceiver, WeightSender
 from rlhpc.weights.transport_select import (
@@ -79,22 +81,24 @@ class Shard:
         name: The tensor's name in the model's files.
         shape: Shape of the full tensor.
         dtype: Dtype in which the slice is sent.
-        box: Ranges of the slice.
-        values: Returns the values of the slice, in the box's shape and the stored dtype.
+        tensor_slice: Ranges of the slice.
+        values: Returns the values of the slice, in the slice's shape and the stored dtype.
         frozen: Whether the slice never changes.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    box: Box
+    tensor_slice: TensorSlice
     values: Callable[[], torch.Tensor]
     frozen: bool = False
 
     @property
     def metadata(self) -> ShardMetadata:
         """Description of the slice for other ranks."""
-        return ShardMetadata(self.name, self.shape, self.dtype.itemsize, self.box, self.frozen, dtype_name(self.dtype))
+        return ShardMetadata(
+            self.name, self.shape, self.dtype.itemsize, self.tensor_slice, self.frozen, dtype_name(self.dtype)
+        )
 
 
 @runtime_checkable
@@ -109,7 +113,7 @@ class SendsShards(Protocol):
             shards: Slices of this rank; the same slices in every version.
         """
 
-    def want(self, requested: RequestedSlices) -> None:
+    def want(self, requested_slices: RequestedSlices) -> None:
         """Requests the slices that this engine rank needs, once, before the first version arrives."""
 
 
@@ -171,7 +175,7 @@ class ShardSync:
         self._moving_slices: list[SourceSlice] = []
         self._plan = TransferPlan((), {})
         self._has_requested = False
-        self._requested: RequestedSlices = None
+        self._requested_slices: RequestedSlices = None
 
     # -- the trainer's ranks --------------------------------------------------------------------------------------------
 
@@ -198,16 +202,16 @@ class ShardSync:
             if stream[1]
         ]
         with contextlib.ExitStack() as stack:  # waits for all streams, whatever fails; the first failure is raised
-            for work in async_works:
-                stack.callback(work.wait)
+            for async_work in async_works:
+                stack.callback(async_work.wait)
 
     def _send_over_group(self, version: int, shards: Sequence[Shard]) -> bool:
         """Sends the slices that are not retained over the process group; returns whether all ranks have received them."""
         if self._collective is None:
             return False
-        rank, values = self._worker.rank, functools.partial(self._slice_values, shards)
+        rank, slice_values = self._worker.rank, functools.partial(self._slice_values, shards)
         for _ in self._collective.run(
-            version, lambda group: send_rounds(group, self._reader_groups, rank, values, version)
+            version, lambda group: send_rounds(group, self._reader_groups, rank, slice_values, version)
         ):
             pass
         sent_slices = (
@@ -216,28 +220,32 @@ class ShardSync:
             for transfer_round in readers.rounds
             for source_slice, _ in transfer_round.slices_of(rank)
         )
-        self.sent_bytes += sum(source_slice.nbytes for source_slice in sent_slices) if self._collective.succeeded else 0
-        return self._collective.succeeded
+        self.sent_bytes += (
+            sum(source_slice.nbytes for source_slice in sent_slices) if self._collective.has_succeeded else 0
+        )
+        return self._collective.has_succeeded
 
     def _send_stream(
         self, stream: _SliceStream, slices: list[SourceSlice], version: int, shards: Sequence[Shard]
     ) -> None:
-        """Sends a stream's slices of a version."""
-        frozen = {source_slice.label for source_slice in slices if shards[self._shard_index[source_slice.label]].frozen}
+        """Sends the slices of a version that belong to one stream."""
+        frozen_labels = {
+            source_slice.label for source_slice in slices if shards[self._shard_index[source_slice.label]].frozen
+        }
         unsent_slices = (source_slice for source_slice in slices if source_slice.label not in stream.frozen_labels)
         stream.sender.send(
             version,
             ((source_slice.label, self._slice_values(shards, source_slice)) for source_slice in unsent_slices),
-            frozen=frozen,
+            frozen=frozen_labels,
         )
         if self._delta != "off":
-            stream.frozen_labels |= frozen
+            stream.frozen_labels |= frozen_labels
 
     def _slice_values(self, shards: Sequence[Shard], source_slice: SourceSlice) -> torch.Tensor:
         """Returns the values of a slice, in the dtype in which they are sent."""
         shard = shards[self._shard_index[source_slice.label]]
-        values = cut(shard.values(), source_slice.box.within(shard.box)).detach()
-        return values.to(shard.dtype) if values.is_floating_point() else values
+        slice_values = cut(shard.values(), source_slice.tensor_slice.within(shard.tensor_slice)).detach()
+        return slice_values.to(shard.dtype) if slice_values.is_floating_point() else slice_values
 
     def _agree_on_plan(self, shards: Sequence[Shard]) -> ShardLayouts:
         """Computes the transfer plans with the other trainer ranks, opens the streams and returns the shard layouts. Only the
@@ -250,11 +258,16 @@ class ShardSync:
         new_layouts = self._collect_requests(*zip(*reports, strict=True)) if worker.rank == first_rank else None
         ranks = [(worker.group_name, list(range(worker.world_size)))]
         layouts: ShardLayouts = worker.broadcast(new_layouts, ranks, (self._src[0], first_rank))
-        chunk_bytes, num_requests = max(_MIN_CHUNK_BYTES, CHUNK_BYTES // worker.world_size), len(layouts.requested)
-        self._streams, self._shard_index, plans = [], {}, layouts.plans()
+        chunk_bytes, num_requests = (
+            max(_MIN_CHUNK_BYTES, CHUNK_BYTES // worker.world_size),
+            len(layouts.requested_slices),
+        )
+        self._streams, self._shard_index, transfer_plans = [], {}, layouts.plans()
         for request_index in range(num_requests):
             local_slices = [
-                source_slice for source_slice in plans[request_index].slices if source_slice.source == worker.rank
+                source_slice
+                for source_slice in transfer_plans[request_index].slices
+                if source_slice.source == worker.rank
             ]
             self._shard_index |= {
                 source_slice.label: _index_of_shard(shards, source_slice) for source_slice in local_slices
@@ -265,45 +278,55 @@ class ShardSync:
             sender = WeightSender(worker, receivers, self._delta, chunk_bytes, SEVERAL)
             self._streams.append(
                 _SliceStream(
-                    sender, local_slices, [s for s in local_slices if layouts.is_retained(plans[request_index], s)]
+                    sender,
+                    local_slices,
+                    [s for s in local_slices if layouts.is_retained(transfer_plans[request_index], s)],
                 )
             )
         self._collective = layouts.open_collective(self._src[0], self._address)
         self._reader_groups = [
-            layouts.readers(request_index, plans[request_index], _round_bytes())
+            layouts.readers(request_index, transfer_plans[request_index], _round_bytes())
             for request_index in range(num_requests if self._collective else 0)
         ]
         return layouts
 
-    def _collect_requests(self, shards: Sequence[list[ShardMetadata]], ends: Sequence[EndpointDevice]) -> ShardLayouts:
+    def _collect_requests(
+        self, shards: Sequence[list[ShardMetadata]], endpoints: Sequence[EndpointDevice]
+    ) -> ShardLayouts:
         """Receives the receivers' requests, groups receivers with equal requests, and chooses the transport."""
         context = current()
         requests: dict[RankAddress, tuple[str, RequestedSlices]] = _received_requests(self._worker)
-        requested, request_index = list[RequestedSlices](), dict[RankAddress, int]()
+        requested_slices, request_index = list[RequestedSlices](), dict[RankAddress, int]()
         for group, ranks in self._receivers:
             for rank in ranks:
                 record = context.member(group, rank)
                 while requests.get((group, rank), ("", None))[0] != record["incarnation"]:
                     requests[group, rank] = p2p.recv(group, rank, tag=_REQUESTS)
                 table = requests[group, rank][1]
-                if table not in requested:
-                    requested.append(table)
-                request_index[group, rank] = requested.index(table)
+                if table not in requested_slices:
+                    requested_slices.append(table)
+                request_index[group, rank] = requested_slices.index(table)
         transport, reason = choose(
-            ends[0], [*ends[1:], *(find_device(context, receiver) for receiver in request_index)], self.transport
+            endpoints[0],
+            [*endpoints[1:], *(find_device(context, receiver) for receiver in request_index)],
+            self.transport,
         )
         if transport not in (NCCL, GLOO) or self._delta == "elements":  # with delta "elements" every chunk is retained
             transport = HOST
         log.info("shards take the transport %s: %s", transport, reason)
-        return ShardLayouts([*shards], requested, request_index, self._delta, transport, uuid.uuid4().hex)
+        return ShardLayouts([*shards], requested_slices, request_index, self._delta, transport, uuid.uuid4().hex)
 
     # -- an engine's ranks ----------------------------------------------------------------------------------------------
 
-    def want(self, requested: RequestedSlices) -> None:
+    def want(self, requested_slices: RequestedSlices) -> None:
         """Requests slices (`SendsShards.want`)."""
         member_record = current().member(self._worker.group_name, self._worker.rank)
-        self._has_requested, self._requested = True, requested
-        table = None if requested is None else {name: tuple(boxes) for name, boxes in requested.items()}
+        self._has_requested, self._requested_slices = True, requested_slices
+        table = (
+            None
+            if requested_slices is None
+            else {name: tuple(tensor_slices) for name, tensor_slices in requested_slices.items()}
+        )
         group, rank = self._src
         TransportReceiver(self._address, self.transport).publish_device()
         p2p.send(
@@ -320,9 +343,12 @@ class ShardSync:
         slices are filled.
         """
         header: Header = p2p.follow_broadcast(self._src, lambda: None)
+        transfer = Transfer()
+        note_announcement(transfer, 0.0)
         if header.layouts is not None:
             self._set_plan(header.layouts)
-        return Update(header.version, True, self._iter_tensors(header.version, header.layouts is not None), proven=True)
+        tensors = self._iter_tensors(header.version, header.layouts is not None, transfer)
+        return Update(header.version, True, tensors, proven=True, transfer=transfer)
 
     def _set_plan(self, layouts: ShardLayouts) -> None:
         request_index = layouts.request_index[self._address]
@@ -342,35 +368,41 @@ class ShardSync:
         self._collective = layouts.open_collective(self._src[0], self._address)
         self._reader_groups = [layouts.readers(request_index, plan, _round_bytes())] if self._collective else []
 
-    def _iter_tensors(self, version: int, new: bool) -> NamedUpdates:
+    def _iter_tensors(self, version: int, is_new: bool, transfer: Transfer) -> NamedUpdates:
         """Yields the name and the full tensor as soon as all slices of the tensor have arrived."""
         yielded_names = set[str]()
-        if collective := None if new else self._collective:
+        if collective_reshard := None if is_new else self._collective:
             readers, dtypes = self._reader_groups[0], self._plan.dtypes
             rounds = functools.partial(
-                receive_rounds, readers=readers, rank=collective.rank, dtypes=dtypes, version=version
+                receive_rounds, readers=readers, rank=collective_reshard.rank, dtypes=dtypes, version=version
             )
-            for name, tensor in self._assemble(self._moving_slices, collective.run(version, rounds)):
+            for name, tensor in self._assemble(self._moving_slices, collective_reshard.run(version, rounds)):
                 yielded_names.add(name)
                 yield name, tensor
-        is_received = collective is not None and collective.succeeded
-        is_last = collective is None or self._reader_groups[0].ranks[-1] == collective.rank
+        is_received = collective_reshard is not None and collective_reshard.has_succeeded
+        if collective_reshard is not None and is_received:
+            transport = SHARDS_PREFIX + collective_reshard.kind
+            transfer.bytes_by_transport[transport] += sum(source_slice.nbytes for source_slice in self._moving_slices)
+        is_last = collective_reshard is None or self._reader_groups[0].ranks[-1] == collective_reshard.rank
         self.sent_bytes = (
             sum(source_slice.nbytes for source_slice in self._moving_slices) if is_received and not is_last else 0
         )
-        order = self._retained_slices if is_received else self._ordered_slices
-        for name, tensor in self._assemble(order, self._iter_streamed(version, order)):
+        slice_order = self._retained_slices if is_received else self._ordered_slices
+        for name, tensor in self._assemble(slice_order, self._iter_streamed(version, slice_order, transfer)):
             if name not in yielded_names:
                 yield name, tensor
 
-    def _iter_streamed(self, version: int, order: Sequence[SourceSlice]) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
-        """Yields the slices in `order`, each from the stream of the trainer rank that holds it.
+    def _iter_streamed(
+        self, version: int, slice_order: Sequence[SourceSlice], transfer: Transfer
+    ) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
+        """Yields the slices in `slice_order`, each from the stream of the trainer rank that holds it; counts their bytes.
 
         Raises:
-            RlhpcError: A stream has another version, lacks a slice or contains an unrequested slice.
+            RlhpcError: A stream has a different version, lacks a slice or contains an unrequested slice.
         """
         updates = {
-            rank: self._sources[rank].receive() for rank in sorted({source_slice.source for source_slice in order})
+            rank: self._sources[rank].receive()
+            for rank in sorted({source_slice.source for source_slice in slice_order})
         }
         other_versions = {update.version for update in updates.values()} - {version}
         if other_versions:
@@ -378,7 +410,7 @@ class ShardSync:
         verifications = {rank: UpdateVerification(update, f"{self._src[0]}-{rank}") for rank, update in updates.items()}
         streams = {rank: verification.complete_tensors() for rank, verification in verifications.items()}
         early_tensors = {rank: dict(itertools.islice(stream, 1)) for rank, stream in streams.items()}
-        for source_slice in order:
+        for source_slice in slice_order:
             yield (
                 source_slice,
                 _take_slice(streams[source_slice.source], early_tensors[source_slice.source], source_slice),
@@ -388,6 +420,10 @@ class ShardSync:
                 raise RlhpcError(f"{label} of the weights came from rank {rank}, and is not wanted")
         for verification in verifications.values():
             verification.check()
+        for update in updates.values():
+            if update.transfer is not None:
+                for transport, num_transported in update.transfer.bytes_by_transport.items():
+                    transfer.bytes_by_transport[SHARDS_PREFIX + transport] += num_transported
 
     def _assemble(
         self, order: Sequence[SourceSlice], slices: Iterator[tuple[SourceSlice, torch.Tensor]]
@@ -395,16 +431,16 @@ class ShardSync:
         """Builds tensors from slices, and yields the name and the tensor as soon as all its slices have arrived."""
         num_missing, shapes = collections.Counter(source_slice.name for source_slice in order), self._plan.shapes
         tensors = dict[str, torch.Tensor]()
-        for (name, box, *_), values in slices:
+        for (name, tensor_slice, *_), slice_values in slices:
             num_missing[name] -= 1
-            if box.sizes == shapes[name]:
-                yield name, values
+            if tensor_slice.sizes == shapes[name]:
+                yield name, slice_values
                 continue
             if name not in tensors:
                 # Pages of an empty tensor use no memory until they are written.
-                tensors[name] = torch.empty(shapes[name], dtype=values.dtype, device=values.device)
-            cut(tensors[name], box).copy_(values)
-            del values
+                tensors[name] = torch.empty(shapes[name], dtype=slice_values.dtype, device=slice_values.device)
+            cut(tensors[name], tensor_slice).copy_(slice_values)
+            del slice_values
             if not num_missing[name]:
                 yield name, tensors.pop(name)
 
@@ -424,26 +460,26 @@ class ShardSync:
         for receiver in self._sources.values():
             receiver.forget()
         if self._has_requested:
-            self.want(self._requested)  # the request may have been lost
+            self.want(self._requested_slices)  # the request may have been lost
 
 
 def _take_slice(
-    stream: Iterator[tuple[str, torch.Tensor]], early: dict[str, torch.Tensor], source_slice: SourceSlice
+    stream: Iterator[tuple[str, torch.Tensor]], early_tensors: dict[str, torch.Tensor], source_slice: SourceSlice
 ) -> torch.Tensor:
-    """Returns a slice from its stream. Stores slices that arrive earlier in `early`; only retained slices, which stay mapped,
-    may arrive earlier.
+    """Returns a slice from its stream. Stores slices that arrive earlier in `early_tensors`; only retained slices, which stay
+    mapped, may arrive earlier.
 
     Raises:
         RlhpcError: The stream ended without the slice.
     """
-    while source_slice.label not in early:
+    while source_slice.label not in early_tensors:
         label_and_tensor = next(stream, None)
         if label_and_tensor is None:
             raise RlhpcError(
                 f"{source_slice.label} of the weights did not come from rank {source_slice.source} of the trainer"
             )
-        early[label_and_tensor[0]] = label_and_tensor[1]
-    return early.pop(source_slice.label)
+        early_tensors[label_and_tensor[0]] = label_and_tensor[1]
+    return early_tensors.pop(source_slice.label)
 
 
 def _round_bytes() -> int:
@@ -456,7 +492,8 @@ def _index_of_shard(shards: Sequence[Shard], source_slice: SourceSlice) -> int:
     return next(
         index
         for index, shard in enumerate(shards)
-        if shard.name == source_slice.name and shard.box.meet(source_slice.box) == source_slice.box
+        if shard.name == source_slice.name
+        and shard.tensor_slice.meet(source_slice.tensor_slice) == source_slice.tensor_slice
     )
 
 

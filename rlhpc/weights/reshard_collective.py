@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.checkpoint.tensor_slice import TensorSlice
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -53,57 +53,58 @@ class CollectiveReshard:
     Args:
         kind: `nccl` or `gloo`.
         members: The trainer's ranks, then the receivers.
-        senders: Number of trainer ranks.
+        num_senders: Number of trainer ranks.
         local_member: Address of this process.
         name: Name that all members share.
 
     Attributes:
+        kind: See the argument.
         rank: This rank's number in the group.
-        succeeded: Whether all ranks have received the last version.
+        has_succeeded: Whether all ranks have received the last version.
     """
 
     def __init__(
-        self, kind: str, members: tuple[RankAddress, ...], senders: int, local_member: RankAddress, name: str
+        self, kind: str, members: tuple[RankAddress, ...], num_senders: int, local_member: RankAddress, name: str
     ) -> None:
-        self._kind, self._members, self._senders, self._local_member, self._key = (
+        self.kind, self._members, self._senders, self._local_member, self._key = (
             kind,
             members,
-            senders,
+            num_senders,
             local_member,
             f"shards/{name}",
         )
         self.rank = members.index(local_member)
         self._presence = Presence(members, local_member)
         self._group: WeightProcessGroup | None = None
-        self.succeeded = False
+        self.has_succeeded = False
 
-    def run(self, version: int, rounds: Callable[[WeightProcessGroup], Iterator[T]]) -> Iterator[T]:
-        """Runs a version's rounds and yields their results. Afterwards `succeeded` says whether all ranks have the version."""
-        self.succeeded = False
+    def run(self, version: int, run_rounds: Callable[[WeightProcessGroup], Iterator[T]]) -> Iterator[T]:
+        """Runs a version's rounds and yields their results. Then `has_succeeded` is True if all ranks have the version."""
+        self.has_succeeded = False
         if not (name := self._agree_on_group(version)):
             return
         if self._group is None or self._group.name != name:
             self.end()
-            self._group = WeightProcessGroup(self._kind, self._members, self._local_member, name)
+            self._group = WeightProcessGroup(self.kind, self._members, self._local_member, name)
         try:
-            yield from rounds(self._group)
+            yield from run_rounds(self._group)
             received_all = True
         except GroupLost as error:
             log.warning("%s; version %d goes through the host", error, version)
             received_all = False
         except GeneratorExit:
-            self.end(notify=True)
+            self.end(notifies=True)
             self._report(_DONE, version, False)
             raise
-        self.succeeded = self._agree_on_success(version, received_all)
-        if not self.succeeded:
+        self.has_succeeded = self._agree_on_success(version, received_all)
+        if not self.has_succeeded:
             self.end()
 
-    def end(self, *, notify: bool = False) -> None:
-        """Ends the group; `notify` informs the other ranks, which may be in the middle of an operation."""
+    def end(self, *, notifies: bool = False) -> None:
+        """Ends the group; `notifies` informs the other ranks, which may be in the middle of an operation."""
         group, self._group = self._group, None
         if group is not None:
-            group.end(notify=notify)
+            group.end(notifies=notifies)
 
     def _agree_on_group(self, version: int) -> str:
         """Returns the name of the group for a version; empty if a receiver is not ready."""
@@ -113,27 +114,27 @@ class CollectiveReshard:
                 self._report(_READY, version, local_name)
             return str(p2p.follow_broadcast(self._members[0], lambda: None))
         names_by_rank = self._collect_reports(_READY, version, range(self._senders, len(self._members)), READY_S)
-        if missing := [rank for rank in range(self._senders, len(self._members)) if rank not in names_by_rank]:
-            log.info("version %d goes through the host: %s not at it", version, self._presence.names(missing))
+        if missing_ranks := [rank for rank in range(self._senders, len(self._members)) if rank not in names_by_rank]:
+            log.info("version %d goes through the host: %s not at it", version, self._presence.names(missing_ranks))
             return self._broadcast("")
         is_common = local_name and {*names_by_rank.values()} == {local_name}
         return self._broadcast(local_name if is_common else f"shards-{uuid.uuid4().hex}")
 
-    def _agree_on_success(self, version: int, received_all: bool) -> bool:
+    def _agree_on_success(self, version: int, has_received_all: bool) -> bool:
         """Returns whether all ranks have received a version."""
         if self.rank:
-            self._report(_DONE, version, received_all)
+            self._report(_DONE, version, has_received_all)
             return bool(p2p.follow_broadcast(self._members[0], lambda: None))
         peers = range(1, len(self._members))
         context = current()
         received_by_rank = self._collect_reports(_DONE, version, peers, context.wait_deadline)
-        missing = [rank for rank in peers if rank not in received_by_rank]
-        if silent := [rank for rank in missing if rank not in self._presence.missing_ranks()]:
+        missing_ranks = [rank for rank in peers if rank not in received_by_rank]
+        if silent_ranks := [rank for rank in missing_ranks if rank not in self._presence.missing_ranks()]:
             raise DeadlineExceeded(
-                f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(silent)} to have version "
-                f"{version} of the weights"
+                f"{context.name} waited {context.wait_deadline:.0f} s for {self._presence.names(silent_ranks)} to have "
+                f"version {version} of the weights"
             )
-        return bool(self._broadcast(received_all and not missing and all(received_by_rank.values())))
+        return bool(self._broadcast(has_received_all and not missing_ranks and all(received_by_rank.values())))
 
     # -- messages to and from the first rank ------------------------------------------------------------------------
 
@@ -144,20 +145,22 @@ class CollectiveReshard:
         p2p.begin_broadcast(value, *self._members[0], group_ranks(self._members[1:]))()
         return value
 
-    def _collect_reports(self, topic: str, version: int, ranks: Sequence[int], timeout_s: float) -> dict[int, Any]:
+    def _collect_reports(
+        self, report_topic: str, version: int, ranks: Sequence[int], timeout_s: float
+    ) -> dict[int, Any]:
         """Returns the value that each rank reported. Omits ranks that have ended or did not report in time."""
-        reports, context, start = dict[int, Any](), current(), time.monotonic()
-        next_check, missing = start, set[int]()
-        while {*ranks} - reports.keys() - missing and (now := time.monotonic()) - start < timeout_s:
+        reports, context, start_time = dict[int, Any](), current(), time.monotonic()
+        next_check, missing_ranks = start_time, set[int]()
+        while {*ranks} - reports.keys() - missing_ranks and (now := time.monotonic()) - start_time < timeout_s:
             context.check()
             if now >= next_check:
-                missing, next_check = {*self._presence.missing_ranks()}, now + _CHECK_INTERVAL_S
+                missing_ranks, next_check = {*self._presence.missing_ranks()}, now + _CHECK_INTERVAL_S
             try:
                 reported_topic, reported_version, rank, report = p2p.poll(self._key)
             except queue.Empty:
                 time.sleep(_POLL_INTERVAL_S)
                 continue
-            if (reported_topic, reported_version) == (topic, version):
+            if (reported_topic, reported_version) == (report_topic, version):
                 reports[rank] = report
         return reports
 
@@ -166,26 +169,26 @@ def send_rounds(
     group: WeightProcessGroup,
     reader_groups: Sequence[SliceReaders],
     rank: int,
-    values: Callable[[SourceSlice], torch.Tensor],
+    read_slice: Callable[[SourceSlice], torch.Tensor],
     version: int,
 ) -> Iterator[None]:
-    """Runs a version's rounds on a trainer rank.
+    """Sends the slices of a version from a trainer rank, round by round.
 
     Args:
         group: Group with the trainer's ranks first.
         reader_groups: Groups of receivers with their rounds.
         rank: This rank.
-        values: Returns a slice's values in the dtype in which they are sent.
+        read_slice: Returns a slice's values in the dtype in which they are sent.
         version: Version of the weights.
     """
     for round_index in range(max((len(readers.rounds) for readers in reader_groups), default=0)):
-        sends = [
-            (readers.ranks[0], pack_round(readers.rounds[round_index], rank, values, version, group.memory))
+        round_sends = [
+            (readers.ranks[0], pack_round(readers.rounds[round_index], rank, read_slice, version, group.memory))
             for readers in reader_groups
             if round_index < len(readers.rounds) and rank in readers.rounds[round_index].spans
         ]
-        if sends:
-            group.exchange(sends, [])
+        if round_sends:
+            group.exchange(round_sends, [])
     group.wait()
     yield from ()
 
@@ -205,19 +208,26 @@ def receive_rounds(
     Raises:
         WeightsDiffer: A received slice differs from the one that was sent.
     """
-    position = readers.ranks.index(rank)
-    next_ranks = readers.ranks[position + 1 : position + 2]
+    reader_position = readers.ranks.index(rank)
+    next_ranks = readers.ranks[reader_position + 1 : reader_position + 2]
     previous_round: tuple[TransferRound, torch.Tensor] | None = None
     for transfer_round in (*readers.rounds, None):
-        sends = [(next_rank, previous_round[1]) for next_rank in next_ranks] if previous_round is not None else []
+        round_sends = [(next_rank, previous_round[1]) for next_rank in next_ranks] if previous_round is not None else []
         receives, current_round = [], None
         if transfer_round is not None:
-            flat = group.memory(transfer_round.size)
-            current_round = transfer_round, flat
-            sources = {readers.ranks[position - 1]: (0, transfer_round.size)} if position else transfer_round.spans
-            receives = [(source, flat[start:end]) for source, (start, end) in sources.items()]
-        if sends or receives:
-            group.exchange(sends, receives)
+            flat_buffer = group.memory(transfer_round.size)
+            current_round = transfer_round, flat_buffer
+            source_spans = (
+                {readers.ranks[reader_position - 1]: (0, transfer_round.size)}
+                if reader_position
+                else transfer_round.spans
+            )
+            receives = [
+                (source_rank, flat_buffer[span_start:span_end])
+                for source_rank, (span_start, span_end) in source_spans.items()
+            ]
+        if round_sends or receives:
+            group.exchange(round_sends, receives)
         if previous_round is not None:
             yield from unpack_round(*previous_round, dtypes, version)
         group.wait()
@@ -227,56 +237,56 @@ def receive_rounds(
 def pack_round(
     transfer_round: TransferRound,
     rank: int,
-    values: Callable[[SourceSlice], torch.Tensor],
+    read_slice: Callable[[SourceSlice], torch.Tensor],
     version: int,
-    memory: Callable[[int], torch.Tensor],
+    allocate: Callable[[int], torch.Tensor],
 ) -> torch.Tensor:
     """Packs a trainer rank's slices of a round, with a digest of each slice. See `send_rounds` for the arguments."""
-    start, end = transfer_round.spans[rank]
-    flat, named_tensors = memory(end - start), list[tuple[str, torch.Tensor]]()
+    span_start, span_end = transfer_round.spans[rank]
+    flat_buffer, named_tensors = allocate(span_end - span_start), list[tuple[str, torch.Tensor]]()
     for source_slice, offset in transfer_round.slices_of(rank):
-        tensor = values(source_slice)
-        flat[offset - start :][: source_slice.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        tensor = read_slice(source_slice)
+        flat_buffer[offset - span_start :][: source_slice.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         named_tensors.append((source_slice.label, tensor))
     digests_by_label = _digests(named_tensors, version)
     packed_digests = np.array([digests_by_label[label] for label, _ in named_tensors], np.uint64).view(np.uint8)
-    flat[: len(packed_digests)].copy_(torch.from_numpy(packed_digests))
-    return flat
+    flat_buffer[: len(packed_digests)].copy_(torch.from_numpy(packed_digests))
+    return flat_buffer
 
 
 def unpack_round(
-    transfer_round: TransferRound, flat: torch.Tensor, dtypes: Mapping[str, str], version: int
+    transfer_round: TransferRound, flat_buffer: torch.Tensor, dtypes: Mapping[str, str], version: int
 ) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
     """Verifies the slices of a round and yields them (see `receive_rounds`)."""
     tensors = [
         (
             source_slice,
-            flat[offset:][: source_slice.nbytes]
+            flat_buffer[offset:][: source_slice.nbytes]
             .view(getattr(torch, dtypes[source_slice.name]))
-            .view(source_slice.box.sizes),
+            .view(source_slice.tensor_slice.sizes),
         )
         for source_slice, offset in zip(transfer_round.slices, transfer_round.offsets, strict=True)
     ]
     digests_by_label = _digests([(source_slice.label, tensor) for source_slice, tensor in tensors], version)
-    for source, (start, _) in transfer_round.spans.items():
-        source_slices = transfer_round.slices_of(source)
-        sent_digests = flat[start:][: DIGEST_BYTES * len(source_slices)].cpu().numpy().view(np.uint64)
+    for source_rank, (span_start, _) in transfer_round.spans.items():
+        source_slices = transfer_round.slices_of(source_rank)
+        sent_digests = flat_buffer[span_start:][: DIGEST_BYTES * len(source_slices)].cpu().numpy().view(np.uint64)
         for (source_slice, _), sent_digest in zip(source_slices, sent_digests, strict=True):
             if digests_by_label[source_slice.label] != int(sent_digest):
                 raise WeightsDiffer(
-                    f"weights of version {version}: {source_slice.label} is another than that which rank {source} of the "
+                    f"weights of version {version}: {source_slice.label} is another than that which rank {source_rank} of the "
                     "trainer handed over: nobody acts with it"
                 )
     yield from tensors
 
 
-@COST.measuring()
+@COST.measure()
 def _digests(tensors: Sequence[tuple[str, torch.Tensor]], version: int) -> dict[str, int]:
     return digests(tensors, version)
 
 
-#: Boxes that an engine rank requests of each tensor; None requests all tensors.
-RequestedSlices = Mapping[str, Sequence[Box]] | None
+#: Slices that an engine rank requests of each tensor; None requests all tensors.
+RequestedSlices = Mapping[str, Sequence[TensorSlice]] | None
 
 
 @dataclass(frozen=True)
@@ -285,15 +295,15 @@ class ShardLayouts:
 
     Attributes:
         shards: Slices that each trainer rank holds.
-        requested: Distinct tables of requested slices.
-        request_index: Index into `requested` for each receiver.
+        requested_slices: Distinct tables of requested slices.
+        request_index: Index into `requested_slices` for each receiver.
         delta: `rollout.weight_delta`.
         transport: Transport of the slices that are not retained.
         name: Unique name of these layouts.
     """
 
     shards: list[list[ShardMetadata]]
-    requested: list[RequestedSlices]
+    requested_slices: list[RequestedSlices]
     request_index: Mapping[RankAddress, int]
     delta: str
     transport: str = HOST
@@ -301,15 +311,15 @@ class ShardLayouts:
 
     def plans(self) -> list[TransferPlan]:
         """Returns the transfer plan for each table of requested slices, with the work balanced over all plans."""
-        plans, bytes_by_rank = list[TransferPlan](), Counter[int]()
-        for table in self.requested:
-            plans.append(plan_transfer(self.shards, table, bytes_by_rank))
-            bytes_by_rank.update(plans[-1].bytes_by_rank())
-        return plans
+        transfer_plans, bytes_by_rank = list[TransferPlan](), Counter[int]()
+        for table in self.requested_slices:
+            transfer_plans.append(plan_transfer(self.shards, table, bytes_by_rank))
+            bytes_by_rank.update(transfer_plans[-1].bytes_by_rank())
+        return transfer_plans
 
     def is_retained(self, plan: TransferPlan, source_slice: SourceSlice) -> bool:
         """Returns whether a slice is retained for receivers that join later."""
-        return self.delta == "elements" or (self.delta != "off" and source_slice.name in plan.frozen)
+        return self.delta == "elements" or (self.delta != "off" and source_slice.name in plan.frozen_names)
 
     def ordered_slices(self, plan: TransferPlan) -> list[SourceSlice]:
         """Returns a plan's slices in the order in which receivers get them; retained slices come last."""

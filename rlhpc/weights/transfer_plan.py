@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rlhpc.checkpoint.tensor_slice import Box, full_box, uncovered
+from rlhpc.checkpoint.tensor_slice import TensorSlice, full_slice, subtract_slices
 from rlhpc.runtime.errors import RlhpcError
 
 #: A tensor that several ranks hold is cut into row blocks, so that no rank sends more than its share. A block has at
@@ -28,7 +28,7 @@ class ShardMetadata(NamedTuple):
         name: Name of the tensor.
         shape: Shape of the full tensor.
         itemsize: Bytes of an element in the dtype in which it is sent.
-        box: Ranges of the slice.
+        tensor_slice: Ranges of the slice.
         frozen: True if the tensor never changes.
         dtype: Dtype in which the slice is sent, without "torch.".
     """
@@ -36,7 +36,7 @@ class ShardMetadata(NamedTuple):
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    box: Box
+    tensor_slice: TensorSlice
     frozen: bool = False
     dtype: str = ""
 
@@ -46,20 +46,21 @@ class SourceSlice(NamedTuple):
 
     Attributes:
         name: Name of the tensor.
-        box: Ranges of the slice.
+        tensor_slice: Ranges of the slice.
         source: The sending rank.
         nbytes: Size in bytes.
     """
 
     name: str
-    box: Box
+    tensor_slice: TensorSlice
     source: int
     nbytes: int
 
     @property
     def label(self) -> str:
         """Unique name of the slice during the transfer."""
-        return f"{self.name}@{','.join(f'{start}+{size}' for start, size in zip(*self.box, strict=True))}"
+        ranges = ",".join(f"{start}+{size}" for start, size in zip(*self.tensor_slice, strict=True))
+        return f"{self.name}@{ranges}"
 
 
 @dataclass(frozen=True)
@@ -69,13 +70,13 @@ class TransferPlan:
     Attributes:
         slices: Slices in the order in which they are sent: layer by layer.
         shapes: Shapes of the full tensors.
-        frozen: Names of tensors that never change.
+        frozen_names: Names of tensors that never change.
         dtypes: Dtypes in which the tensors are sent.
     """
 
     slices: tuple[SourceSlice, ...]
     shapes: Mapping[str, tuple[int, ...]]
-    frozen: frozenset[str] = frozenset()
+    frozen_names: frozenset[str] = frozenset()
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def bytes_by_rank(self) -> dict[int, int]:
@@ -88,112 +89,134 @@ class TransferPlan:
 
 def plan_transfer(
     shards: Sequence[Sequence[ShardMetadata]],
-    requested: Mapping[str, Sequence[Box]] | None,
+    requested_slices: Mapping[str, Sequence[TensorSlice]] | None,
     other_bytes: Mapping[int, int] | None = None,
 ) -> TransferPlan:
     """Computes which trainer rank sends which slices of an update.
 
     Args:
         shards: Slices that each trainer rank holds.
-        requested: Slices that the receivers request; None requests all tensors. Overlaps of boxes are sent once.
+        requested_slices: Slices that the receivers request; None requests all tensors. Overlaps of slices are sent once.
         other_bytes: Bytes that each rank sends to other receivers.
 
     Raises:
         RlhpcError: No rank holds a requested slice; names the tensor.
     """
-    holders = dict[str, list[tuple[int, Box]]]()
-    shapes, sizes, frozen = dict[str, tuple[int, ...]](), dict[str, int](), set[str]()
+    holders = dict[str, list[tuple[int, TensorSlice]]]()
+    shapes, element_sizes, frozen_names = dict[str, tuple[int, ...]](), dict[str, int](), set[str]()
     dtypes = dict[str, str]()
-    for rank, entries in enumerate(shards):
-        for name, shape, itemsize, box, is_frozen, dtype in entries:
-            holders.setdefault(name, []).append((rank, box))
+    for rank, shard_entries in enumerate(shards):
+        for name, shape, itemsize, tensor_slice, is_frozen, dtype in shard_entries:
+            holders.setdefault(name, []).append((rank, tensor_slice))
             if shapes.setdefault(name, shape) != shape:
                 raise RlhpcError(f"ranks of the trainer have {name} of shape {shapes[name]} and of {shape}")
-            sizes[name], dtypes[name] = itemsize, dtype
+            element_sizes[name], dtypes[name] = itemsize, dtype
             if is_frozen:
-                frozen.add(name)
-    boxes_by_name = _disjoint_boxes(shapes, requested)
-    if unknown := sorted(boxes_by_name.keys() - shapes.keys()):
-        raise RlhpcError(f"the engine wants {', '.join(unknown[:3])}, and no rank of the trainer has such a tensor")
-    total_bytes = sum(box.numel * sizes[name] for name, boxes in boxes_by_name.items() for box in boxes)
+                frozen_names.add(name)
+    slices_by_name = _disjoint_slices(shapes, requested_slices)
+    if unknown_names := sorted(slices_by_name.keys() - shapes.keys()):
+        raise RlhpcError(
+            f"the engine wants {', '.join(unknown_names[:3])}, and no rank of the trainer has such a tensor"
+        )
+    total_bytes = sum(
+        tensor_slice.numel * element_sizes[name]
+        for name, tensor_slices in slices_by_name.items()
+        for tensor_slice in tensor_slices
+    )
     block_bytes = max(_MIN_BLOCK_BYTES, total_bytes // max(1, len(shards)) // _BLOCKS_PER_RANK)
     bytes_by_rank, slices = Counter(other_bytes or {}), list[SourceSlice]()
-    for name in sorted(boxes_by_name, key=_natural_sort_key):
-        for target in boxes_by_name[name]:
+    for name in sorted(slices_by_name, key=_natural_sort_key):
+        for target in slices_by_name[name]:
             max_rows = block_bytes // max(
-                1, sizes[name] * target.numel // max(1, target.sizes[0] if target.sizes else 1)
+                1, element_sizes[name] * target.numel // max(1, target.sizes[0] if target.sizes else 1)
             )
             for row_block in _cut_rows(target, max(1, max_rows)) if _has_copies(holders[name], target) else [target]:
-                slices += _assign_sources(name, row_block, holders[name], sizes[name], bytes_by_rank)
-    shapes = {name: shapes[name] for name in boxes_by_name}
-    return TransferPlan(tuple(_join_blocks(slices, sizes)), shapes, frozenset(frozen), dtypes)
+                slices += _assign_sources(name, row_block, holders[name], element_sizes[name], bytes_by_rank)
+    shapes = {name: shapes[name] for name in slices_by_name}
+    return TransferPlan(tuple(_join_blocks(slices, element_sizes)), shapes, frozenset(frozen_names), dtypes)
 
 
-def _disjoint_boxes(
-    shapes: Mapping[str, tuple[int, ...]], requested: Mapping[str, Sequence[Box]] | None
-) -> dict[str, list[Box]]:
-    """Returns the requested slices as boxes that do not overlap."""
-    if requested is None:
-        return {name: [full_box(shape)] for name, shape in shapes.items()}
-    boxes_by_name = dict[str, list[Box]]()
-    for name, boxes in requested.items():
-        for box in boxes:
-            disjoint = boxes_by_name.setdefault(name, [])
-            disjoint += uncovered(box, disjoint)
-    return boxes_by_name
+def _disjoint_slices(
+    shapes: Mapping[str, tuple[int, ...]], requested_slices: Mapping[str, Sequence[TensorSlice]] | None
+) -> dict[str, list[TensorSlice]]:
+    """Returns the requested slices as slices that do not overlap."""
+    if requested_slices is None:
+        return {name: [full_slice(shape)] for name, shape in shapes.items()}
+    slices_by_name = dict[str, list[TensorSlice]]()
+    for name, tensor_slices in requested_slices.items():
+        for tensor_slice in tensor_slices:
+            disjoint = slices_by_name.setdefault(name, [])
+            disjoint += subtract_slices(tensor_slice, disjoint)
+    return slices_by_name
 
 
-def _has_copies(holders: Sequence[tuple[int, Box]], target: Box) -> bool:
-    """Returns whether several ranks hold the same elements of a box."""
-    overlaps = [overlap for _, box in holders if (overlap := target.meet(box)) is not None]
-    return sum(overlap.numel for overlap in overlaps) > target.numel
+def _has_copies(holders: Sequence[tuple[int, TensorSlice]], target: TensorSlice) -> bool:
+    """Returns whether several ranks hold the same elements of a slice."""
+    overlaps = [shared_slice for _, tensor_slice in holders if (shared_slice := target.meet(tensor_slice)) is not None]
+    return sum(shared_slice.numel for shared_slice in overlaps) > target.numel
 
 
-def _cut_rows(box: Box, max_rows: int) -> list[Box]:
-    """Cuts a box along its first dimension."""
-    if not box.sizes or box.sizes[0] <= max_rows:
-        return [box]
-    (start, *starts), (size, *sizes) = box
+def _cut_rows(tensor_slice: TensorSlice, max_rows: int) -> list[TensorSlice]:
+    """Cuts a slice along its first dimension."""
+    if not tensor_slice.sizes or tensor_slice.sizes[0] <= max_rows:
+        return [tensor_slice]
+    (row_start, *inner_starts), (num_rows, *inner_sizes) = tensor_slice
     return [
-        Box((start + offset, *starts), (min(max_rows, size - offset), *sizes)) for offset in range(0, size, max_rows)
+        TensorSlice((row_start + offset, *inner_starts), (min(max_rows, num_rows - offset), *inner_sizes))
+        for offset in range(0, num_rows, max_rows)
     ]
 
 
 def _assign_sources(
-    name: str, target: Box, holders: Sequence[tuple[int, Box]], itemsize: int, bytes_by_rank: Counter[int]
+    name: str,
+    target: TensorSlice,
+    holders: Sequence[tuple[int, TensorSlice]],
+    itemsize: int,
+    bytes_by_rank: Counter[int],
 ) -> list[SourceSlice]:
     """Assigns a slice to the ranks that hold it and have the fewest bytes to send."""
-    remaining, slices = [target], list[SourceSlice]()
-    for rank, box in sorted(holders, key=lambda holder: (bytes_by_rank[holder[0]], holder[0])):
-        for overlap in filter(None, (missing_box.meet(box) for missing_box in remaining)):
-            slices.append(SourceSlice(name, overlap, rank, overlap.numel * itemsize))
-            bytes_by_rank[rank] += overlap.numel * itemsize
-        remaining = [remainder for missing_box in remaining for remainder in uncovered(missing_box, [box])]
-        if not remaining:
+    missing_slices, slices = [target], list[SourceSlice]()
+    for rank, tensor_slice in sorted(holders, key=lambda holder: (bytes_by_rank[holder[0]], holder[0])):
+        for shared_slice in filter(None, (missing_slice.meet(tensor_slice) for missing_slice in missing_slices)):
+            slices.append(SourceSlice(name, shared_slice, rank, shared_slice.numel * itemsize))
+            bytes_by_rank[rank] += shared_slice.numel * itemsize
+        missing_slices = [
+            remainder
+            for missing_slice in missing_slices
+            for remainder in subtract_slices(missing_slice, [tensor_slice])
+        ]
+        if not missing_slices:
             return slices
-    raise RlhpcError(f"no rank of the trainer has {remaining[0]} of {name}, which an engine wants")
+    raise RlhpcError(f"no rank of the trainer has {missing_slices[0]} of {name}, which an engine wants")
 
 
-def _join_blocks(slices: Sequence[SourceSlice], sizes: Mapping[str, int]) -> list[SourceSlice]:
+def _join_blocks(slices: Sequence[SourceSlice], element_sizes: Mapping[str, int]) -> list[SourceSlice]:
     """Joins neighbouring row blocks of one rank into one slice."""
-    joined = list[SourceSlice]()
+    joined_slices = list[SourceSlice]()
     for source_slice in slices:
-        previous = joined[-1] if joined else None
+        last_slice = joined_slices[-1] if joined_slices else None
         if (
-            previous is not None
-            and previous.name == source_slice.name
-            and previous.source == source_slice.source
-            and source_slice.box.sizes
+            last_slice is not None
+            and last_slice.name == source_slice.name
+            and last_slice.source == source_slice.source
+            and source_slice.tensor_slice.sizes
         ):
-            (start, *starts), (size, *row_sizes) = previous.box
-            if (start + size, *starts) == source_slice.box.starts and tuple(row_sizes) == source_slice.box.sizes[1:]:
-                joined_box = Box(previous.box.starts, (size + source_slice.box.sizes[0], *row_sizes))
-                joined[-1] = SourceSlice(
-                    previous.name, joined_box, previous.source, joined_box.numel * sizes[previous.name]
+            (row_start, *inner_starts), (num_rows, *row_sizes) = last_slice.tensor_slice
+            if (row_start + num_rows, *inner_starts) == source_slice.tensor_slice.starts and tuple(
+                row_sizes
+            ) == source_slice.tensor_slice.sizes[1:]:
+                joined_slice = TensorSlice(
+                    last_slice.tensor_slice.starts, (num_rows + source_slice.tensor_slice.sizes[0], *row_sizes)
+                )
+                joined_slices[-1] = SourceSlice(
+                    last_slice.name,
+                    joined_slice,
+                    last_slice.source,
+                    joined_slice.numel * element_sizes[last_slice.name],
                 )
                 continue
-        joined.append(source_slice)
-    return joined
+        joined_slices.append(source_slice)
+    return joined_slices
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:
@@ -208,7 +231,7 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class TransferRound:
-    """Slices that several trainer ranks transfer together.
+    """Slices that several trainer ranks transfer at the same time.
 
     Attributes:
         slices: Slices in the order of the plan.
@@ -222,12 +245,12 @@ class TransferRound:
     spans: dict[int, tuple[int, int]]
     size: int
 
-    def slices_of(self, source: int) -> list[tuple[SourceSlice, int]]:
+    def slices_of(self, source_rank: int) -> list[tuple[SourceSlice, int]]:
         """Returns the slices that a trainer rank sends, with their offsets."""
         return [
             slice_and_offset
             for slice_and_offset in zip(self.slices, self.offsets, strict=True)
-            if slice_and_offset[0].source == source
+            if slice_and_offset[0].source == source_rank
         ]
 
 
@@ -251,13 +274,13 @@ def plan_rounds(slices: Sequence[SourceSlice], max_bytes: int) -> tuple[Transfer
         slices: Slices in the order in which they are sent.
         max_bytes: Maximum bytes of a round, unless a single slice is larger.
     """
-    slices_by_round, nbytes = list[list[SourceSlice]](), 0
+    slices_by_round, bytes_by_round = list[list[SourceSlice]](), 0
     for source_slice in slices:
-        if not slices_by_round or nbytes + source_slice.nbytes > max_bytes:
+        if not slices_by_round or bytes_by_round + source_slice.nbytes > max_bytes:
             slices_by_round.append([])
-            nbytes = 0
+            bytes_by_round = 0
         slices_by_round[-1].append(source_slice)
-        nbytes += source_slice.nbytes
+        bytes_by_round += source_slice.nbytes
     return tuple(map(_build_round, slices_by_round))
 
 

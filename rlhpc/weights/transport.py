@@ -10,20 +10,23 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Container, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import Context, current
+from rlhpc.runtime.comm.device_memory import DeviceMessage
 from rlhpc.runtime.comm.payload import ForwardingProcess, HostReader, Origin
 from rlhpc.runtime.comm.shared_memory import HEADER, SegmentGone, discard, map_private
-from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.registry import MEMBERS
-from rlhpc.weights.base import NamedTensors, Update
+from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError
+from rlhpc.runtime.trace_recorder import traced
+from rlhpc.weights.base import NamedTensors, Transfer, Update
+from rlhpc.weights.device_sharing import CHUNK_BYTES
 from rlhpc.weights.process_group import GroupLost
-from rlhpc.weights.receiver import ReceivedChunk, Subscriber, entries_of
-from rlhpc.weights.sender import CHUNK_BYTES, MAX_UNREAD_CHUNKS, Announcement, ChunkWindow, Publisher, WeightChunk
+from rlhpc.weights.receiver import ReceivedChunk, Subscriber, entries_of, note_announcement
+from rlhpc.weights.sender import MAX_UNREAD_CHUNKS, Announcement, ChunkWindow, Publisher, WeightChunk
 from rlhpc.weights.transport_select import AUTO, GLOO, HOST, IPC, NCCL, Bucket, TransportReceiver, TransportSender
 
 if TYPE_CHECKING:
@@ -62,15 +65,18 @@ class Prefetcher:
         """Yields the items of an iterator that runs in a thread, and raises its errors. Closing the generator ends the
         thread after its current item."""
         self._stopping.clear()
-        slots, prefetched = threading.Semaphore(self._depth + 1), queue.SimpleQueue[tuple[Any, BaseException | None]]()
+        slots, prefetch_queue = (
+            threading.Semaphore(self._depth + 1),
+            queue.SimpleQueue[tuple[Any, BaseException | None]](),
+        )
 
         def run() -> None:
             try:
                 while slots.acquire():
                     self.check()
-                    prefetched.put((next(items), None))
+                    prefetch_queue.put((next(items), None))
             except BaseException as error:
-                prefetched.put((None, error))
+                prefetch_queue.put((None, error))
             finally:
                 self._on_end()
 
@@ -78,7 +84,7 @@ class Prefetcher:
         thread.start()
         try:
             while True:
-                item, error = prefetched.get()
+                item, error = prefetch_queue.get()
                 if isinstance(error, StopIteration):
                     return
                 if error is not None:
@@ -92,12 +98,14 @@ class Prefetcher:
             thread.join()
 
 
+#: Number of streams whose slots a receiver remembers: the current one, and some of earlier senders.
+_MAX_STREAMS = 8
 #: Number of hosts that a host forwards a chunk to.
 _BRANCHES = 2
 
 
 class ReaderSlot(NamedTuple):
-    """A receiver's position among the readers of a chunk.
+    """Receiver's position among the readers of a chunk.
 
     Attributes:
         reader: Number of the receiver among all readers.
@@ -140,6 +148,8 @@ class WeightSender:
         self._chunk_bytes = chunk_bytes
         self._publisher: Publisher | None = None
         self.transport = TransportSender(self._src, transport)
+        #: Slots that were last sent to the receivers, with their stream, membership and recovery.
+        self._sent_slots: tuple[str, dict[tuple[str, int], ReaderSlot], int, int] | None = None
 
     def forget(self) -> None:
         """Makes the next version complete; call it after frozen weights have been replaced."""
@@ -147,6 +157,7 @@ class WeightSender:
         if self._publisher is not None:
             self._publisher.forget()
 
+    @traced("send weights", "weights")
     def send(
         self,
         version: int,
@@ -175,16 +186,22 @@ class WeightSender:
             window.start_all()
         self.transport.begin_version([*slots], window.all_started)
         pending_waits: list[Callable[[], None]] = []  # wait until all receivers have the announcement
-        unannounced: str | None = None  # path of a chunk that is written but not announced yet
+        unannounced_path: str | None = None  # path of a chunk that is written but not announced yet
         try:
             for announcement in self._with_retries(self._publisher.publish(version, tensors, frozen, window)):
                 chunk = announcement.chunk
-                unannounced = chunk.path or None if chunk is not None and not chunk.retained else None
+                unannounced_path = chunk.path or None if chunk is not None and not chunk.retained else None
                 while pending_waits:  # after the next chunk was written, so that both overlap
                     pending_waits.pop()()
-                message = (announcement, tuple(context.service.origin), slots if announcement.number == 0 else None)
-                announced, unannounced = unannounced, None
-                pending_waits.append(p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced))
+                announcement = replace(announcement, elapsed_s=self._publisher.elapsed_s())
+                # All slots go to all receivers, which is much for thousands of receivers. They are sent again only if a
+                # receiver may lack them: after a change of the membership, and after a recovery, which drops messages.
+                latest_slots = announcement.stream, slots, context.service.epoch, context.service.last_recovery
+                sends_slots = announcement.number == 0 and latest_slots != self._sent_slots
+                message = (announcement, tuple(context.service.origin), slots if sends_slots else None)
+                announced_path, unannounced_path = unannounced_path, None
+                self._sent_slots = latest_slots
+                pending_waits.append(p2p.begin_broadcast(message, *self._src, self._receivers, segment=announced_path))
                 if chunk is not None and chunk.payload is not None:
                     self.transport.broadcast_bucket()
             while pending_waits:
@@ -193,23 +210,24 @@ class WeightSender:
             with contextlib.suppress(RlhpcError):  # report the first failure only
                 while pending_waits:
                     pending_waits.pop()()
-            for reader in range(len(receivers) if unannounced else 0):
-                discard(str(unannounced), reader)
-            self.transport.forget(notify=True)
+            for reader in range(len(receivers) if unannounced_path else 0):
+                discard(str(unannounced_path), reader)
+            self.transport.forget(notifies=True)
+            self._sent_slots = None
             self.forget()  # some receivers did not get the delta of this version
             raise
 
     def _with_retries(self, announcements: Iterator[Announcement]) -> Iterator[Announcement]:
         """Yields the announcements. If some receivers did not get a bucket, yields its new announcement before later ones."""
-        last_sent: Announcement | None = None
+        last_announcement: Announcement | None = None
         for announcement in itertools.chain(announcements, [None]):
             self.transport.wait_delivered()
-            if last_sent is not None and (retry := self.transport.pop_lost_bucket()) is not None:
+            if last_announcement is not None and (retry := self.transport.pop_lost_bucket()) is not None:
                 assert self._publisher is not None
-                bucket, flat = retry
-                yield self._publisher.republish(last_sent, bucket.tensors(flat))
+                bucket, flat_bucket = retry
+                yield self._publisher.republish(last_announcement, bucket.tensors(flat_bucket))
             if announcement is not None:
-                last_sent = announcement
+                last_announcement = announcement
                 yield announcement
 
 
@@ -232,21 +250,41 @@ def _assign_slots(context: Context, receivers: list[tuple[str, int]]) -> tuple[d
     return slots, max(len(hosts) + 1, 2).bit_length() - 2
 
 
+def _incarnation(context: Context, address: tuple[str, int]) -> str:
+    """Returns the incarnation of a rank; "" while it is restarting. Reads a file only after a change of the membership."""
+    try:
+        return str(context.member(*address, timeout=0.0)["incarnation"])
+    except RendezvousTimeout:
+        return ""
+
+
 def _build_window(context: Context, receivers: list[tuple[str, int]], max_unread: int) -> ChunkWindow:
     """Builds the flow control of a version. It does not wait for restarted receivers, which do not read this version."""
     reader_names = [f"{group}-{rank}" for group, rank in receivers]
-    versions = [context.registry.version(MEMBERS, name) for name in reader_names]
+    incarnations = [_incarnation(context, receiver) for receiver in receivers]
     return ChunkWindow(
-        lambda path: context.service.pool.awaited(path) or context.service.lane.pool.awaited(path),
+        lambda path: context.service.pool.awaited(path) or context.service.device_channel.pool.awaited(path),
         reader_names,
         check=context.check,
         is_present=lambda reader: (
-            context.registry.version(MEMBERS, reader_names[reader]) == versions[reader]
+            _incarnation(context, receivers[reader]) == incarnations[reader]
             and not context.has_left(*receivers[reader])
         ),
         deadline=context.wait_deadline,
         max_unread=max_unread,
     )
+
+
+def _used_here(chunk: ReceivedChunk) -> ReceivedChunk:
+    """Returns a chunk that another thread has received, for use in this thread. Engines compute on a stream of their own: the
+    accelerator's memory must not be allocated again, in the other thread, while this thread's stream still reads it.
+    """
+    import torch
+
+    for tensor in chunk[1] if isinstance(chunk[1], list) else ():
+        if not tensor.is_cpu:
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+    return chunk
 
 
 class WeightReceiver:
@@ -264,11 +302,14 @@ class WeightReceiver:
     ) -> None:
         self._address, self._src = (worker.group_name, worker.rank), src
         self._subscriber = Subscriber(complete_updates)
+        #: Slots of this receiver by stream of the sender: another sender of the same rank may have other receivers.
+        self._slots: dict[str, ReaderSlot] = {}
         self._slot, self._origin = ReaderSlot(0, 0, 1), Origin("", "")
-        self._upstream = ForwardingProcess("")
+        self._upstream_process = ForwardingProcess("")
         self._prefetcher = Prefetcher(on_end=lambda: current().service.peers.close())
         self._check_abort: Callable[[], None] = lambda: None
         self._transport = TransportReceiver(self._address, transport)
+        self._transfer, self._lost_bucket = Transfer(), False
 
     def forget(self) -> None:
         """Makes the next update complete (`Subscriber.forget`)."""
@@ -279,39 +320,63 @@ class WeightReceiver:
         """Waits for the next version and returns it; its chunks are read while its tensors are iterated."""
         self._check_abort = lambda: None
         self._transport.publish_device()
-        return self._subscriber.receive(self._next_announcement, self._read, self._prefetch_chunks, self._skip)
+        update = self._subscriber.receive(self._next_announcement, self._open_chunk, self._prefetch_chunks, self._skip)
+        return replace(update, transfer=self._transfer)
 
     def _prefetch_chunks(self, chunks: Iterator[ReceivedChunk]) -> Iterator[ReceivedChunk]:
         """Prefetches the next chunk while one is in use, unless the sender is on this host."""
         if self._origin.host == current().service.endpoint["host"]:
             return chunks
         self._check_abort = self._prefetcher.check
-        return self._prefetcher(chunks)
+        return map(_used_here, self._prefetcher(chunks))
 
     def _next_announcement(self) -> Announcement:
         announcement: Announcement
         announcement, origin, slots = p2p.follow_broadcast(self._src, self._check_abort)
         self._origin = Origin(*origin)
+        if announcement.number == 0:
+            self._transfer = Transfer()
+        note_announcement(self._transfer, announcement.elapsed_s)
         if slots is not None:
-            self._slot = slots[self._address]
-            self._upstream = ForwardingProcess(self._slot.upstream)
+            self._slots = dict([*self._slots.items()][1 - _MAX_STREAMS :]) | {announcement.stream: slots[self._address]}
+        if announcement.number == 0:
+            if announcement.stream not in self._slots:
+                raise RlhpcError(
+                    f"weights of {self._src[0]}-{self._src[1]} came without this rank's place among the readers"
+                )
+            self._slot = self._slots[announcement.stream]
+            self._upstream_process = ForwardingProcess(self._slot.upstream)
         return announcement
 
     def _skip(self, chunk: WeightChunk) -> None:
         if chunk.payload is not None and isinstance(chunk.payload[0], Bucket):
             self._transport.refuse(chunk.payload[0])
         else:
-            self._read(chunk, False)
+            self._read_chunk(chunk, False)
 
     def _receive_again(self, chunk: WeightChunk) -> list[Any]:
         """Waits for the repeated announcement of a chunk that was lost in transit, and returns the chunk's tensors."""
-        repeated = self._next_announcement().chunk
-        if repeated is None or repeated.serial != chunk.serial:
+        repeated_chunk = self._next_announcement().chunk
+        if repeated_chunk is None or repeated_chunk.serial != chunk.serial:
             raise RlhpcError("a part of the weights that was lost on its way was not sent again")
-        memory = memoryview(self._read(repeated, False))
-        return [tensor for _, tensor in entries_of(memory, repeated.table)]
+        memory = memoryview(self._read_chunk(repeated_chunk, False))
+        return [tensor for _, tensor in entries_of(memory, repeated_chunk.table)]
 
-    def _read(self, chunk: WeightChunk, is_late: bool) -> Any:
+    def _open_chunk(self, chunk: WeightChunk, is_late: bool) -> Any:
+        """Reads a chunk (`_read_chunk`) and counts its bytes."""
+        device_channel = current().service.device_channel
+        num_host_copies, payload = device_channel.num_host_copies, None if chunk.payload is None else chunk.payload[0]
+        self._lost_bucket = False
+        memory = self._read_chunk(chunk, is_late)
+        transport = HOST
+        if isinstance(payload, Bucket) and not self._lost_bucket:
+            transport = payload.kind
+        elif isinstance(payload, DeviceMessage) and device_channel.num_host_copies == num_host_copies:
+            transport = IPC
+        self._transfer.bytes_by_transport[transport] += chunk.nbytes
+        return memory
+
+    def _read_chunk(self, chunk: WeightChunk, is_late: bool) -> Any:
         """Returns the memory of a chunk, or the tensors of a chunk that is in no segment.
 
         Args:
@@ -323,6 +388,7 @@ class WeightReceiver:
             try:
                 return self._transport.receive(chunk.payload[0], self._origin, slot.reader)
             except GroupLost:
+                self._lost_bucket = True
                 return self._receive_again(chunk)
         if self._origin.host != service.endpoint["host"]:
             shares_fetch = slot.num_host_readers > 1 and not is_late
@@ -334,7 +400,7 @@ class WeightReceiver:
             # Each receiver reports that it has read the chunk, so that the log keeps chunks that some receiver still needs.
             # Retained chunks may be fetched at any time; a receiver that joins later gets them from the sender only.
             is_forwarded = not (chunk.retained and is_late)
-            upstream = (self._upstream, chunk.name) if is_forwarded and slot.upstream else None
+            upstream = (self._upstream_process, chunk.name) if is_forwarded and slot.upstream else None
             memory = service.fetch(
                 self._origin,
                 chunk.path,
@@ -358,13 +424,13 @@ class WeightReceiver:
                 memory = service.mappings.lease(chunk.path, slot.reader)
                 service.mappings.lock(chunk.path)
                 return memory
-            mapped = map_private(chunk.path)
+            mapping = map_private(chunk.path)
         except SegmentGone:
             raise RlhpcError(
                 f"a part of the weights of {self._src[0]}-{self._src[1]} is gone: it has begun anew since"
             ) from None
         discard(chunk.path, slot.reader)
-        return mapped
+        return mapping
 
 
 class BroadcastSync:

@@ -87,12 +87,12 @@ class Bucket(NamedTuple):
     size: int
     views: list[device_memory.TensorView]
 
-    def tensors(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def tensors(self, bucket_memory: torch.Tensor) -> list[torch.Tensor]:
         """Returns views of the tensors in the bucket's memory."""
         import torch
 
         return [
-            flat[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
+            bucket_memory[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
             for view in self.views
         ]
 
@@ -102,22 +102,22 @@ DevicePayload = DeviceMessage | Bucket
 
 
 def choose(
-    sender: EndpointDevice, receivers: Sequence[EndpointDevice | None], requested: str = AUTO
+    sender: EndpointDevice, receivers: Sequence[EndpointDevice | None], requested_transport: str = AUTO
 ) -> tuple[str, str]:
     """Returns the transport of a version, and the reason.
 
     Args:
         sender: Device of the sender.
         receivers: Devices of the receivers; None for a receiver that has not published its device.
-        requested: `AUTO`, `SEVERAL`, or the configured transport.
+        requested_transport: `AUTO`, `SEVERAL`, or the configured transport.
 
     Raises:
         ConfigError: The configured transport is not possible between these ends.
     """
     ends = [end for end in receivers if end is not None]
-    if requested == HOST or len(ends) < len(receivers) or not ends:
-        return HOST, "it is asked for" if requested == HOST else "not all have said where they compute"
-    if requested == GLOO:
+    if requested_transport == HOST or len(ends) < len(receivers) or not ends:
+        return HOST, "it is asked for" if requested_transport == HOST else "not all have said where they compute"
+    if requested_transport == GLOO:
         return GLOO, "it is asked for"
     cards = [(end.host, end.card) for end in (sender, *ends)]
     if not all(card for _, card in cards):
@@ -128,25 +128,25 @@ def choose(
         transport, reason = IPC, "all can read the sender's accelerator"
     elif len({*cards}) < len(cards):
         transport, reason = HOST, "some share an accelerator, and others do not"
-    elif requested == SEVERAL:
+    elif requested_transport == SEVERAL:
         transport, reason = HOST, "shards go to several at once"
     elif not all(end.nccl for end in (sender, *ends)):
         transport, reason = HOST, "not all have NCCL"
     else:
         transport, reason = NCCL, "each computes on an accelerator of its own"
-    if requested not in (AUTO, SEVERAL, transport):
+    if requested_transport not in (AUTO, SEVERAL, transport):
         raise ConfigError(
-            f"rollout.weight_sync is {requested!r}, and {reason}: take auto, which takes {transport} here"
+            f"rollout.weight_sync is {requested_transport!r}, and {reason}: take auto, which takes {transport} here"
         )
     return transport, reason
 
 
 class TransportSender:
-    """The sender's side of the transport.
+    """Sending side of the transport.
 
     Args:
         local_member: Group and rank of the sender.
-        requested: See `choose`.
+        requested_transport: See `choose`.
 
     Attributes:
         transport: Transport of the current version.
@@ -154,10 +154,10 @@ class TransportSender:
         lost_bucket: The last bucket and its memory, if some receivers did not get it.
     """
 
-    def __init__(self, local_member: RankAddress, requested: str) -> None:
-        self._local_member, self._requested = local_member, requested
+    def __init__(self, local_member: RankAddress, requested_transport: str) -> None:
+        self._local_member, self._requested_transport = local_member, requested_transport
         self._receivers: tuple[RankAddress, ...] = ()
-        self._all_started: Callable[[], bool] = lambda: False
+        self._have_all_started: Callable[[], bool] = lambda: False
         self.transport, self._reason, self.num_staged = HOST, "", 0
         self._group: WeightProcessGroup | None = None
         self._ends: list[EndpointDevice | None] = []
@@ -165,25 +165,35 @@ class TransportSender:
         self._is_unsent = False
         self.lost_bucket: tuple[Bucket, torch.Tensor] | None = None
 
-    def begin_version(self, receivers: Sequence[RankAddress], all_started: Callable[[], bool]) -> None:
+    def begin_version(self, receivers: Sequence[RankAddress], have_all_started: Callable[[], bool]) -> None:
         """Chooses the transport of a version, since receivers may have joined or changed.
 
         Args:
             receivers: Addresses in the order of the reader numbers.
-            all_started: Returns whether all receivers have started to read the version.
+            have_all_started: Returns whether all receivers have started to read the version.
         """
         context = current()
-        self._receivers, self._all_started = tuple(receivers), all_started
-        if self._requested == HOST or (current_device() is None and self._requested in (AUTO, SEVERAL)):
+        self._receivers, self._have_all_started = tuple(receivers), have_all_started
+        if self._requested_transport == HOST or (
+            current_device() is None and self._requested_transport in (AUTO, SEVERAL)
+        ):
             return
         ends = [find_device(context, receiver) for receiver in self._receivers]
-        transport, reason = choose(EndpointDevice.of_process(context, self._local_member), ends, self._requested)
+        transport, reason = choose(
+            EndpointDevice.of_process(context, self._local_member), ends, self._requested_transport
+        )
         if (transport, reason) != (self.transport, self._reason):
             log.info("weights of %s-%d take the transport %s: %s", *self._local_member, transport, reason)
             self.transport, self._reason = transport, reason
         if ends != self._ends or transport not in (NCCL, GLOO):
             self.forget()
         self._ends = ends
+
+    @property
+    def device_budget(self) -> int:
+        """Bytes of accelerator memory for the chunks of the current version; 0 if they do not stay on the accelerator."""
+        device = current_device()
+        return device.budget if self.transport == IPC and device is not None else 0
 
     def stage(self, tensors: Sequence[torch.Tensor]) -> DevicePayload | None:
         """Copies the tensors of a chunk to a device buffer or a bucket, and returns their location; returns None if the chunk
@@ -192,8 +202,8 @@ class TransportSender:
         payload: DevicePayload | None = None
         device = current_device()
         if self.transport == IPC and device is not None and all(map(device.holds, tensors)):
-            payload = current().service.lane.pool.write(tensors, len(self._receivers))
-        elif self.transport in (NCCL, GLOO) and self._all_started():
+            payload = current().service.device_channel.pool.write(tensors, len(self._receivers))
+        elif self.transport in (NCCL, GLOO) and self._have_all_started():
             self.wait_delivered()  # at most one bucket is in transit while the next is gathered
             payload = self._gather_bucket(tensors) if self.transport != HOST else None
         self.num_staged += payload is not None
@@ -206,10 +216,10 @@ class TransportSender:
             [(dtype_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
         )
         bucket = Bucket(self._group.name, self.transport, self._group.members, size, views)
-        flat = self._group.memory(size)
-        for target, tensor in zip(bucket.tensors(flat), tensors, strict=True):
+        bucket_memory = self._group.memory(size)
+        for target, tensor in zip(bucket.tensors(bucket_memory), tensors, strict=True):
             target.copy_(tensor.detach())
-        self._staged_bucket, self._is_unsent = (bucket, flat), True
+        self._staged_bucket, self._is_unsent = (bucket, bucket_memory), True
         return bucket
 
     def broadcast_bucket(self) -> None:
@@ -238,37 +248,43 @@ class TransportSender:
             self.lost_bucket, self._staged_bucket = self._staged_bucket, None
 
     def pop_lost_bucket(self) -> tuple[Bucket, torch.Tensor] | None:
-        """Returns and forgets the last bucket and its memory if some receivers did not get the bucket."""
+        """Removes and returns the last bucket and its memory if some receivers did not get the bucket."""
         lost_bucket, self.lost_bucket = self.lost_bucket, None
         return lost_bucket
 
-    def forget(self, *, notify: bool = False) -> None:
-        """Ends the process group, since its members may change. With `notify`, the other members abort their operation."""
+    def forget(self, *, notifies: bool = False) -> None:
+        """Ends the process group, since its members may change. With `notifies`, the other members abort their operation."""
         group, self._group, self._staged_bucket, self.lost_bucket = self._group, None, None, None
         if group is not None:
-            group.end(notify=notify)
+            group.end(notifies=notifies)
 
 
 class TransportReceiver:
-    """A receiver's side of the transport.
+    """Receiving side of the transport.
 
     Args:
         local_member: Group and rank of the receiver.
-        requested: See `choose`.
+        requested_transport: See `choose`.
     """
 
-    def __init__(self, local_member: RankAddress, requested: str) -> None:
-        self._local_member, self._requested, self._published = local_member, requested, False
+    def __init__(self, local_member: RankAddress, requested_transport: str) -> None:
+        self._local_member, self._requested_transport, self._published = local_member, requested_transport, False
         self._group: WeightProcessGroup | None = None
         self._left_group = ""  # the group that this process has left
 
     def publish_device(self) -> None:
         """Publishes the device of this process in the registry, once the process uses a device."""
-        if self._published or self._requested == HOST or (current_device() is None and self._requested != GLOO):
+        if (
+            self._published
+            or self._requested_transport == HOST
+            or (current_device() is None and self._requested_transport != GLOO)
+        ):
             return
         context = current()
         context.registry.put(
-            WEIGHTS, _member_name(self._local_member), EndpointDevice.of_process(context, self._local_member)._asdict()
+            WEIGHTS,
+            _format_address(self._local_member),
+            EndpointDevice.of_process(context, self._local_member)._asdict(),
         )
         self._published = True
 
@@ -279,47 +295,47 @@ class TransportReceiver:
             GroupLost: The chunk did not arrive. If the other ranks continue, the sender announces the chunk again.
         """
         if isinstance(payload, DeviceMessage):
-            return current().service.lane.land(payload, origin, reader)
+            return current().service.device_channel.land(payload, origin, reader)
         if payload.group == self._left_group:
             self.refuse(payload)
-            raise GroupLost(f"{_member_name(self._local_member)} has left the group {payload.group}")
+            raise GroupLost(f"{_format_address(self._local_member)} has left the group {payload.group}")
         if self._group is None or self._group.name != payload.group:
-            self._leave()
+            self._leave_group()
             self._group = WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group)
-        flat = self._group.memory(payload.size)
+        bucket_memory = self._group.memory(payload.size)
         try:
-            self._group.broadcast(flat)
+            self._group.broadcast(bucket_memory)
             self._group.wait()
         except GroupLost:
             self._group, self._left_group = None, payload.group
             raise
         with contextlib.suppress(GroupLost):  # it has arrived here; others get it again
             self._group.confirm()
-        return payload.tensors(flat)
+        return payload.tensors(bucket_memory)
 
     def refuse(self, payload: DevicePayload) -> None:
         """Declines a chunk of a version that this process has aborted."""
         if isinstance(payload, Bucket):
-            WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group).end(notify=True)
+            WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group).end(notifies=True)
 
     def forget(self) -> None:
         """Ends the process group. A rank in the middle of a version aborts that version."""
-        self._leave(notify=True)
+        self._leave_group(notifies=True)
 
-    def _leave(self, *, notify: bool = False) -> None:
+    def _leave_group(self, *, notifies: bool = False) -> None:
         group, self._group = self._group, None
         if group is not None:
             self._left_group = group.name
-            group.end(notify=notify)
+            group.end(notifies=notifies)
 
 
 def find_device(context: Context, receiver: RankAddress) -> EndpointDevice | None:
     """Returns the device that a receiver has published; None if it has published no device or was restarted since."""
-    record = context.registry.get(WEIGHTS, _member_name(receiver))
+    record = context.registry.get(WEIGHTS, _format_address(receiver))
     if record is None or record["incarnation"] != context.member(*receiver)["incarnation"]:
         return None
     return EndpointDevice(*(record[field] for field in EndpointDevice._fields))
 
 
-def _member_name(member: RankAddress) -> str:
+def _format_address(member: RankAddress) -> str:
     return f"{member[0]}-{member[1]}"

@@ -494,6 +494,8 @@ _FIRST = {
     "paths": "x.h5",
     "completion": "chatcmpl-1",
     "reward": "1",
+    "bundle": "x.zip",
+    "repository": "me/x",
 }
 
 
@@ -511,7 +513,7 @@ def parsed_arguments() -> Iterator[Case]:
             "command", f"{command}: unknown option", (command, *first, *needed, "--nosuch"), ("--nosuch", "--help")
         )
         yield Case("command", f"{command}: unknown short option", (command, *first, *needed, "-Z"), ("-Z", "--help"))
-        if first:
+        if first and not any(a.default for a in named):  # `rlhpc serve` needs no word: it has a default
             yield Case("command", f"{command}: nothing", (command,), ("--help",))
         if needed:
             yield Case("command", f"{command}: required option", (command, *first), (needed[0], "--help"))

@@ -119,19 +119,17 @@ def make_run(folder: Path) -> Path:
     return folder / "runs"
 
 
-def preload(*, torch: bool) -> None:
-    """Imports what most commands import, so that forks have it. Nothing here starts a thread."""
+def preload() -> None:
+    """Imports what most commands import, so that forks have it: another user may not read this one's Python.
+
+    Nothing here starts a thread.
+    """
     import gymnasium  # noqa: F401
 
-    import rlhpc.config  # noqa: F401
+    import rlhpc.config
+    import rlhpc.jobs.plan  # noqa: F401
 
-    if torch:
-        _preload_torch()
     gc.freeze()  # forks then share what is imported
-
-
-def _preload_torch() -> None:
-    pass
 
 
 class Examiner:
@@ -419,7 +417,7 @@ def main() -> int:
     with own_folder() as folder:
         (folder / "seed").mkdir()
         runs = make_run(folder / "seed") if any(case.run for case in cases) else None
-        preload(torch=not args.cheap)
+        preload()
         examine = Examiner(folder, runs)
         verdicts = []
         for case in cases:

@@ -26,7 +26,7 @@ from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.checkpoint.state import dump_tensors
 from rlhpc.cli import main as cli
 from rlhpc.embodied.data.lerobot_reader import read_lerobot, video_name
-from rlhpc.embodied.data.replay_buffer import StoredReplay
+from rlhpc.embodied.data.stored_replay import StoredReplay
 from rlhpc.embodied.data.trajectories import read_maniskill
 from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint
 from rlhpc.embodied.export import export_checkpoint, load_exported

@@ -80,6 +80,8 @@ def whole_run(kind: str, target: Path) -> Path:
         f"registry/local-0/members/{group}-0.json": member,
         f"registry/local-0/left/{group}-0.json": {"incarnation": "i", "why": "gone", "at": 3.0},
         "registry/local-0/timeline.json": {"driver": 1.0, "launched": 1.5, "ranks": 2.0, "ready": 2.5, "first_step": 3.0},
+        "registry/local-0/start/ranks.json": {"generation": "local-0", "ranks": [
+            {"group": group, "rank": 0, "phases": [["environment", 1.0], ["imports", 1.5], ["waiting", 2.0]]}]},
         "registry/local-0/robots/slot_0.json": {"robot": "arm", "slot": 0, "since": 1.0, "there": True},
     }  # fmt: skip
     for name, content in files.items():

@@ -26,8 +26,8 @@ from tests.baseline.runs import RESUMED, RUN, SAVED, BaselineRun
 MEASURED = ("time/", "system/", "memory/")
 #: Endings of files whose names are recorded, and whose content is not: texts, and programs, which hold paths.
 _UNREAD = (".html", ".out", ".err", ".svg", ".md", ".py", ".pt2")
-#: Folders of a run whose files have the names of hosts and jobs.
-_MACHINE = ("registry/", "logs/", "submit/", ".driver")
+#: Folders of a run whose files have the names of hosts and jobs, and digests of what is installed.
+_MACHINE = ("registry/", "logs/", "submit/", "provenance/", ".driver", ".newest_save.json")
 
 #: Keys of JSON files whose values change with texts, paths and versions.
 _DIGESTS = ("sha256", "manifest_sha256", "rlhpc_version")

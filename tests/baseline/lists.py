@@ -20,7 +20,18 @@ from tests.baseline.archive import DATA
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, REFERENCE = ROOT / "rlhpc", ROOT / "docs" / "reference"
 #: Calls that print a message or make the error of one, besides the constructors of errors.
-_MESSAGE_CALLS = {"check_rules", "fail", "_fail", "tell", "say", "error"}
+_MESSAGE_CALLS = {
+    "check_rules",
+    "make_error",
+    "fail",
+    "_fail",
+    "tell",
+    "say",
+    "report",
+    "print_line",
+    "print_message",
+    "error",
+}
 
 
 def config_keys() -> list[str]:
@@ -178,8 +189,13 @@ def _file(module: str) -> Path | None:
 
 def messages() -> list[str]:
     """Returns the templates of messages, with `{}` for what is filled in."""
+    return sorted(messages_by_call())
+
+
+def messages_by_call() -> dict[str, set[str]]:
+    """Returns the template of each message → the names of the calls that it is an argument of: errors, or functions."""
     errors = _error_classes()
-    found = set[str]()
+    calls = dict[str, set[str]]()
     for path in _modules():
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
@@ -192,9 +208,10 @@ def messages() -> list[str]:
                     arguments = [
                         element for rule in ast.walk(tree) if isinstance(rule, ast.Tuple) for element in rule.elts
                     ]
-                texts = map(_template, arguments)
-                found |= {text.replace("\n", "\\n") for text in texts if re.search(r"[a-z]{3}.* ", text)}
-    return sorted(found)
+                for text in map(_template, arguments):
+                    if re.search(r"[a-z]{3}.* ", text):
+                        calls.setdefault(text.replace("\n", "\\n"), set()).add(name)
+    return calls
 
 
 def _template(node: ast.expr) -> str:

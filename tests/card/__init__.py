@@ -14,6 +14,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from tests.extras import need_programs
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 _ENTRY = {"METADATA": "Metadata-Version: 2.1\nName: rlhpc-card\nVersion: 0\n",
@@ -34,6 +36,7 @@ def build() -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "card.so").exists():
+            need_programs("c++")
             (library,) = library_paths()[:1]
             names = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
             words = [

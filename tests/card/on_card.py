@@ -17,7 +17,7 @@ from torch import nn
 from rlhpc.config.sections import DeepspeedConfig, OptimConfig, ParallelConfig
 from rlhpc.runtime.comm.payload import dumps, loads
 from rlhpc.runtime.comm.shared_memory import SegmentPool
-from rlhpc.runtime.devices import SideCopies, accelerator, host_memory, moved, torch_device
+from rlhpc.runtime.devices import SideCopies, accelerator, host_memory, move_module, torch_device
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.training.backend import Blueprint
@@ -94,15 +94,15 @@ def test_a_trainer_leaves_it_saves_and_comes_back(dtype: torch.dtype, tmp_path: 
         assert step(card, seed) == pytest.approx(step(cpu, seed), rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
     held = torch.accelerator.memory_allocated() - before
     card.offload()
-    assert card.away and torch.accelerator.memory_allocated() - before < held / 4
+    assert card.is_offloaded and torch.accelerator.memory_allocated() - before < held / 4
     card.save(tmp_path)
     sent = weights(card)
-    assert card.away
+    assert card.is_offloaded
     card.reload()
     losses = [step(card, 2), step(card, 3)]
     card.offload()
     card.load(tmp_path)
-    assert card.away and all(torch.equal(tensor, sent[name]) for name, tensor in weights(card).items())
+    assert card.is_offloaded and all(torch.equal(tensor, sent[name]) for name, tensor in weights(card).items())
     card.reload()
     assert [step(card, 2), step(card, 3)] == losses
     again = trainer(ReplicatedBackend, dtype, ())  # and it goes on where there is no accelerator
@@ -129,6 +129,7 @@ def test_weights_and_messages_come_from_it() -> None:
     finally:
         pool.close()
         scratch.remove()
+        scratch.release()
     data, buffers = dumps({"obs": source[0].weight.detach()})
     arrived = loads(data, [bytes(buffer) for buffer in buffers])["obs"]
     assert arrived.device.type == CARD and torch.equal(arrived.cpu(), source[0].weight.cpu())
@@ -144,7 +145,7 @@ def test_copies_beside() -> None:
 def test_what_has_two_names_stays_one() -> None:
     module = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     module[1].weight = module[0].weight
-    there = moved(module, torch.device(CARD))
+    there = move_module(module, torch.device(CARD))
     assert there[0].weight is there[1].weight and there[0].weight.device.type == CARD
 
 

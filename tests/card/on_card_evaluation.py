@@ -47,7 +47,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         moved.append(device.type)
         return policy.to(device)
 
-    monkeypatch.setattr(evaluate, "settle", settle)
+    monkeypatch.setattr(evaluate, "place_policy", settle)
     yield moved
 
 

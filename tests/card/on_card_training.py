@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +23,8 @@ from rlhpc.language.models.tiny import make_tiny_model
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.language.workers.grpo_actor import GrpoActor
+from rlhpc.weights.base import Update, VersionDigests
+from rlhpc.weights.verification import UpdateVerification, WeightsDiffer, digest, digests
 
 CARD = "card"
 
@@ -80,3 +83,33 @@ def test_the_host_waits_no_more_often_for_more_micro_batches(tmp_path: Path) -> 
         reads.append(counted.counts)
     # The metrics; and the norm, which decides whether the step is taken, and is returned.
     assert reads[0] == reads[1] == Counter({"_to_copy": 1, "_local_scalar_dense": 2})
+
+
+def test_digests_of_many_weights_are_read_at_once() -> None:
+    """Those of a sender, and those of tensors that a receiver's engine takes over and changes: one copy for all of them."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [1, 7, 4096, 70_000, 150_001, 400_000] * 8
+    tensors = {f"t{i}": torch.randn(size, generator=generator).bfloat16() for i, size in enumerate(sizes)}
+    tensors["transposed"] = torch.randn(300, 200, generator=generator).t()
+    tensors["scalar"], tensors["empty"] = torch.tensor(2.5), torch.zeros(0)
+    on_card = {name: tensor.to(CARD) for name, tensor in tensors.items()}
+    expected = digests(tensors.items(), 5)
+    assert expected == {name: digest(tensor, 5) for name, tensor in tensors.items()}
+    with Reads() as counted:
+        assert digests(on_card.items(), 5) == expected
+    assert [*digests(on_card.items(), 5)] == [*tensors] and counted.counts == Counter({"_to_copy": 1})
+    assert {name: digest(tensor, 5) for name, tensor in on_card.items()} == expected
+    update = Update(5, True, iter(on_card.items()), lambda: VersionDigests(5, expected))
+    verification = UpdateVerification(update)
+    with Reads() as counted:
+        for _, tensor in verification.tensors():
+            tensor.zero_()
+        verification.check()
+    assert counted.counts == Counter({"_to_copy": 1})
+    spoiled = {name: tensor.to(CARD) for name, tensor in tensors.items()}
+    spoiled["t5"].zero_()
+    verification = UpdateVerification(Update(5, True, iter(spoiled.items()), lambda: VersionDigests(5, expected)))
+    for _ in verification.tensors():
+        pass
+    with pytest.raises(WeightsDiffer, match="version 5: t5 are others"):
+        verification.check()

@@ -162,6 +162,10 @@ _WORDS: dict[str, dict[Value, list[str]]] = {
         "no": [],
         "yes": ["algorithm.recompute_logprobs=true"],
         "capped": ["algorithm.recompute_logprobs=true", "algorithm.tis_cap=2.0"],
+        "corrected": [
+            "algorithm.recompute_logprobs=true",
+            "algorithm.corrections=[{name: icepop}, {name: k3, kwargs: {over: max}}]",
+        ],
     },
     "padding": {
         "removed": [],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from bench.machine import RESULTS
-from bench.measured import LINE, PAGE, line_of
+from bench.measured import LINE, PAGE, format_line
 
 #: The commit of a result that does not name one is in the history, which a shallow clone may lack.
 COMMIT = re.compile(r"commit [0-9a-f]{7}")
@@ -17,9 +17,9 @@ def test_every_result_has_its_line() -> None:
     for result, line in lines.items():
         assert COMMIT.search(line), result
         if '"commit"' in (RESULTS / f"{result}.json").read_text():
-            assert line == line_of(result)
+            assert line == format_line(result)
         else:
-            assert COMMIT.sub("", line) == COMMIT.sub("", line_of(result))
+            assert COMMIT.sub("", line) == COMMIT.sub("", format_line(result))
 
 
 def test_a_result_has_one_line_below_a_question() -> None:

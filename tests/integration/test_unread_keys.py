@@ -25,7 +25,8 @@ OTHERS: dict[str, Any] = {
     "algorithm.normalize_advantages": "batch",
     "algorithm.credit": "turn", "algorithm.distillation.mode": "topk", "algorithm.clip_ratio_c": 3.0,
     "algorithm.reward_type": "action_level", "judge.mode": "compare",
-    "algorithm.value_clip": 0.1,
+    "algorithm.value_clip": 0.1, "algorithm.huber_delta": 0.3, "algorithm.early_stop_imp_ratio": 1.5,
+    "actor.optim.value_lr": 0.01, "actor.optim.min_lr": 1e-8, "critic.optim.min_lr": 1e-8,
     "actor.model.model_path": "builtin:tiny", "actor.model.attn_implementation": "eager", "algorithm.tis_cap": 0.5,
     "algorithm.target_entropy": -3.0, "algorithm.alpha_lr": 0.1, "actor.model.dtype": "bfloat16",
 }  # fmt: skip

@@ -18,6 +18,7 @@ import pytest
 from safetensors import safe_open
 
 from tests import warm
+from tests.eventually import Patience
 from tests.extras import need_extra
 from tests.warm.commands import Commands
 
@@ -408,9 +409,9 @@ def group_lives(group: int) -> bool:
 
 
 def wait_for(condition: Any, process: subprocess.Popen[bytes] | None = None, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
+    patience = Patience(seconds)
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert not patience.is_over(), "it never happened"
         assert process is None or process.poll() is None, "Snakemake ended before it could be killed"
         time.sleep(0.02)
 

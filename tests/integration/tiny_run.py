@@ -58,7 +58,7 @@ class TinyRun:
     def rows(self) -> list[dict[str, Any]]:
         """Metric rows without the clock's, and without what was lost."""
         lines = (self.root / "metrics.jsonl").read_text().splitlines()
-        left_out = ("time/", "env/lost_")
+        left_out = ("time/", "energy/", "env/lost_")
         return [{k: v for k, v in json.loads(line).items() if not k.startswith(left_out)} for line in lines]
 
     def lost(self) -> dict[str, int]:

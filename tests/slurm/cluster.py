@@ -26,7 +26,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
@@ -40,6 +40,8 @@ Variant = Literal["full", "small", "noaccounting"]
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 LONGEST_SOCKET = 107
 CONTROLLER, ACCOUNTING, DATABASE, MUNGE = "slurmctld", "slurmdbd", "mariadbd", "munged"
+#: Name of the host from which `add_login` lets users submit.
+LOGIN = "login"
 
 
 def best_variant() -> Variant:
@@ -47,14 +49,19 @@ def best_variant() -> Variant:
     return "full" if not missing("full") else "small"
 
 
-def missing(variant: Variant) -> str:
-    """Why the variant cannot run on this machine; empty where it can."""
+def commands_of(variant: Variant) -> list[str]:
+    """The programs that the variant runs."""
     commands = ["slurmctld", "slurmd", "sbatch", "scontrol"]
     if variant != "small":
         commands += ["munged", "mungekey", "ip", "nsenter", "unshare"]
     if variant == "full":
         commands += ["slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin"]
-    if absent := [command for command in commands if not shutil.which(command, path=PATH)]:
+    return commands
+
+
+def missing(variant: Variant) -> str:
+    """Why the variant cannot run on this machine; empty where it can."""
+    if absent := [command for command in commands_of(variant) if not shutil.which(command, path=PATH)]:
         return f"not installed: {', '.join(absent)} (tests/slurm/install.sh installs them)"
     if variant != "small" and os.geteuid() != 0:
         return f"the variant {variant} needs root"
@@ -71,8 +78,15 @@ class SlurmCluster:
     folder, this checkout and its Python where these are there, and what `shared` names.
     """
 
-    def __init__(self, root: Path | str, variant: Variant | None = None, shared: Sequence[Path] = ()) -> None:
-        self.root = Path(root).absolute()
+    def __init__(
+        self,
+        root: Path | str,
+        variant: Variant | None = None,
+        shared: Sequence[Path] = (),
+        *,
+        measures_energy: bool = False,
+    ) -> None:
+        self.root, self._measures_energy = Path(root).absolute(), measures_energy
         self._shared = shared
         self._processes: dict[str, Process] = {}
         self._bridge = ""
@@ -109,6 +123,11 @@ class SlurmCluster:
         return self.root / "etc" / "slurm.conf"
 
     @property
+    def pm_counters(self) -> Path:
+        """The counters of energy that all nodes have as `/sys/cray/pm_counters`, where they have any."""
+        return self.root / "pm_counters"
+
+    @property
     def local(self) -> Path:
         """A folder that each node has for itself under one name: what an unshared scratch folder looks like."""
         return self.root / "local"
@@ -120,6 +139,14 @@ class SlurmCluster:
 
     def address(self, node: str) -> str:
         return self._node(node).address
+
+    def add_login(self) -> None:
+        """Adds a login node, where there is none: a host of its own, without slurmd, on which `enter(LOGIN)` runs commands.
+
+        Without it they run on the host of the controller, from which no network parts them.
+        """
+        if f"node-{LOGIN}" not in self._processes:
+            self._add_host(LOGIN)
 
     def env(self) -> dict[str, str]:
         """What a process on the login side needs to use this cluster."""
@@ -163,9 +190,8 @@ class SlurmCluster:
         processes.end(daemons.values())
         holders = [process for name, process in self._processes.items() if name.startswith("node-")]
         if self._bridge and hosts.is_bridge_of(self.root, self._bridge):
-            for node in self.nodes:
-                with suppress(ClusterError):
-                    hosts.ip("link", "del", hosts.link(self._bridge, node))
+            for node in (*self.nodes, LOGIN):
+                hosts.disconnect(self._bridge, node)
             with suppress(ClusterError):
                 hosts.ip("link", "del", self._bridge)
         processes.end(holders)
@@ -189,6 +215,10 @@ class SlurmCluster:
                 (self.root / folder).mkdir(parents=True)
             (self.root / "nodes" / node.name / "local").chmod(0o1777)
         self.local.chmod(0o1777)
+        if self._measures_energy:
+            self.pm_counters.mkdir()
+            for name, unit in (("energy", "J"), ("power", "W")):
+                (self.pm_counters / name).write_text(f"1 {unit} 1 us\n")
         self._make_devices()
         self._write("slurm.conf", slurm_conf(self._layout))
         self._write("gres.conf", gres_conf(self._layout))
@@ -198,12 +228,9 @@ class SlurmCluster:
         if self.nodes_are_hosts:
             self._start_munge()
             for node in self._layout.nodes:
-                self._processes[f"node-{node.name}"] = hosts.add_node(self.root, node.name, self._seen_by_all())
-                self._save()
+                self._add_namespaces(node.name)
             for node in self._layout.nodes:
-                holder = self._processes[f"node-{node.name}"]
-                hosts.wait_for_node(self.root, node.name, holder)
-                hosts.connect(self._bridge, node.name, holder, node.address)
+                self._connect(node.name)
         if self.has_accounting:
             self.start_accounting()
             # slurmctld is only accepted as a cluster that the database knows.
@@ -214,6 +241,26 @@ class SlurmCluster:
         for node in self._layout.nodes:
             self.start_slurmd(node.name, wait=False)
         self.wait_for_nodes()
+
+    def _add_namespaces(self, name: str) -> None:
+        (self.root / "nodes" / name).mkdir(parents=True, exist_ok=True)
+        self._processes[f"node-{name}"] = hosts.add_node(self.root, name, self._seen_by_all())
+        self._save()
+
+    def _connect(self, name: str) -> None:
+        holder = self._processes[f"node-{name}"]
+        hosts.wait_for_node(self.root, name, holder)
+        hosts.connect(self._bridge, name, holder, self._host_address(name))
+
+    def _add_host(self, name: str) -> None:
+        self._add_namespaces(name)
+        self._connect(name)
+
+    def _host_address(self, name: str) -> str:
+        """Address of a node, of the login node, or of the controller's host."""
+        if name == LOGIN:
+            return f"{self._up.address.rpartition('.')[0]}.10"
+        return self._up.address if name == CONTROLLER else self._node(name).address
 
     def _seen_by_all(self) -> list[Path]:
         """Folders below /tmp that every node sees beside the cluster's own, none of them inside another."""
@@ -254,6 +301,7 @@ class SlurmCluster:
             munge_socket=self.root / "munge" / "socket" if self.nodes_are_hosts else None,
             accounting_port=next(ports) if self.has_accounting else None,
             nodes_are_hosts=self.nodes_are_hosts,
+            measures_energy=self._measures_energy,
         )
 
     def _make_devices(self) -> None:
@@ -281,7 +329,12 @@ class SlurmCluster:
 
     def enter(self, node: str) -> list[str]:
         """What to put before a command to run it on a node, outside any job."""
-        return list(hosts.enter(self._processes[f"node-{self._node(node).name}"])) if self.nodes_are_hosts else []
+        name = node if node == LOGIN else self._node(node).name
+        return list(hosts.enter(self._processes[f"node-{name}"])) if self.nodes_are_hosts else []
+
+    def cable(self, node: str) -> str:
+        """The network device of this side through which packets go to a node that is a host of its own."""
+        return hosts.link(self._bridge, self._node(node).name)
 
     def files(self, node: str) -> Path:
         """A node's root folder as it is reached from here: its /tmp and /dev/shm are in there."""
@@ -365,6 +418,42 @@ class SlurmCluster:
 
     def restore(self, node: str) -> None:
         hosts.ip("link", "set", self._link(node), "up")
+
+    def add_interface(self, node: str, interface: str, address: str) -> None:
+        """A second cable of the node, in a network of 256 addresses; `remove_interface` takes it away."""
+        hosts.connect(self._bridge, node, self._processes[f"node-{self._node(node).name}"], address, interface)
+
+    def remove_interface(self, node: str, interface: str) -> None:
+        hosts.ip("link", "del", hosts.link(self._bridge, self._node(node).name, interface))
+
+    def part(self, one: str, other: str) -> None:
+        """Has no packet pass between two hosts, in either direction; both still reach all others.
+
+        Args:
+            one, other: Nodes, LOGIN, or CONTROLLER, whose host also has the accounting.
+        """
+        self._on_both_ends(hosts.drop_packets_to, one, other)
+
+    def rejoin(self, one: str, other: str) -> None:
+        """Ends `part`."""
+        self._on_both_ends(hosts.pass_packets_to, one, other)
+
+    def _on_both_ends(self, change: Callable[[str, str, Process | None], None], one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            holder = None if here == CONTROLLER else self._processes[f"node-{here}"]
+            change(self._host_address(there), "eth0" if holder else self._bridge, holder)
+
+    def lose_node(self, node: str) -> None:
+        """Ends a node as a power cut does: its processes, its /tmp, its /dev/shm and its network are gone."""
+        self.kill_slurmd(node)
+        processes.end([self._processes[f"node-{self._node(node).name}"]])
+        hosts.disconnect(self._bridge, node)
+
+    def bring_node_back(self, node: str) -> None:
+        """Starts a node that was lost, with the same name and address, and with an empty /tmp and /dev/shm."""
+        (self.root / "nodes" / node / "ready").unlink(missing_ok=True)
+        self._add_host(node)
+        self.start_slurmd(node, wait=False)
 
     def kill_slurmd(self, node: str, steps: bool = True) -> None:
         """SIGKILL the node's slurmd, and with `steps` everything else on the node, as when the machine dies.

@@ -18,7 +18,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.slurm.cluster import SlurmCluster, Variant, best_variant, missing
+from tests.extras import need_programs
+from tests.slurm.cluster import SlurmCluster, Variant, best_variant, commands_of, missing
 from tests.slurm.runs import SlurmRun
 
 
@@ -58,11 +59,13 @@ def nodes_are_well(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @contextmanager
-def cluster_of(variant: Variant, *shared: Path) -> Iterator[SlurmCluster]:
+def cluster_of(variant: Variant, *shared: Path, measures_energy: bool = False) -> Iterator[SlurmCluster]:
+    need_programs(*commands_of(variant))
     if reason := missing(variant):
         pytest.skip(f"no Slurm for tests: {reason}")
     # Short, for UNIX sockets, and not under pytest's own folder, which other users may not enter.
-    cluster = SlurmCluster(tempfile.mkdtemp(prefix="rlhpc-slurm-", dir="/tmp"), variant, shared)
+    root = tempfile.mkdtemp(prefix="rlhpc-slurm-", dir="/tmp")
+    cluster = SlurmCluster(root, variant, shared, measures_energy=measures_energy)
     try:
         cluster.up()
         yield cluster
@@ -91,6 +94,15 @@ def slurm_without_accounting(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A cluster where sacct fails."""
     variant: Variant = "noaccounting" if not missing("noaccounting") else "small"
     with cluster_of(variant, tmp_path_factory.getbasetemp()) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm_with_energy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A cluster whose accounting has the energy of nodes, by the counters in its folder `pm_counters`."""
+    if reason := missing("full"):
+        pytest.skip(f"energy is accounted where slurmdbd is: {reason}")
+    with cluster_of("full", tmp_path_factory.getbasetemp(), measures_energy=True) as cluster:
         yield cluster
 
 

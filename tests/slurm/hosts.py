@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from . import processes
@@ -21,7 +22,7 @@ hostname "$1"
 mount -t tmpfs -o mode=1777 rlhpc-shm /dev/shm
 # its /tmp is made beside the real one, where the shared folders still are
 own="$2/nodes/$1/tmp"
-mkdir "$own"
+mkdir -p "$own"
 mount -t tmpfs -o mode=1777 rlhpc-tmp "$own"
 for shared in "${@:3}"; do
   mkdir -p "$own/${shared#/tmp/}"
@@ -32,7 +33,20 @@ case "$2" in
 esac
 mount --move "$own" /tmp
 cd /
+mkdir -p "$2/nodes/$1/local"
 mount --bind "$2/nodes/$1/local" "$2/local"
+if [ -d "$2/pm_counters" ]; then
+  sys="$2/nodes/$1/sys"
+  mkdir -p "$sys"
+  mount -t tmpfs rlhpc-sys "$sys"
+  for folder in /sys/*; do
+    mkdir "$sys/${folder##*/}"
+    mount --rbind "$folder" "$sys/${folder##*/}"
+  done
+  mkdir -p "$sys/cray/pm_counters"
+  mount --bind "$2/pm_counters" "$sys/cray/pm_counters"
+  mount --move "$sys" /sys
+fi
 if [ -d /etc/slurm ]; then mount --bind "$2/etc" /etc/slurm; fi
 : >"$2/nodes/$1/ready"
 exec sleep infinity
@@ -111,10 +125,11 @@ def wait_for_node(root: Path, name: str, holder: Process) -> None:
         raise ClusterError(f"the namespaces of {name} could not be made\n{processes.tail(log)}")
 
 
-def connect(bridge: str, name: str, holder: Process, address: str) -> None:
-    ip("link", "add", link(bridge, name), "type", "veth", "peer", "name", "eth0", "netns", holder.pid)
-    ip("link", "set", link(bridge, name), "master", bridge, "up")
-    inside = f"link set lo up\naddr add {address}/24 dev eth0\nlink set eth0 up\n"
+def connect(bridge: str, name: str, holder: Process, address: str, interface: str = "eth0") -> None:
+    cable = link(bridge, name, interface)
+    ip("link", "add", cable, "type", "veth", "peer", "name", interface, "netns", holder.pid)
+    ip("link", "set", cable, "master", bridge, "up")
+    inside = f"link set lo up\naddr add {address}/24 dev {interface}\nlink set {interface} up\n"
     done = subprocess.run(
         [*enter(holder), "ip", "-batch", "-"], input=inside, capture_output=True, text=True, check=False
     )
@@ -122,9 +137,37 @@ def connect(bridge: str, name: str, holder: Process, address: str) -> None:
         raise ClusterError(f"network of {name}: {done.stderr.strip()}")
 
 
-def link(bridge: str, name: str) -> str:
-    """The login side's end of a node's cable."""
-    return f"{bridge}-{name}"
+def disconnect(bridge: str, name: str) -> None:
+    """Takes a node's cable away; does nothing where its namespaces, and the cable with them, are gone already."""
+    with suppress(ClusterError):
+        ip("link", "del", link(bridge, name))
+
+
+#: A hardware address that no host has: what is sent to it reaches nobody, and nobody says so.
+_NOBODY = "02:77:ff:ff:ff:ff"
+
+
+def drop_packets_to(address: str, device: str, holder: Process | None) -> None:
+    """Has all packets from a host (None: this one) to an address vanish without an error, as a cut cable does."""
+    _neighbour(holder, "replace", address, "lladdr", _NOBODY, "dev", device, "nud", "permanent")
+
+
+def pass_packets_to(address: str, device: str, holder: Process | None) -> None:
+    """Ends `drop_packets_to`; does nothing where the address is reached already."""
+    with suppress(ClusterError):
+        _neighbour(holder, "del", address, "dev", device)
+
+
+def _neighbour(holder: Process | None, *words: str) -> None:
+    argv = [*(enter(holder) if holder else ()), "ip", "neigh", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ClusterError(f"{' '.join(argv)}: {done.stderr.strip()}")
+
+
+def link(bridge: str, name: str, interface: str = "eth0") -> str:
+    """The login side's end of a node's cable; a name of at most 15 letters, as the kernel wants it."""
+    return f"{bridge}-{name}" + ("" if interface == "eth0" else interface[0])
 
 
 def enter(holder: Process) -> Sequence[str]:

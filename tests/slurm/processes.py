@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.eventually import Patience
+
 
 class ClusterError(RuntimeError):
     """The test cluster did not do what it was asked to; the message ends with the logs' last lines."""
@@ -165,9 +167,9 @@ def wait_until(
     Raises:
         ClusterError: it was not within `deadline_s`; the message has the last lines of `logs`.
     """
-    deadline = time.monotonic() + deadline_s
+    patience = Patience(deadline_s)
     while not happened():
-        if time.monotonic() > deadline:
+        if patience.is_over():
             raise ClusterError(f"waited {deadline_s:g} s for {what}\n{tail(logs)}".rstrip())
         time.sleep(poll_s)
 

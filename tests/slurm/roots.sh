@@ -2,8 +2,9 @@
 # Runs a command with the Slurm of another Debian suite: tests/slurm/roots.sh SUITE [COMMAND...]. Without a command it only
 # makes the suite's root, once, in $RLHPC_SLURM_ROOTS (/var/cache/rlhpc-slurm). Needs root.
 #
-# trixie has Slurm 24.11, forky and sid have 26.05. The command sees the suite's programs, and of this machine /tmp, this
-# checkout with its .venv, and the Python of that. install.sh installs what the script needs on Debian 12.
+# trixie has Slurm 24.11, forky and sid have 26.05; only sid has Apptainer. The command sees the suite's programs, and of this
+# machine /tmp, this checkout with its .venv, the Python of that, and the image of image.sh. install.sh installs what the script
+# needs on Debian 12.
 set -euo pipefail
 suite=${1:?tests/slurm/roots.sh SUITE [COMMAND...]}
 shift
@@ -21,7 +22,8 @@ fail() {
 
 # The server that this machine has its packages from; its signatures are checked, their age is not: a mirror may be old.
 make_root() {
-    local server library
+    local server library containers=
+    [ "$suite" != sid ] || containers=apptainer,bubblewrap,mmdebstrap
     server=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 'Origin: Debian' 'Label: Debian' | head -n 1)
     [ -n "$server" ] || fail "no Debian server in /etc/apt that has answered: apt-get update"
     # The client library of MariaDB 11.8 refuses a query with which slurmdbd begins; that of 10.11 answers it.
@@ -33,8 +35,10 @@ make_root() {
         --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/doc/*' \
         --dpkgopt='path-exclude=/usr/share/locale/*' \
         --include=slurmctld,slurmd,slurm-client,slurmdbd,munge,mariadb-server,iproute2,iputils-ping,util-linux,mount,procps \
-        --include=openssh-server,openssh-client,git,make,ca-certificates,python3 \
+        --include="openssh-server,openssh-client,git,make,ca-certificates,python3,libfaketime${containers:+,$containers}" \
         "$suite" "$root.new" "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $server $suite main"
+    # Apptainer shows it to every container.
+    [ -z "$containers" ] || [ -e "$root.new/etc/localtime" ] || cp -L /etc/localtime "$root.new/etc/localtime"
     [ -z "$library" ] || cp -L "$library" "$root.new$(chroot "$root.new" ldconfig -p | awk '/libmariadb\.so\.3 / { print $NF; exit }')"
     echo "$script" >"$root.new/made-by"
     rm -rf "$root"
@@ -55,6 +59,10 @@ exec unshare --mount --propagation private bash -c '
 set -euo pipefail
 root=$1 here=$2
 shared=(/proc /dev /sys /tmp "$3" "$4")
+# The environment lies elsewhere where .venv is a link.
+for folder in "${root%/*}/image" "$(readlink -f "$3/.venv")"; do
+    [ ! -d "$folder" ] || shared+=("$folder")
+done
 shift 4
 mount --bind "$root" "$root"
 mount -t tmpfs -o mode=755 rlhpc-run "$root/run"

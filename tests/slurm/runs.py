@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from tests.eventually import Patience
 from tests.planted import plant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,9 +48,9 @@ class Waiting(gymnasium.Wrapper):
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = 90.0) -> Any:
     """The condition's value as soon as it is true."""
-    end = time.monotonic() + deadline_s
+    patience = Patience(deadline_s)
     while not (value := condition()):
-        assert time.monotonic() < end, f"waited {deadline_s:.0f} s until {what}"
+        assert not patience.is_over(), f"waited {deadline_s:.0f} s until {what}"
         time.sleep(0.1)
     return value
 
@@ -76,8 +77,10 @@ class SlurmRun:
         self.environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         if light:
             (folder / "waiting_env.py").write_text(WAITING)
-            self.environment["PYTHONPATH"] = str(folder)
+            self.environment["PYTHONPATH"] = f"{folder}:{ROOT}"
         self.log = folder / f"{name}.log"
+        #: Put before `rlhpc submit`, to enter another host.
+        self.login_words: list[str] = []
         self.here = folder / "here"
         if not self.here.exists():  # whoever imports from where a run is submitted ends
             plant(self.here)
@@ -97,7 +100,7 @@ class SlurmRun:
         """`rlhpc submit`, which waits; its output goes to `log`."""
         with self.log.open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rlhpc.cli", "submit", str(self.config), "--executor", "slurm",
+                [*self.login_words, sys.executable, "-P", "-m", "rlhpc.cli", "submit", str(self.config), "--executor", "slurm",
                  "--site", str(self.site), *self.overrides, *more],
                 env=self.environment, cwd=self.here, stdout=log, stderr=log, text=True, start_new_session=True,
             )  # fmt: skip

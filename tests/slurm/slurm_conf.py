@@ -46,6 +46,8 @@ class Layout:
     munge_socket: Path | None = None
     accounting_port: int | None = None
     nodes_are_hosts: bool = True
+    measures_energy: bool = False
+    """Whether the nodes have counters of energy, as those of Cray have."""
 
 
 def slurm_conf(layout: Layout) -> str:
@@ -105,6 +107,13 @@ def slurm_conf(layout: Layout) -> str:
             # With munge the "password" is its socket; the clients of slurmdbd look at nothing else.
             f"AccountingStoragePass={layout.munge_socket}",
             "AccountingStorageTRES=gres/gpu",
+        ]
+    if layout.measures_energy:
+        lines.remove("JobAcctGatherFrequency=task=2")
+        lines += [
+            "AcctGatherEnergyType=acct_gather_energy/pm_counters",
+            "AcctGatherNodeFreq=1",
+            "JobAcctGatherFrequency=task=2,energy=1",
         ]
     for node in layout.nodes:
         lines.append(

@@ -1,6 +1,7 @@
-"""Random kills over one run, seeded: it finishes, and no committed step is lost or trained twice.
+"""Random kills over one run, seeded: it finishes, and no committed step is lost or trained twice; and faults of the network,
+clocks and nodes, of which `make chaos-scale` carries out many more.
 
-`RLHPC_CHAOS_KILLS` sets their number (`make chaos` takes 30) and `RLHPC_CHAOS_SEED` the seed.
+`RLHPC_CHAOS_KILLS` sets the number of kills (`make chaos` takes 30) and `RLHPC_CHAOS_SEED` the seed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from .chaos import ChaosRun, Event, carry_out, steps_for
 from .cluster import SlurmCluster
 from .jobs import end_jobs
 from .runs import SlurmRun, kill, until
@@ -88,3 +90,18 @@ def test_random_kills(slurm: SlurmCluster, tmp_path: Path) -> None:
     assert len(done) == KILLS and lost == 0
     assert rows == list(range(1, last + 1)), "every step's row is there once"
     assert begun == sorted(begun)
+
+
+#: Seconds of the fault, and what happens: the driver's node and one of simulators lose each other, a clock is an hour ahead,
+#: and a node dies and is back under its name, with an empty /tmp and /dev/shm.
+SMALL = [Event("cut", ("driver", "ranks"), 10.0), Event("clock", ("ranks",), 3600.0), Event("return", ("ranks",), 10.0)]
+
+
+@pytest.mark.timeout(1800)  # on a busy machine, where an event takes minutes
+def test_a_cut_a_clock_that_jumps_and_a_node_that_comes_back(slurm_hosts: SlurmCluster, tmp_path: Path) -> None:
+    """No committed step is lost, none is trained or committed twice, and the first two faults start nothing again."""
+    slurm_hosts.add_login()
+    run = ChaosRun(slurm_hosts, tmp_path, steps_for(SMALL))
+    outcomes: list[str] = []
+    summary = carry_out(SMALL, run, SEED, outcomes.append)
+    assert len(outcomes) == len(SMALL) and len(run.attempts) + len(run.recoveries) > 1, (outcomes, summary)

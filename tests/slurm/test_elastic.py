@@ -23,6 +23,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
+from tests.stderr import error_lines
 from tests.users import BOB, needs_root
 
 from .cluster import SlurmCluster
@@ -105,7 +106,7 @@ class ElasticRun(SlurmRun):
         super().__init__(slurm, folder, *elastic, *overrides, config=config, name=name)
         self.site.write_text(json.dumps({"cluster": {"time": "00:30:00", "setup": ["export OMP_NUM_THREADS=1"]}}))
         self.environment |= {
-            "RLHPC_MODELS": str(folder / "models"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder),
+            "RLHPC_MODELS": str(folder / "models"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{folder}:{ROOT}",
             "RLHPC_TEST_PAUSE": str(self.pause),
         }  # fmt: skip
 
@@ -182,6 +183,34 @@ def test_one_that_waits_for_rollouts_gets_more_ranks(slurm: SlurmCluster, tmp_pa
     process.wait(60)
     assert all("left" in stay for stay in run.stays())
     assert os.path.exists(run.root / "submit" / "scale.json")
+
+
+def test_options_of_srun_make_helpers_steps(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A rank that joins is then a job step with these options; it leaves when it is told to, and before its walltime."""
+    prolog, seen = tmp_path / "prolog.sh", tmp_path / "seen"
+    prolog.write_text(f'#!/bin/bash\necho "$SLURM_JOB_ID.$SLURM_STEP_ID $SLURM_JOB_NAME $SLURM_STEP_NAME" >>{seen}\n')
+    prolog.chmod(0o755)
+    run = ElasticRun(slurm, tmp_path, "runner.max_steps=100000", f"cluster.srun=[--task-prolog={prolog}]", hours="1")
+    process = run.submit()
+    until(lambda: run.committed() >= 0 or run.step() >= 1, f"a step is done\n{run.account()}", 240)
+    run.scale(1)
+    until(lambda: len(run.working()) == 1, f"a rank has joined\n{run.account()}", 240)
+    (stay,) = run.working()
+    steps = {line.split()[0] for line in seen.read_text().splitlines()}
+    assert f"{stay['job']}.0" in steps, "the rank is a step of its job, with the prolog"
+    run.scale(0)
+    until(lambda: not run.working(), f"it has left\n{run.account()}", 60)
+    assert run.stay(stay)["why"] == "it was told to leave (SIGUSR1)"
+    until(lambda: stay["job"] not in run.queue(), f"its job has ended\n{run.account()}", 60)
+    run.scale(1)
+    until(lambda: len(run.working()) == 1, f"another has joined\n{run.account()}", 240)
+    (stay,) = run.working()
+    slurm.run("scancel", "--batch", "--signal=USR2", stay["job"])
+    until(lambda: "left" in run.stay(stay), f"it has left\n{run.account()}", 60)
+    assert run.stay(stay)["why"] == "its job must end soon (SIGUSR2: walltime or preemption)"
+    assert "goes on without rank" not in run.said(), "nobody has lost anything"
+    run.rlhpc("cancel", str(run.root), timeout=200)
+    process.wait(60)
 
 
 class Disturber:
@@ -282,28 +311,28 @@ def test_a_driver_that_comes_back_takes_its_helpers_back(slurm: SlurmCluster, tm
     """Its job is requeued: they wait, and join the next driver; no other job is submitted, and none is left in the end."""
     run = ElasticRun(slurm, tmp_path, "runner.max_steps=100000", "runner.save_interval=20")
     process = run.submit()
-    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 120)
+    until(lambda: run.step() >= 1, f"it trains\n{run.account()}", 400)
     run.scale(2)
-    until(lambda: len(run.working()) == 2, f"two have joined\n{run.account()}", 120)
+    until(lambda: len(run.working()) == 2, f"two have joined\n{run.account()}", 400)
     jobs, generation = run.queue(), run.generation()
     frozen = psutil.Process(run.members()[f"rollout-{run.working()[0]['rank']}"]["pid"])
     for asleep in (frozen.parent(), frozen):  # it knows nothing of what happens, and goes on later as if nothing had
         asleep.suspend()
     slurm.run("scancel", "--batch", "--signal=USR2", run.job)
-    until(lambda: run.generation() != generation, f"there is another driver\n{run.account()}", 180)
-    until(lambda: len(run.working()) == 1, f"one is back\n{run.account()}", 120)
+    until(lambda: run.generation() != generation, f"there is another driver\n{run.account()}", 400)
+    until(lambda: len(run.working()) == 1, f"one is back\n{run.account()}", 400)
     step = run.step()
-    until(lambda: run.step() > step, f"it trains\n{run.account()}", 60)
+    until(lambda: run.step() > step, f"it trains\n{run.account()}", 200)
     for asleep in (frozen, frozen.parent()):
         asleep.resume()
-    until(lambda: len(run.working()) == 2, f"they are back\n{run.account()}", 120)
+    until(lambda: len(run.working()) == 2, f"they are back\n{run.account()}", 400)
     assert not frozen.is_running() or frozen.status() == psutil.STATUS_ZOMBIE, "who was of the old generation has ended"
     assert run.generation().endswith("-1") and not run.recoveries
     assert set(run.queue()) == set(jobs) == {job["id"] for job in run.jobs()}, "the same jobs, and no others"
     assert {stay["job"] for stay in run.working()} == set(jobs) and len(run.stays()) == 4
     slurm.run("scancel", "--batch", "--signal=TERM", run.job)
-    until(lambda: not run.queue(), f"those that wait for it notice that nobody comes\n{run.account()}", 120)
-    process.wait(60)
+    until(lambda: not run.queue(), f"those that wait for it notice that nobody comes\n{run.account()}", 400)
+    process.wait(200)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["cancelled", "killed"])
@@ -358,7 +387,7 @@ def test_who_may_not_join_from_another_node(slurm: SlurmCluster) -> None:
             env=run.environment, cwd="/", capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
         assert done.returncode == 2, done.stdout + done.stderr
-        (line,) = (done.stdout + done.stderr).splitlines()
+        (line,) = error_lines(done.stdout + done.stderr)
         return line
 
     members = run.members()

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rlhpc.embodied.data.replay_buffer import StoredReplay
+from rlhpc.embodied.data.stored_replay import StoredReplay
 from tests.extras import need_extra
 
 need_extra("llm")  # as `test_elastic`

@@ -76,7 +76,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [2, 1, 0])
 def test_its_processes_are_gone_before_its_successor_starts(slurm: SlurmCluster, tmp_path: Path, rank: int) -> None:
     run = SlurmRun(slurm, tmp_path)
     program = tmp_path / "program.py"

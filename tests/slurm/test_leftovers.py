@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -137,6 +138,18 @@ def found(cluster: SlurmCluster, token: str = "") -> list[str]:
     return sorted(name for name in names if "rlhpc-slurm" not in name)
 
 
+def processes_of(job: Job, node: str) -> list[int]:
+    """All processes of a job's steps on a node, by their environment: tasks, what forks their ranks, and ranks."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (folder / "environ").read_bytes().split(b"\0")
+            if {f"SLURM_JOB_ID={job.id}".encode(), f"SLURMD_NODENAME={node}".encode()} <= set(variables):
+                pids.append(int(folder.name))
+    assert set(job.up["ranks"][1:]) <= set(pids)
+    return pids
+
+
 def clean(cluster: SlurmCluster, user: str, *nodes: str) -> str:
     """`srun rlhpc clean`, on these nodes."""
     return cluster.run(
@@ -224,9 +237,8 @@ def test_a_node_that_is_lost_is_clean_after_the_next_start_there(slurm: SlurmClu
         job.wait_up()
     for job in jobs:
         slurm.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
-    ranks = [pid for job in jobs for pid in job.up["ranks"][1:]]
     for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: one that outlives the others by a moment tidies up
-        for pid in ranks:
+        for pid in [pid for job in jobs for pid in processes_of(job, lost)]:
             os.kill(pid, number)
     slurm.kill_slurmd(lost)
     for job in jobs:

@@ -11,7 +11,7 @@ import pytest
 from rlhpc.jobs.doctor.slurm_facts import SlurmFacts
 from rlhpc.jobs.probes import SlurmProbe
 from rlhpc.jobs.signals import end_of_job
-from rlhpc.jobs.slurm import end_of, jobs_named, scancel, would_start
+from rlhpc.jobs.slurm import end_of, scancel, would_start
 from rlhpc.metrics.accounting import JobIds, query
 
 from .cluster import SlurmCluster
@@ -53,7 +53,8 @@ def answers(slurm: SlurmCluster, job: str) -> dict[str, Any]:
     """What rlhpc makes of Slurm's answers."""
     facts = SlurmFacts.gather("root")
     found: dict[str, Any] = {
-        "state": SlurmProbe().query_job(job), "jobs": jobs_named("asked"), "end": end_of(job),
+        "state": SlurmProbe().query_job(job), "end": end_of(job),
+        "jobs": [row for row in SlurmProbe().snapshot([]).jobs or [] if row.id == job],
         "nodes": [(node["NodeName"], node["State"], node["Partitions"]) for node in facts.nodes],
         "partitions": [partition["PartitionName"] for partition in facts.partitions],
     }  # fmt: skip
@@ -86,9 +87,9 @@ def test_a_time_limit_that_is_changed(slurm: SlurmCluster, monkeypatch: pytest.M
     monkeypatch.setenv("SLURM_JOB_END_TIME", f"{first:.0f}")
     assert end_of_job() == first
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=40")
-    assert end_of_job(at_once=True) == first + 20 * 60
+    assert end_of_job(queries_slurm=True) == first + 20 * 60
     slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
-    end = end_of_job(at_once=True)
+    end = end_of_job(queries_slurm=True)
     assert end is None or end > first + 300 * 24 * 3600
 
 

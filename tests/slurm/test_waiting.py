@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +19,7 @@ from tests.waiting import program, proportional_kib, resident_kib, watchers
 
 from .cluster import SlurmCluster
 from .jobs import end_jobs
-from .runs import SlurmRun, until
+from .runs import ROOT, SlurmRun, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
@@ -100,3 +104,54 @@ def test_many_wait_for_the_price_of_one(slurm: SlurmCluster, tmp_path: Path) -> 
         process.wait(30)
     until(lambda: not watchers(tmp_path), "nobody waits, so nothing is left")
     assert not list(tmp_path.glob("rlhpc.waits-*"))
+
+
+#: Asks for jobs by name, as a driver with helper jobs does.
+LOOKS = """
+import time
+from rlhpc.jobs.probes import SlurmProbe
+from rlhpc.jobs.shared_probe import SharedProbe
+probe = SharedProbe(SlurmProbe())
+while True:
+    probe.jobs_named("helpers")
+    time.sleep(1.0)
+"""
+WINDOW_S = 60.0
+
+
+def job_queries(slurm: SlurmCluster) -> int:
+    """Returns how often the controller was asked about jobs, by its own count."""
+    return sum(int(count) for count in re.findall(r"REQUEST_JOB_\w*INFO\w* .*count:(\d+)", slurm.run("sdiag")))
+
+
+def test_all_commands_of_a_user_ask_six_times_a_minute(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Waiters, followers, a driver with helpers and a loop of `rlhpc status`; counted by slurmctld."""
+    runs = [SlurmRun(slurm, tmp_path, "cluster.sbatch=[--hold]", name=f"s{k}") for k in range(3)]
+    for run in runs:
+        run.environment["TMPDIR"] = str(tmp_path)
+    waiting = [run.submit() for run in runs]
+    until(
+        lambda: all("pending: JobHeldUser" in run.log.read_text() for run in runs),
+        "all of them know why they wait",
+        240,
+    )
+    commands = [["-m", "rlhpc.cli", "logs", str(runs[0].root), "--follow"], ["-c", LOOKS], ["-c", LOOKS]]
+    others = [
+        subprocess.Popen([sys.executable, *command], env=runs[0].environment, cwd=ROOT, stdout=subprocess.DEVNULL)
+        for command in commands
+    ]
+    try:
+        for _ in range(2):  # until all have started
+            assert runs[0].rlhpc("status", str(tmp_path / "runs")).count("JobHeldUser") == len(runs)
+        before, end, num_status = job_queries(slurm), time.monotonic() + WINDOW_S, 0
+        while time.monotonic() < end:
+            runs[num_status % len(runs)].rlhpc("status", str(runs[num_status % len(runs)].root))
+            num_status += 1
+        asked = job_queries(slurm) - before
+        assert all(process.poll() is None for process in (*waiting, *others))
+    finally:
+        for process in (*waiting, *others):
+            process.terminate()
+            process.wait(30)
+    print(f"{asked} queries in {WINDOW_S:.0f} s, with {num_status} of `rlhpc status`")
+    assert num_status > 2 <= asked <= WINDOW_S / 10 + 2

@@ -151,7 +151,7 @@ def files_of_step(calls: list[Call], begin_ns: int, end_ns: int) -> StepFiles:
     return StepFiles(functions)
 
 
-def run_and_count(name: str, folder: Path, checkout: Path = ROOT, timeout_s: float = 120) -> StepFiles:
+def run_and_count(name: str, folder: Path, checkout: Path = ROOT, timeout_s: float = 400) -> StepFiles:
     """Trains and returns the files of a step in the middle of the run.
 
     Args:

@@ -92,13 +92,7 @@ def test_modules_are_of_one_subject() -> None:
 
 #: Modules of fewer than 60 lines of code with a single importer → why they are not a part of it.
 SMALL_MODULES = {
-    "rlhpc/cli/clean.py": "each command has its module",
-    "rlhpc/cli/doctor.py": "each command has its module",
-    "rlhpc/cli/join.py": "each command has its module",
-    "rlhpc/cli/replay.py": "each command has its module",
-    "rlhpc/embodied/evaluation/success_model.py": "needs torch, which its importer loads for this command alone",
     "rlhpc/jobs/doctor/torch_probe.py": "nodes get its source alone, and run it without rlhpc",
-    "rlhpc/runtime/comm/cuda_device.py": "needs torch, which its importer loads only once a CUDA device is initialized",
 }
 
 
@@ -117,13 +111,15 @@ def test_a_small_module_is_a_part_of_its_only_importer() -> None:
 #: Modules with more than 12 public names, which are those without an underscore, by the reason for which they are not split.
 WIDE_MODULES = {
     "one dataclass for each section or key": (
+        "rlhpc/config/sections.py",
         "rlhpc/embodied/config/envs.py",
         "rlhpc/embodied/config/model_options.py",
         "rlhpc/embodied/config/run.py",
         "rlhpc/language/config/data.py",
         "rlhpc/language/config/run.py",
+        "rlhpc/language/config/training.py",
     ),
-    "one name for each member of a family: types of values, errors, checks, task types, charts, columns, capabilities": (
+    "one name for each member of a family: types of values, errors, checks, task types, charts, formats, capabilities": (
         "rlhpc/embodied/task_types.py",
         "rlhpc/jobs/doctor/node_checks.py",
         "rlhpc/jobs/doctor/slurm_checks.py",
@@ -136,6 +132,7 @@ WIDE_MODULES = {
         "rlhpc/metrics/charts.py",
         "rlhpc/runtime/errors.py",
         "rlhpc/runtime/key_metadata.py",
+        "rlhpc/runtime/text.py",
         "rlhpc/weights/transport_select.py",
     ),
     "all that the package asks of one library, format or system": (
@@ -146,6 +143,7 @@ WIDE_MODULES = {
         "rlhpc/jobs/doctor/slurm_facts.py",
         "rlhpc/jobs/slurm.py",
         "rlhpc/language/engines/vllm_adapter.py",
+        "rlhpc/publishing/layout.py",
         "rlhpc/language/models/loading.py",
         "rlhpc/language/rewards/expected_values.py",
         "rlhpc/language/rewards/python_expressions.py",
@@ -174,7 +172,6 @@ WIDE_MODULES = {
         "rlhpc/language/models/logprobs.py",
         "rlhpc/language/rollout/group_builder.py",
         "rlhpc/language/training/weight_sync.py",
-        "rlhpc/runs/memory/plan.py",
         "rlhpc/runtime/comm/shared_memory.py",
     ),
 }
@@ -200,6 +197,10 @@ FOREIGN_PARTS = {
     "rlhpc/embodied/envs/maniskill_physx.py": ({"body.entity.pose"}, "SAPIEN: how a body is moved"),
     "rlhpc/embodied/envs/maniskill_tasks.py": (
         {"self.scene._reset_mask", "self.scene.px.timestep"}, "ManiSkill reads them there when slots are reset or stepped"
+    ),
+    "rlhpc/embodied/envs/rlinf_env.py": (
+        {"section.init_params.max_episode_steps", "self._env._generator", "self._env.is_start"},
+        "RLinf: how its env worker begins episodes, and its classes draw them",
     ),
     "rlhpc/embodied/models/lerobot/openpi.py": ({"model.model.__class__"}, "adapter of LeRobot"),
     "rlhpc/embodied/models/lerobot/policies.py": (
@@ -227,11 +228,12 @@ FOREIGN_PARTS = {
     ),
     "rlhpc/language/rewards/problem_formats.py": ({"method.args.args"}, "a syntax tree of Python, which is edited"),
     "rlhpc/language/sandbox/python.py": ({"libc.shmat.restype"}, "ctypes: how a C function gets its type"),
-    "rlhpc/runtime/torch_adapter.py": ({"spec.loader.exec_module"}, "adapter of torch"),
+    "rlhpc/runtime/torch_adapter.py": ({"module_spec.loader.exec_module"}, "adapter of torch"),
     "rlhpc/training/deepspeed.py": (
         {
             "self.engine._config.load_universal_checkpoint",
             "self.engine.checkpoint_engine.save",
+            "self.engine.optimizer.loss_scaler.raise_error_at_min_scale",
             "importlib.import_module('deepspeed.runtime.zero.config').ZeroStageEnum.__reduce_ex__",
         },
         "DeepSpeed reads them there; it has no arguments for them",
@@ -356,8 +358,10 @@ NAMING_CUDA = {
     "rlhpc/embodied/envs/maniskill_tasks.py": "PhysX simulates on these alone",
     "rlhpc/jobs/doctor/node_checks.py": "a build of torch for none says so by the version of CUDA",
     "rlhpc/jobs/doctor/torch_probe.py": "tries NCCL and each card by itself",
+    "rlhpc/language/engines/vllm_adapter.py": "vLLM's batch-invariant mode is for these alone, from a capability on",
     "rlhpc/runtime/comm/cuda_device.py": "shares its memory and events between processes, which no other kind in torch does",
     "rlhpc/runtime/devices.py": "a build of torch for none says so by the version of CUDA",
+    "rlhpc/runtime/worker_instruments.py": "opens the range that Nsight Systems records, by CUDA's own call",
     "rlhpc/training/captured_passes.py": "records CUDA graphs",
 }
 

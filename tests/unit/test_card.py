@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.extras import need_extra
+from tests.extras import need_extra, needs_programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+pytestmark = needs_programs("c++")
 
 
 def on_card(*words: str) -> str:
@@ -45,4 +44,8 @@ def test_commands_that_use_a_trained_policy_compute_there() -> None:
 
 def test_updates_do_not_wait_for_the_accelerator() -> None:
     need_extra("llm")
-    assert "1 passed" in on_card("tests/card/on_card_training.py")
+    assert "2 passed" in on_card("tests/card/on_card_training.py")
+
+
+def test_rollouts_of_tensors_stay_on_the_accelerator() -> None:
+    assert "9 passed" in on_card("tests/card/on_card_rollout.py")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import changed, warm
-from tests.changed import Sources, choose
+from tests.changed import Sources, choose, parse
 
 FILES = {
     "rlhpc/__init__.py": '_HOMES = {"rlhpc.runs.a": ["A"]}\n',
@@ -113,3 +113,11 @@ def test_no_test_begins_after_its_time(
     found = [line[line.index("test_") + len("test_") :].split()[0].replace(".py", "") for line in lines]
     assert (found if processes == "0" else sorted(found)) == (names if processes == "0" else sorted(names))
     assert (f"Out of time for {4 - len(names)} of the tests" in done.stdout) == (len(names) < 4)
+
+
+def test_the_number_of_processes_is_no_changed_file() -> None:
+    """As `make test-changed` calls it."""
+    options, arguments = parse(["--base", "main", "-n", "2", "-x"])
+    assert (options.files, options.base, arguments) == ([], "main", ["-n", "2", "-x"])
+    options, arguments = parse(["rlhpc/a.py", "rlhpc/b.py"])
+    assert (options.files, arguments) == (["rlhpc/a.py", "rlhpc/b.py"], [])

@@ -1,7 +1,10 @@
-"""Mirror tests: each large module has one, but for those of a list that only shrinks."""
+"""Mirror tests: each large module has one, but for those of a list that only shrinks; and the share that each executes."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +44,57 @@ def test_the_list_never_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(SystemExit, match="2 modules have no mirror test, 1 may have none"):
         mirror.write(["rlhpc/b.py", "rlhpc/a.py"], limit=1)
     assert mirror.listed() == {"rlhpc/a.py", "rlhpc/b.py"}
+
+
+MODULE = """
+def here():
+    return 1
+
+def in_a_process():
+    return 2
+
+def nowhere():
+    a = 3
+    return a
+"""
+TEST = """
+import subprocess, sys
+from rlhpc.a import here
+
+def test_both():
+    assert here() == 1
+    program = "import sys; sys.path.insert(0, '.'); from rlhpc.a import in_a_process; sys.exit(in_a_process())"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == CODE
+"""
+MEASURE = """
+import json, sys
+from pathlib import Path
+from tests.structure import mirror
+try:
+    print(json.dumps(mirror.executed_share(Path("rlhpc/a.py"), Path(sys.argv[1]), limit_s=float(sys.argv[2]))))
+except mirror.NotMeasured as error:
+    print(json.dumps(str(error)))
+"""
+
+
+@pytest.mark.parametrize(("code", "limit_s", "said"), [(2, 60, 5 / 7), (3, 60, "fails"), (2, 0, "takes more than 0 s")])
+def test_the_share_has_the_lines_of_processes_that_the_test_starts(
+    tmp_path: Path, code: int, limit_s: float, said: float | str
+) -> None:
+    for folder in ("rlhpc", "tests/unit"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
+    (tmp_path / "rlhpc/__init__.py").touch()
+    (tmp_path / "rlhpc/a.py").write_text(MODULE)
+    (tmp_path / "tests/unit/test_a.py").write_text(TEST.replace("CODE", str(code)))
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(limit_s)]
+    done = subprocess.run(command, cwd=mirror.ROOT, capture_output=True, text=True, timeout=120)
+    share = json.loads(done.stdout)
+    assert said in share if isinstance(said, str) else share == pytest.approx(said), done.stderr
+
+
+def test_a_measurement_goes_on_where_it_ended(tmp_path: Path) -> None:
+    results = tmp_path / "results.tsv"
+    assert mirror.read_shares(None) == mirror.read_shares(results) == {}
+    results.write_text("61.5%\trlhpc/a.py\nnot measured\trlhpc/b.py\n")
+    assert mirror.read_shares(results) == {"rlhpc/a.py": "61.5%", "rlhpc/b.py": "not measured"}

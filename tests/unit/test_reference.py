@@ -34,7 +34,7 @@ def test_a_signature_is_that_of_the_call() -> None:
 
 
 def test_a_class_shows_the_arguments_of_the_constructor_that_it_inherits() -> None:
-    assert reference._doc(Derived) == [
+    assert reference._render_doc(Derived) == [
         "Counter that counts twice.\n",
         "Attributes:\n\n- `total`: The sum.\n",
         "Args:\n\n- `start`: First number.\n- `limit`: Last number, or None.\n",
@@ -42,9 +42,10 @@ def test_a_class_shows_the_arguments_of_the_constructor_that_it_inherits() -> No
 
 
 def test_each_page_has_its_subjects() -> None:
-    commands, keys, runtime = (render() for render in reference.PAGES.values())
+    commands, keys, runtime, causes = (render() for render in reference.PAGES.values())
     assert "## rlhpc train\n" in commands and "| `--segment SEGMENT` |" in commands
     assert "## runner\n" in keys and "| `runner.name` | str | required |" in keys
+    assert "### no-usable-gpu\n" in causes
     documented = [name for name in rlhpc.__all__ if f"### {name}\n" not in runtime and f"| `{name}` |" not in runtime]
     assert documented == []
 

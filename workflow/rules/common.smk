@@ -10,6 +10,7 @@ from rlhpc.runs.task_type import task_type_of
 from rlhpc.runs.sweep import check_begun, load_sweep, override, sft_export
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.imports import run_module
 from rlhpc.jobs.plan import job_options
 from rlhpc.jobs.slurm import minutes_of
 from rlhpc.jobs.paths import COMPLETE, MODEL, RunPaths, refuse_braces, segment_name
@@ -29,6 +30,18 @@ class Untracked:
 
     def __str__(self):
         return shlex.join(map(str, self.words))
+
+
+def rlhpc_command():
+    """What starts rlhpc in a job that Snakemake submits to Slurm: where ranks run in an image, so does that job.
+
+    In the job itself Snakemake runs again, without the executor.
+    """
+    wrapper, plugin = CFG.cluster.container, workflow.executor_plugin
+    on_slurm = workflow.remote_exec or (plugin is not None and plugin.name.startswith("slurm"))
+    if not wrapper or not on_slurm:
+        return Untracked("rlhpc")
+    return Untracked(*wrapper, *run_module("rlhpc.cli", python=CFG.cluster.container_python))
 
 
 #: What commands take after their own options.

@@ -17,9 +17,10 @@ rule convert:
     resources:
         **CONVERT_RESOURCES,
     params:
+        rlhpc=RLHPC,
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
         folder=lambda wildcards: near(RUN.export(int(wildcards.step))),
     shell:
         # The run's own checkpoint: it names what the user's configuration named.
-        "rlhpc convert --trust-checkpoint-code --checkpoint {params.checkpoint:q}"
+        "{params.rlhpc} convert --trust-checkpoint-code --checkpoint {params.checkpoint:q}"
         " --output {params.folder:q} > {log:q} 2>&1"

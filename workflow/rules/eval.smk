@@ -15,6 +15,7 @@ rule eval:
     resources:
         **EVAL_RESOURCES,
     params:
+        rlhpc=RLHPC,
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
         config=RUN_CONFIG,
         overrides=Untracked(*OVERRIDES),
@@ -22,7 +23,7 @@ rule eval:
         # The configuration of now, not of when the checkpoint was made: how it is evaluated may have changed since.
         evaluation=evaluation_fingerprint(CFG),
     shell:
-        "rlhpc eval --checkpoint {params.checkpoint:q} --config {params.config:q} --suite {wildcards.suite:q}"
+        "{params.rlhpc} eval --checkpoint {params.checkpoint:q} --config {params.config:q} --suite {wildcards.suite:q}"
         " --output {output.result:q} {params.overrides} {params.suite:q} > {log:q} 2>&1"
 
 
@@ -43,12 +44,13 @@ if BEFORE.evaluates_start:
         resources:
             **EVAL_RESOURCES,
         params:
+            rlhpc=RLHPC,
             config=RUN_CONFIG,
             overrides=Untracked(*OVERRIDES),
             suite=suite_overrides,
             evaluation=evaluation_fingerprint(CFG),
         shell:
-            "rlhpc eval --model '' --config {params.config:q} --suite {wildcards.suite:q}"
+            "{params.rlhpc} eval --model '' --config {params.config:q} --suite {wildcards.suite:q}"
             " --output {output.result:q} {params.overrides} {params.suite:q} > {log:q} 2>&1"
 
     ruleorder: eval_start > eval

@@ -1,6 +1,7 @@
 # The names of the run's files, and the plan: what would run where, checked before anything is submitted.
 RESUME_WITH = Untracked(*(["--resume-with"] if config["resume_with"] else []))
 CFG = load_run()
+RLHPC = rlhpc_command()
 KIND = task_type_of(CFG)
 BEFORE = KIND.offline.preparation(CFG)
 RECORDED, ONLY_SUCCEEDED = KIND.offline.recording(CFG)

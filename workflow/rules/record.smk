@@ -18,13 +18,14 @@ if DEMOS and makes("demos"):
         resources:
             **EVAL_RESOURCES,
         params:
+            rlhpc=RLHPC,
             expert=BEFORE.demos[1],
             episodes=BEFORE.demos[2],
             only_success=ONLY_SUCCESS,
             overrides=Untracked(*OVERRIDES),
             training=WITHIN.get("demos") or training_fingerprint(CFG),
         shell:
-            "rlhpc record --expert {params.expert:q} --config {input.config:q} --episodes {params.episodes}"
+            "{params.rlhpc} record --expert {params.expert:q} --config {input.config:q} --episodes {params.episodes}"
             " {params.only_success:q} --output {output.trajectories:q} {params.overrides} > {log:q} 2>&1"
 
 
@@ -43,9 +44,10 @@ rule record:
     resources:
         **EVAL_RESOURCES,
     params:
+        rlhpc=RLHPC,
         checkpoint=lambda wildcards: near(RUN.checkpoint(int(wildcards.step))),
         episodes=RECORDED,
         only_success=ONLY_SUCCESS,
     shell:
-        "rlhpc record --checkpoint {params.checkpoint:q} --episodes {params.episodes} {params.only_success:q}"
+        "{params.rlhpc} record --checkpoint {params.checkpoint:q} --episodes {params.episodes} {params.only_success:q}"
         " --output {output.trajectories:q} > {log:q} 2>&1"

@@ -51,8 +51,9 @@ if makes("sft"):
         resources:
             **CONVERT_RESOURCES,
         params:
+            rlhpc=RLHPC,
             run=SFT_ROOT,
             folder=near(SFT_FOLDER),
         shell:
             # Which step is chosen (`runner.keep_best`, or an early end) is known once the run has ended.
-            "rlhpc convert --run {params.run:q} --output {params.folder:q} > {log:q} 2>&1"
+            "{params.rlhpc} convert --run {params.run:q} --output {params.folder:q} > {log:q} 2>&1"

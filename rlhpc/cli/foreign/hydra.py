@@ -152,13 +152,13 @@ def _find_group_file(name: str, path: Path, search: list[Path]) -> Path:
     )
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
     merged_sections = {
-        key: _merge(below[key], value)
-        for key, value in above.items()
-        if isinstance(value, dict) and isinstance(below.get(key), dict)
+        key: _merge(base[key], value)
+        for key, value in override.items()
+        if isinstance(value, dict) and isinstance(base.get(key), dict)
     }
-    return {**below, **above, **merged_sections}
+    return {**base, **override, **merged_sections}
 
 
 def _resolve(tree: dict[str, Any], composed: ComposedConfig) -> None:

@@ -40,6 +40,16 @@ SAC: dict[str, Any] = {
     "algorithm.entropy_tuning.alpha_type": "softplus",
     "algorithm.entropy_tuning.initial_alpha": 0.01,
 }
+IQL: dict[str, Any] = {
+    "actor.optim.adam_eps": 1e-8,
+    "actor.optim.adam_beta1": 0.9,
+    "actor.optim.adam_beta2": 0.999,
+    "runner.val_check_interval": -1,
+    "env.eval.ignore_terminations": False,
+}
+#: DAgger and supervised fine-tuning build their optimizer as PPO does.
+DAGGER: dict[str, Any] = {**_COMMON, **_EMBODIED, "actor.optim.weight_decay": 0.01}
+SUPERVISED: dict[str, Any] = {**_COMMON, "actor.optim.weight_decay": 0.01, "runner.val_check_interval": -1}
 #: Defaults of the trained groups of a language model's run.
 _TRAINED_GROUP: dict[str, Any] = {
     "optim.adam_eps": 1e-8,

@@ -1,11 +1,25 @@
-"""Translation tables of RLinf's embodied runs: environments, PPO and GRPO, SAC, policies."""
+"""Translation tables of RLinf's embodied runs: environments, policies, PPO and GRPO."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, Rule
+from rlhpc.cli.foreign import rlinf_defaults
+from rlhpc.cli.foreign.rlinf_environments import (
+    ENVIRONMENTS,
+    has_rollout_parts,
+    is_embodied,
+    is_grpo,
+    is_mlp,
+    is_registered,
+    model_type_of,
+    rollout_epochs,
+)
+from rlhpc.cli.foreign.rlinf_openpi import openpi_options
+from rlhpc.cli.foreign.rlinf_unsupported_embodied import EMBODIED, PPO_OPTIONAL
+from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Requirement, Rows, Rule, RunKind, allow_only, is_null
 
 LOSSES = {"actor_critic": "ppo", "actor": "ppo", "decoupled_actor_critic": "decoupled_ppo"}
 ADVANTAGES = {"gae": "gae", "grpo": "grpo", "raw": "raw", "reinpp": "reinforce++"}
@@ -19,12 +33,33 @@ def optimizer_rows(group: str) -> Rows:
 
 
 def adapter_rows() -> Rows:
-    """Returns the rows of LoRA adapters, whose scale is 1: RLinf sets `lora_alpha` to the rank (models/__init__.py)."""
+    """Returns the rows of new LoRA adapters, whose scale is 1: RLinf sets `lora_alpha` to the rank (models/__init__.py)."""
+    return [("actor.lora.rank", _adapter_rank), ("actor.lora.alpha", _adapter_rank)]
 
-    def rank(read: Reading) -> Any:
-        return int(read("actor.model.lora_rank", 32)) if read("actor.model.is_lora", False) else UNSET
 
-    return [("actor.lora.rank", rank), ("actor.lora.alpha", rank)]
+def _adapter_rank(config: ForeignConfig) -> Any:
+    return config.integer("actor.model.lora_rank", 32) if config.flag("actor.model.is_lora") else UNSET
+
+
+def _adapter_path(config: ForeignConfig) -> Any:
+    if not config.flag("actor.model.is_lora"):
+        return config.omit("actor.model.lora_path", "RLinf reads it with is_lora", False)
+    return config("actor.model.lora_path", UNSET)
+
+
+def _for_new_adapters(rule: Rule) -> Rule:
+    """Returns the rule restricted to adapters that do not come from a folder, which has its own alpha and layers."""
+    path = "actor.model.lora_path"
+    return lambda config: (
+        UNSET if _adapter_rank(config) is UNSET or not is_null(config.leaves.get(path)) else rule(config)
+    )
+
+
+#: Layers on which RLinf puts new adapters.
+_ADAPTED_LAYERS = (
+    "proj", "qkv", "fc1", "fc2", "q", "kv", "fc3", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
+    "down_proj", "lm_head",
+)  # fmt: skip
 
 
 def choice(key: str, values_by_name: Mapping[str, Any]) -> Rule:
@@ -33,389 +68,534 @@ def choice(key: str, values_by_name: Mapping[str, Any]) -> Rule:
     The rule returns an unknown value unchanged, because a plugin may register a component under this name.
     """
 
-    def rule(read: Reading) -> Any:
-        value = read(key)
+    def rule(config: ForeignConfig) -> Any:
+        value = config(key)
         if value is None:
             return UNSET
         if str(value).lower() not in values_by_name:
-            read.omit(key, f"rlhpc has no {value}; register one of that name, or choose another")
+            missing_feature = rf"^name {re.escape(str(value))}$"
+            config.omit(
+                key,
+                f"rlhpc has no {value}; register one of that name, or choose another",
+                missing_feature=missing_feature,
+            )
             return value
         return values_by_name[str(value).lower()]
 
     return rule
 
 
-#: Policies that start from random weights.
-_RANDOM_START_POLICIES = ("mlp_policy", "cnn_policy", "flow_policy")
-_MODELS = {"mlp_policy": "mlp", "cnn_policy": "resnet"}
 #: RLinf model type → action head of rlhpc's `openvla`.
 _OPENVLA = {"openvla": "tokens", "openvla_oft": "parallel"}
-#: The control mode of RLinf's ManiSkill robots, by `policy_setup`.
-_CONTROL_MODES = {
-    "panda-qpos": "pd_joint_delta_pos",
-    "panda-ee-dpos": "pd_ee_delta_pos",
-    "panda-ee-target-dpos": "pd_ee_target_delta_pose",
-}
-_SIMULATORS = ("maniskill", "libero", "metaworld")
-
-
-def _is_grpo(read: Reading) -> bool:
-    return read.leaves.get("algorithm.adv_type") in ("grpo", "raw", "reinpp")
-
-
-# -- environments and rollouts ------------------------------------------------------------------------------------------
-
-
-def _decisions(read: Reading) -> int:
-    """Returns the number of decisions (action chunks) per slot in one rollout epoch of RLinf."""
-    chunk = int(read("actor.model.num_action_chunks", 1))
-    max_steps = int(read("env.train.max_steps_per_rollout_epoch", 0) or read("env.train.max_episode_steps", 1))
-    return max(1, max_steps // chunk)
-
-
-def _rollout_epochs(read: Reading) -> int:
-    return int(read("env.train.rollout_epoch", 0) or read("algorithm.rollout_epoch", 1))
-
-
-def _has_rollout_parts(read: Reading) -> bool:
-    """Returns whether RLinf's rollout epochs become `algorithm.rollout_parts`."""
-    return bool(read("env.train.auto_reset", False)) or read("algorithm.loss_type") in ("actor", "actor_critic")
-
-
-def _num_env_slots(read: Reading) -> int:
-    """Returns the number of env slots.
-
-    Without rollout parts, a slot plays one episode per rollout, and each further rollout epoch of RLinf adds slots.
-    """
-    slots, rounds = int(read("env.train.total_num_envs", 8)), 1
-    if not _has_rollout_parts(read) and (rounds := _rollout_epochs(read)) > 1:
-        read.omit(
-            "env.train.rollout_epoch",
-            f"a slot plays one episode a step here: {rounds} rounds of {slots} slots became {rounds * slots} slots; if that "
-            "is too many, lower env.train.num_envs and actor.global_batch_size by the same factor",
-        )
-    return slots * rounds
-
-
-def _rollout_steps(read: Reading) -> int:
-    return _decisions(read) * (_rollout_epochs(read) if _has_rollout_parts(read) else 1)
-
-
-def _env_id(side: str) -> Rule:
-    def rule(read: Reading) -> Any:
-        for key in ("init_params.id", "task_suite_name", "task_config.task_name", "task_name", "init_params.task_name"):
-            if (value := read(f"env.{side}.{key}")) is not None:
-                return str(value)
-        return str(read("env.train.env_type")) if side == "train" else UNSET
-
-    return rule
-
-
-def _env_type(read: Reading) -> Any:
-    value = str(read("env.train.env_type"))
-    if value not in _SIMULATORS:
-        read.omit(
-            "env.train.env_type", f"rlhpc has no simulator {value}: register yours (docs/how-to/add-environment.md)"
-        )
-    elif value == "metaworld":
-        read.omit("env.train.task_suite_name", "an environment is one task of MetaWorld, such as reach-v3: name it")
-    return value
-
-
-def _env_arguments(side: str) -> Rule:
-    def rule(read: Reading) -> Any:
-        env_key = f"env.{side}"
-        if (env_type := read.leaves.get("env.train.env_type")) == "libero":
-            sizes = {
-                "height": read(f"{env_key}.init_params.camera_heights"),
-                "width": read(f"{env_key}.init_params.camera_widths"),
-            }
-            return {name: size for name, size in sizes.items() if size is not None} or UNSET
-        if env_type != "maniskill":
-            return UNSET
-        kwargs: dict[str, Any] = {}
-        for name, value in read.below(f"{env_key}.init_params").items():
-            argument, _, nested_name = name.partition(".")
-            if argument in _OMITTED_ARGUMENTS:
-                read.read_keys.discard(f"{env_key}.init_params.{name}")
-            elif nested_name and value is not None:
-                kwargs.setdefault(argument, {})[nested_name] = value
-            elif value not in (None, "None"):
-                kwargs[argument] = value
-        if (setup := read("actor.model.policy_setup")) in _CONTROL_MODES and "control_mode" not in kwargs:
-            kwargs["control_mode"] = _CONTROL_MODES[setup]
-        if (mode := read(f"{env_key}.reward_mode")) == "only_success":
-            kwargs["reward_mode"] = "sparse"
-        elif mode != "raw":
-            read.omit(f"{env_key}.reward_mode", _SHAPED_REWARD)
-        return kwargs or UNSET
-
-    return rule
-
-
-_SHAPED_REWARD = "RLinf adds up rewards of its own for grasping here; rlhpc takes the simulator's reward"
-_OMITTED_ARGUMENTS = ("id", "num_envs", "max_episode_steps", "render_mode", "sim_backend")
-
-
-def _fixed_reset_states(side: str) -> Rule:
-    def rule(read: Reading) -> Any:
-        if not read(f"env.{side}.use_fixed_reset_state_ids", False):
-            return UNSET
-        if read(f"env.{side}.auto_reset", False):
-            return True
-        return read.omit(
-            f"env.{side}.use_fixed_reset_state_ids",
-            "without auto_reset both draw the states anew for every rollout, the same ones for a group of slots",
-            False,
-        )
-
-    return rule
-
-
-def _episodes(read: Reading) -> Any:
-    slots, rounds = int(read("env.eval.total_num_envs", 0)), int(read("env.eval.rollout_epoch", 1))
-    steps, max_steps = read("env.eval.max_steps_per_rollout_epoch", 1), read("env.eval.max_episode_steps", 1)
-    return slots * rounds * max(1, int(steps) // int(max_steps)) if slots else UNSET
-
-
-def _video_episodes(read: Reading) -> Any:
-    if read("env.eval.video_cfg.save_video", False):
-        read.omit("env.eval.video_cfg.save_video", "RLinf films all slots; env.eval.video_episodes is set to 4", False)
-        return 4
-    return UNSET
-
-
-def _ignore_terminations(read: Reading) -> Any:
-    if (ignores_terminations := bool(read("env.train.ignore_terminations", False))) or _is_grpo(read):
-        read.omit("algorithm.bootstrap_type", "no episode ends before its limit, or nothing is bootstrapped", False)
-    return ignores_terminations
-
-
-def _reward_scale(read: Reading) -> Any:
-    if read.leaves.get("env.train.env_type") not in ("libero", "metaworld"):
-        return read.omit("env.train.reward_coef", "RLinf uses it with LIBERO and MetaWorld only", False)
-    return float(read("env.train.reward_coef", 1.0))
-
-
-ENVIRONMENTS: Rows = [
-    ("runner.val_check_interval", "runner.val_check_interval"),
-    ("runner.enable_decoupled_mode", "runner.enable_decoupled_mode"),
-    ("algorithm.rollout_steps", _rollout_steps),
-    ("env.train.env_type", _env_type),
-    ("env.train.env_id", _env_id("train")),
-    ("env.train.num_envs", _num_env_slots),
-    ("env.train.max_episode_steps", "env.train.max_episode_steps"),
-    ("env.train.seed", "env.train.seed"),
-    ("env.train.ignore_terminations", _ignore_terminations),
-    ("env.train.use_fixed_reset_state_ids", _fixed_reset_states("train")),
-    ("env.train.use_rel_reward", "env.train.use_rel_reward"),
-    ("env.train.reward_scale", _reward_scale),
-    ("env.train.kwargs", _env_arguments("train")),
-    ("env.eval.env_id", _env_id("eval")),
-    ("env.eval.num_envs", "env.eval.total_num_envs"),
-    ("env.eval.num_episodes", _episodes),
-    ("env.eval.max_episode_steps", "env.eval.max_episode_steps"),
-    ("env.eval.ignore_terminations", "env.eval.ignore_terminations"),
-    ("env.eval.use_fixed_reset_state_ids", _fixed_reset_states("eval")),
-    ("env.eval.kwargs", _env_arguments("eval")),
-    ("env.eval.video_episodes", _video_episodes),
-    ("env.eval.video_fps", "env.eval.video_cfg.fps"),
-    ("rollout.pipeline_stage_num", "rollout.pipeline_stage_num"),
-    ("actor.global_batch_size", "actor.global_batch_size"),
-]
-
 
 # -- PPO and GRPO -------------------------------------------------------------------------------------------------------
 
 
-def _embodied_normalization(read: Reading) -> str:
-    if _is_grpo(read):
-        read.omit("algorithm.normalize_advantages", "group estimators divide by the group's spread in both", False)
+def _embodied_normalization(config: ForeignConfig) -> str:
+    if is_grpo(config):
+        config.omit("algorithm.normalize_advantages", "group estimators divide by the group's spread in both", False)
         return "none"
-    return "batch" if read("algorithm.normalize_advantages") else "none"
+    return "batch" if config.flag("algorithm.normalize_advantages") else "none"
 
 
 def _decoupled(key: str) -> Rule:
-    def rule(read: Reading) -> Any:
-        if read.leaves.get("algorithm.loss_type") != "decoupled_actor_critic":
+    def rule(config: ForeignConfig) -> Any:
+        if config.leaves.get("algorithm.loss_type") != "decoupled_actor_critic":
             return UNSET
-        return int(read(key, 0))
+        return config.integer(key)
 
     return rule
 
 
-def _value_clip(read: Reading) -> Any:
-    clip = read("algorithm.value_clip")
-    return UNSET if _is_grpo(read) or clip is None else clip
+def _value_clip(config: ForeignConfig) -> Any:
+    clip = config("algorithm.value_clip")
+    return UNSET if is_grpo(config) or clip is None else clip
 
 
-def _omit_unused(read: Reading) -> Any:
+def _group_size(config: ForeignConfig) -> int:
+    """Returns the size of the groups that RLinf's estimator compares; with a critic, the size of the environment's groups."""
+    resets, compared = config.integer("env.train.group_size"), config.integer("algorithm.group_size", 1)
+    if not is_grpo(config):
+        return max(1, resets or compared)
+    if resets not in (0, compared):
+        config.omit(
+            "env.train.group_size",
+            f"RLinf compares {compared} slots, of which {resets} share a reset; in rlhpc all slots of a group share it",
+        )
+    return max(1, compared)
+
+
+def _omit_unused(config: ForeignConfig) -> Any:
     """Omits keys that have no effect in this configuration but may have an effect in another one."""
-    if read.leaves.get("actor.optim.value_lr") == read.leaves.get("actor.optim.lr"):
-        read.omit("actor.optim.value_lr", "policy and critic share one learning rate", False)
-    if _is_grpo(read):
-        for key in ("actor.optim.value_lr", "algorithm.huber_delta", "actor.optim.critic_warmup_steps"):
-            read.omit(key, "for a critic, which group estimators do without", False)
-    if not read.leaves.get("algorithm.filter_rewards"):
+    if config.leaves.get("actor.optim.value_lr") == config.leaves.get("actor.optim.lr"):
+        config.omit("actor.optim.value_lr", "policy and critic have the same learning rate", False)
+    if is_grpo(config):
+        for key in _CRITIC_KEYS:
+            config.omit(key, "for a critic, which group estimators do without", False)
+    if not config.leaves.get("algorithm.filter_rewards"):
         for key in ("algorithm.rewards_lower_bound", "algorithm.rewards_upper_bound"):
-            read.omit(key, "nothing is filtered", False)
+            config.omit(key, "RLinf reads it with filter_rewards", False)
+    if _is_pi(config):
+        config.omit("algorithm.entropy_type", "RLinf averages the entropy of π0 over steps and components", False)
+    elif config.leaves.get("algorithm.entropy_type") != config.leaves.get("algorithm.logprob_type"):
+        config.omit(
+            "algorithm.entropy_type",
+            "rlhpc averages the entropy over the units of logprob_type: scale algorithm.entropy_coef",
+            bool(config.leaves.get("algorithm.entropy_bonus")),
+        )
     return UNSET
 
 
-PPO: Rows = [
+def _entropy_coef(config: ForeignConfig) -> Any:
+    """Returns the coefficient of the entropy, which RLinf averages over the components of π0's actions."""
+    bonus = config("algorithm.entropy_bonus", UNSET)
+    if bonus is UNSET or config.leaves.get("actor.model.openpi.noise_method") != "flow_noise":
+        return bonus
+    chunk, dim = (
+        config.integer("actor.model.num_action_chunks", 1),
+        config.integer("actor.model.openpi.action_env_dim", 7),
+    )
+    level = config.text("algorithm.logprob_type", "chunk_level")
+    units = {"chunk_level": chunk * dim, "action_level": dim}.get(level, 1)
+    return float(bonus) / units
+
+
+#: Keys of a critic.
+_CRITIC_KEYS = (
+    "actor.optim.value_lr", "algorithm.huber_delta", "actor.optim.critic_warmup_steps", "actor.model.value_type",
+    "actor.model.vh_mode", "actor.model.openpi.value_after_vlm", "actor.model.openpi.value_vlm_mode",
+    "actor.model.openpi.detach_critic_input",
+)  # fmt: skip
+
+
+#: RLinf's schedules (hybrid_engines/fsdp/utils.py, get_lr_scheduler) → rlhpc's. The last two begin their warm-up at
+#: lr / (steps + 1), as rlhpc does, and end at `min_lr`.
+_SCHEDULES = {
+    "constant": "constant", "torch_constant": "constant", "cosine": "cosine", "torch_cosine": "cosine",
+    "openpi_cosine": "cosine", "ref_warmup_cosine": "cosine",
+}  # fmt: skip
+
+
+def _rlinf_schedule(config: ForeignConfig) -> str:
+    return config.text("actor.optim.lr_scheduler", "constant")
+
+
+def _schedule(config: ForeignConfig) -> Any:
+    """Returns the schedule of the learning rate."""
+    name = _rlinf_schedule(config)
+    if name not in _SCHEDULES:
+        return config.omit(
+            "actor.optim.lr_scheduler", f"rlhpc has no schedule {name}", missing_feature=rf"takes {re.escape(name)}$"
+        )
+    return UNSET if _SCHEDULES[name] == "constant" else _SCHEDULES[name]
+
+
+def _decay_steps(config: ForeignConfig) -> Any:
+    length = config.integer("actor.optim.total_training_steps")
+    return length if _SCHEDULES.get(_rlinf_schedule(config)) == "cosine" and length > 0 else UNSET
+
+
+def _warmup_steps(config: ForeignConfig) -> Any:
+    """Returns the steps of the warm-up; RLinf's torch schedules have none."""
+    name, steps = _rlinf_schedule(config), config.integer("actor.optim.lr_warmup_steps", -1)
+    if steps < 0:  # a negative number stands for a share of the schedule
+        share = config.number("actor.optim.lr_warmup_steps_ratio")
+        steps = int(share * config.integer("actor.optim.total_training_steps"))
+    if name.startswith("torch_") or steps <= 0:
+        return UNSET
+    if name in ("constant", "cosine"):
+        config.omit("actor.optim.lr_warmup_steps", "RLinf begins at 0, rlhpc at lr / (steps + 1)", False)
+    return steps
+
+
+#: Learning rate by which RLinf's schedule `cosine` divides `min_lr`: the default of torch's optimizers.
+_TORCH_LR = 1e-3
+
+
+def _min_lr(config: ForeignConfig) -> Any:
+    name, key = _rlinf_schedule(config), "actor.optim.min_lr"
+    if _SCHEDULES.get(name) != "cosine":
+        return UNSET
+    rate = config("actor.optim.min_lr_rate")
+    if rate is None and name != "cosine":
+        return config.number(key) or UNSET
+    share = config.number(key) / _TORCH_LR if rate is None else config.number("actor.optim.min_lr_rate")
+    return config.number("actor.optim.lr") * share or UNSET
+
+
+#: Rows of the schedule, of which RLinf counts the steps of a run with environments, and the updates of a supervised one.
+SCHEDULE: Rows = [
+    ("actor.optim.lr_scheduler", _schedule),
+    ("actor.optim.min_lr", _min_lr),
+    ("actor.optim.lr_decay_steps", _decay_steps),
+    ("actor.optim.lr_warmup_steps", _warmup_steps),
+]
+
+
+_LOSS_AGG = "algorithm.loss_agg_func"
+
+
+def _plays_single_episodes(config: ForeignConfig) -> bool:
+    """Returns whether a slot plays one episode of its own length, after which RLinf masks the loss."""
+    return not config.flag("env.train.auto_reset") and not config.flag("env.train.ignore_terminations")
+
+
+def _loss_agg(config: ForeignConfig) -> str:
+    """Returns the average of RLinf's losses of policy and values, which do not read `loss_agg_func` (algorithms/losses.py): an
+    episode of its own length has the weight of any other (`masked_mean_ratio`), and rows without a mask are averaged.
+    """
+    if _plays_single_episodes(config):
+        chunk, in_chunks = config.integer("actor.model.num_action_chunks", 1), config.text("algorithm.reward_type")
+        config.omit(
+            _LOSS_AGG,
+            "RLinf's embodied losses give each episode the same weight, whatever it says"
+            if chunk == 1 or in_chunks != "chunk_level"
+            else _PARTS_OF_CHUNKS,
+            chunk > 1 and in_chunks == "chunk_level",
+        )
+        return "seq-mean-token-mean"
+    if config.flag("algorithm.filter_rewards"):
+        config.omit(
+            _LOSS_AGG, "RLinf averages each micro-batch over the groups that train; rlhpc averages over the minibatch"
+        )
+    else:
+        config.omit(_LOSS_AGG, "RLinf's embodied losses are averaged over all rows, whatever it says", False)
+    return "token-mean"
+
+
+_PARTS_OF_CHUNKS = (
+    "RLinf divides an episode's loss by its steps, rlhpc by its decisions: an episode that ends within a chunk weighs more in "
+    "RLinf, by less than a chunk's share of its steps"
+)
+
+
+def _counts_filtered_groups(config: ForeignConfig) -> Any:
+    return True if config.flag("algorithm.filter_rewards") and _plays_single_episodes(config) else UNSET
+
+
+def _behave_weight_threshold(config: ForeignConfig) -> Any:
+    key = "algorithm.behave_weight_threshold"
+    if config.leaves.get("algorithm.loss_type") != "decoupled_actor_critic":
+        return config.omit(key, "RLinf reads it with decoupled_actor_critic", False)
+    if (threshold := config(key)) is None:
+        return UNSET
+    return float(threshold)
+
+
+_PPO: Rows = [
     ("", _omit_unused),
     ("algorithm.adv_type", choice("algorithm.adv_type", ADVANTAGES)),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
-    ("algorithm.gae_lambda", lambda read: UNSET if _is_grpo(read) else read("algorithm.gae_lambda")),
+    ("algorithm.gae_lambda", lambda config: UNSET if is_grpo(config) else config("algorithm.gae_lambda")),
     ("algorithm.normalize_advantages", _embodied_normalization),
     ("algorithm.clip_ratio_low", "algorithm.clip_ratio_low"),
     ("algorithm.clip_ratio_high", "algorithm.clip_ratio_high"),
     ("algorithm.value_clip", _value_clip),
-    ("algorithm.value_coef", lambda read: 0.0 if read("algorithm.loss_type") == "actor" else 1.0),
-    ("algorithm.entropy_coef", "algorithm.entropy_bonus"),
-    ("algorithm.update_epochs", lambda read: int(read("algorithm.update_epoch"))),
+    ("algorithm.value_coef", lambda config: 0.0 if config("algorithm.loss_type") == "actor" else 1.0),
+    ("algorithm.loss_agg", _loss_agg),
+    ("algorithm.count_filtered_groups", _counts_filtered_groups),
+    ("algorithm.entropy_coef", _entropy_coef),
+    ("algorithm.update_epochs", lambda config: config.integer("algorithm.update_epoch")),
     ("algorithm.logprob_type", "algorithm.logprob_type"),
     ("algorithm.reward_type", "algorithm.reward_type"),
+    ("algorithm.behave_weight_threshold", _behave_weight_threshold),
     ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
-    ("algorithm.rollout_parts", lambda read: _rollout_epochs(read) if _has_rollout_parts(read) else UNSET),
-    ("env.train.group_size", lambda read: int(read("env.train.group_size", 0) or read("algorithm.group_size", 1))),
-    ("actor.micro_batch_size", lambda read: read("actor.micro_batch_size", UNSET)),
-    ("actor.optim.name", lambda read: "adamw" if read("actor.optim.weight_decay") else "adam"),
+    ("algorithm.rollout_parts", lambda config: rollout_epochs(config) if has_rollout_parts(config) else UNSET),
+    ("env.train.group_size", _group_size),
+    ("actor.micro_batch_size", lambda config: config("actor.micro_batch_size", UNSET)),
+    ("actor.optim.name", lambda config: "adamw" if config("actor.optim.weight_decay") else "adam"),
     *optimizer_rows("actor"),
     ("actor.optim.weight_decay", "actor.optim.weight_decay"),
-]
-
-
-# -- SAC ----------------------------------------------------------------------------------------------------------------
-
-
-def _update_to_data(read: Reading) -> float:
-    """Returns the number of updates per transition; RLinf configures updates per runner step."""
-    transitions = int(read("env.train.total_num_envs", 8)) * _decisions(read) * _rollout_epochs(read)
-    return int(read("algorithm.update_epoch")) / transitions
-
-
-SAC: Rows = [
-    ("algorithm.tau", "algorithm.tau"),
-    ("algorithm.update_to_data", _update_to_data),
-    ("algorithm.auto_entropy_tuning", lambda r: r("algorithm.entropy_tuning.alpha_type") != "fixed_alpha"),
-    ("algorithm.initial_alpha", "algorithm.entropy_tuning.initial_alpha"),
-    ("algorithm.target_entropy", "algorithm.entropy_tuning.target_entropy"),
-    ("algorithm.alpha_lr", "algorithm.entropy_tuning.optim.lr"),
-    ("algorithm.backup_entropy", "algorithm.backup_entropy"),
-    ("algorithm.critic_actor_ratio", "algorithm.critic_actor_ratio"),
-    ("algorithm.target_update_freq", "algorithm.target_update_freq"),
-    ("algorithm.random_steps", lambda read: 0),  # RLinf's policy acts from the first step on
-    ("actor.optim.name", lambda read: "adam"),
-    ("actor.optim.value_lr", "actor.critic_optim.lr"),
-    *optimizer_rows("actor"),
+    *SCHEDULE,
 ]
 
 
 # -- policies -----------------------------------------------------------------------------------------------------------
 
 
-def _model_type(read: Reading) -> str:
-    name = str(read("actor.model.model_type", "mlp_policy"))
-    sac = read.leaves.get("algorithm.loss_type") == "embodied_sac"
-    if name == "openpi" and str(read("actor.model.openpi.config_name", "pi0")).startswith("pi0_") and not sac:
-        read.omit("actor.model.model_path", "rlhpc's pi0 reads folders of its own format: openpi's weights do not fit")
-        return "pi0"
-    if name in _OPENVLA and not sac:
+def _is_pi(config: ForeignConfig) -> bool:
+    return model_type_of(config.leaves) == "openpi"
+
+
+_MODELS = "rlhpc.embodied.models.registry:MODELS"
+
+
+def _model_type(config: ForeignConfig) -> str:
+    """Returns the model type of a policy that acts, is cloned or is trained by PPO. A model of RLinf's that rlhpc does not
+    have keeps its name.
+    """
+    name = str(config("actor.model.model_type", "mlp_policy"))
+    if name == "mlp_policy":
+        return "mlp"
+    if name == "cnn_policy":
+        return "resnet10"
+    if name == "openpi":
+        config.omit(
+            "actor.model.model_path",
+            "π0 and π0.5 are LeRobot's here: name your folder, in LeRobot's layout or in openpi's",
+            missing_feature=r"^name openpi$",
+        )
+        return "lerobot"
+    if name in _OPENVLA:
         return "openvla"
-    if name in _MODELS and not (sac and name != "mlp_policy"):
-        return "sac" if sac else _MODELS[name]
-    read.omit(
-        "actor.model.model_type", f"rlhpc has no such policy: register yours as {name} (docs/how-to/add-model.md)"
-    )
+    if not is_registered(_MODELS, name):
+        reason = f"rlhpc has no such policy: register yours as {name} (docs/how-to/add-model.md)"
+        config.omit("actor.model.model_type", reason, missing_feature=rf"^name {re.escape(name)}$")
     return name
 
 
-def _is_mlp(read: Reading) -> bool:
-    return read.leaves.get("actor.model.model_type", "mlp_policy") == "mlp_policy"
+#: Policies that start from random weights.
+_RANDOM_START_POLICIES = ("mlp_policy", "cnn_policy", "flow_policy")
 
 
 def _for_vla(rule: str | Rule) -> Rule:
-    """Returns the rule restricted to vision-language-action models."""
+    """Returns the rule restricted to policies that start from a pretrained model."""
 
-    def rule_for_vla(read: Reading) -> Any:
-        if read.leaves.get("actor.model.model_type", "mlp_policy") in _RANDOM_START_POLICIES:
+    def rule_for_vla(config: ForeignConfig) -> Any:
+        if model_type_of(config.leaves) in _RANDOM_START_POLICIES:
             return UNSET
-        return read(rule, UNSET) if isinstance(rule, str) else rule(read)
+        return config(rule, UNSET) if isinstance(rule, str) else rule(config)
 
     return rule_for_vla
 
 
-def _policy_dtype(read: Reading) -> Any:
-    if not read("actor.model.is_lora", False):
-        return read.omit("actor.model.precision", "all weights are trained in float32; bfloat16 needs adapters")
-    return DTYPES.get(str(read("actor.model.precision", "32")), "float32")
+def _backend(config: ForeignConfig) -> str:
+    """Returns the training backend: `local` replicates the weights as RLinf's `no_shard` does; pretrained models are sharded,
+    which computes the same and needs less memory.
+    """
+    name = config("actor.training_backend", "fsdp")
+    strategy = config.text("actor.fsdp_config.sharding_strategy", "full_shard")
+    if name != "fsdp":
+        config.omit(
+            "actor.training_backend", f"rlhpc has no {name}", False, missing_feature=rf"^name {re.escape(str(name))}$"
+        )
+    if _is_pi(config):
+        return "local"  # the only backend for LeRobot's policies
+    if model_type_of(config.leaves) in _RANDOM_START_POLICIES:
+        return "local" if strategy == "no_shard" else "fsdp"
+    return "fsdp"
 
 
-def _policy_options(read: Reading) -> Any:
-    if _is_mlp(read) and read.leaves.get("algorithm.loss_type") != "embodied_sac":
+def _for_fsdp(key: str) -> Rule:
+    return lambda config: UNSET if _backend(config) != "fsdp" else config(key, UNSET)
+
+
+def _policy_dtype(config: ForeignConfig) -> Any:
+    if _is_pi(config):
+        return config.omit(
+            "actor.model.precision",
+            "LeRobot's policies compute in float32",
+            config.leaves.get("actor.model.precision") not in ("32", "fp32"),
+        )
+    return DTYPES.get(str(config("actor.model.precision", "32")), "float32")
+
+
+def _policy_options(config: ForeignConfig) -> Any:
+    name = model_type_of(config.leaves)
+    if name == "mlp_policy":
         return {"actor_gain": 0.01414}
-    name = read.leaves.get("actor.model.model_type")
     if name in _OPENVLA:
-        return _openvla_options(read, _OPENVLA[name])
+        return _openvla_options(config, _OPENVLA[name])
+    if name == "cnn_policy":  # RLinf freezes its encoder
+        weights = config("actor.model.encoder_config.ckpt_name")
+        return {"weights": f"{config('actor.model.model_path')}/{weights}", "freeze": True} if weights else UNSET
     if name != "openpi":
         return UNSET
-    options = {
-        "num_steps": read("actor.model.num_steps") or read("actor.model.openpi.num_steps"),
-        "noise_level": read("actor.model.openpi.noise_level"),
-    }
-    return {name: value for name, value in options.items() if value is not None} or UNSET
+    return openpi_options(config, learns_by_rl=str(config.leaves.get("algorithm.loss_type")) in LOSSES)
 
 
-def _openvla_options(read: Reading, head: str) -> dict[str, Any]:
-    if read.leaves.get("actor.model.use_film"):
-        read.omit("actor.model.use_film", "rlhpc's openvla has no FiLM")
-    if head == "parallel" and read.leaves.get("actor.model.implement_version", "rlinf") == "rlinf":
-        read.omit(
-            "actor.model.implement_version",
-            "rlhpc follows OFT's own code, not RLinf's: evaluate the model before training",
-        )
-    options: dict[str, Any] = {"head": head, "proprio": bool(read("actor.model.use_proprio", False))}
-    if (key := read("actor.model.unnorm_key")) is not None:
+def _openvla_options(config: ForeignConfig, head: str) -> dict[str, Any]:
+    if config.leaves.get("actor.model.use_film"):
+        config.omit("actor.model.use_film", "rlhpc's openvla has no FiLM", missing_feature=r"\buse_film\b|\bFiLM\b")
+    options: dict[str, Any] = {"head": head, "proprio": config.flag("actor.model.use_proprio"), **_sampling(config)}
+    if head == "parallel" and config("actor.model.implement_version", "rlinf") == "rlinf":
+        options["stop_token"] = False
+    if options["proprio"] and config.flag("actor.model.is_lora"):
+        options["proprio_adapters"] = True  # `fc1` and `fc2` are among the adapted layers
+    if config.flag("actor.model.add_value_head"):
+        options["value_hidden"] = [512, 128]
+    if (key := config("actor.model.unnorm_key")) is not None:
         options["unnorm_key"] = key
-    if read("actor.model.center_crop", False):
+    if config.flag("actor.model.center_crop"):
         options["center_crop"] = True
-    if read.leaves.get("env.train.env_type") == "libero":
+    if config.leaves.get("env.train.env_type") == "libero":
         options["gripper"] = "rlds"
     return options
 
 
-def _attention(read: Reading) -> Any:
-    implementation = read("actor.model.attn_implementation", UNSET)
-    return "sdpa" if read.leaves.get("actor.model.model_type") == "openvla_oft" else implementation
+def _sampling(config: ForeignConfig) -> dict[str, Any]:
+    """Returns the options of sampling action tokens, by the names of rlhpc; RLinf's 0 or -1 turns an option off."""
+    options: dict[str, Any] = {}
+    for name, neutral in (("temperature_train", 1.0), ("temperature_eval", 0.0), ("top_k", -1)):
+        key = f"rollout.sampling_params.{name}"
+        value = max(config.number(key, neutral), 0.0)
+        if name == "top_k":
+            value = int(value) or neutral
+        options[name] = value
+    return options
+
+
+def _attention(config: ForeignConfig) -> Any:
+    implementation = config("actor.model.attn_implementation", UNSET)
+    return "sdpa" if model_type_of(config.leaves) == "openvla_oft" else implementation
+
+
+def _value_per_action(config: ForeignConfig) -> Any:
+    if model_type_of(config.leaves) == "openvla_oft" and not is_grpo(config):
+        # RLinf's value head has as many outputs as value_type says.
+        per_action = config("actor.model.value_type", "chunk_level") != "chunk_level"
+        return True if per_action and config.integer("actor.model.num_action_chunks", 1) > 1 else UNSET
+    has_action_values = (
+        not is_grpo(config)
+        and config.leaves.get("algorithm.reward_type") == "action_level"
+        and config.integer("actor.model.num_action_chunks", 1) > 1
+    )
+    return True if has_action_values else UNSET
+
+
+def _checkpoints_gradients(config: ForeignConfig) -> Any:
+    keys = ("actor.fsdp_config.gradient_checkpointing", "actor.model.gradient_checkpointing")
+    if model_type_of(config.leaves) not in _OPENVLA:  # the others have nothing to recompute
+        return UNSET
+    return any(config.flag(key) for key in keys)
+
+
+def _offload(group: str) -> Rule:
+    """Returns the rule of `enable_offload`, which colocated groups have that take turns."""
+
+    def rule(config: ForeignConfig) -> Any:
+        components = config.section("cluster.component_placement")
+        is_colocated = any({"actor", "rollout"} <= {name.strip() for name in names.split(",")} for names in components)
+        if not config.flag(f"{group}.enable_offload") or not is_colocated:
+            return UNSET
+        if config.leaves.get("algorithm.loss_type") == "decoupled_actor_critic":
+            return config.omit(f"{group}.enable_offload", "acting and training overlap; it saves memory", False)
+        return True
+
+    return rule
 
 
 POLICY: Rows = [
     ("actor.model.model_type", _model_type),
-    ("actor.model.hidden_sizes", lambda read: [256, 256, 256] if _is_mlp(read) else UNSET),
+    ("actor.model.hidden_sizes", lambda config: [256, 256, 256] if is_mlp(config) else UNSET),
+    ("actor.model.log_std_init", lambda config: -0.5 if is_mlp(config) else UNSET),
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
-]
-#: Additional keys of PPO and GRPO. In SAC, environments always reset automatically, and policies take no text and learn
-#: their standard deviation.
-VLA: Rows = [
-    ("actor.model.log_std_init", lambda read: -0.5 if _is_mlp(read) else UNSET),
-    ("env.train.auto_reset", lambda read: bool(read("env.train.auto_reset", False))),
-    ("actor.training_backend", lambda read: "local" if read("actor.training_backend") else UNSET),
-    (
-        "actor.model.value_per_action",
-        lambda read: (
-            True
-            if not _is_grpo(read)
-            and read.leaves.get("algorithm.reward_type") == "action_level"
-            and int(read.leaves.get("actor.model.num_action_chunks") or 1) > 1
-            else UNSET
-        ),
-    ),
+    ("actor.training_backend", _backend),
+    ("actor.fsdp.cpu_offload", _for_fsdp("actor.fsdp_config.cpu_offload")),
+    ("actor.fsdp.reshard_after_forward", _for_fsdp("actor.fsdp_config.reshard_after_forward")),
+    ("actor.fsdp.enable_gradient_accumulation", _for_fsdp("actor.fsdp_config.enable_gradient_accumulation")),
     ("actor.model.add_value_head", _for_vla("actor.model.add_value_head")),
     ("actor.model.model_path", _for_vla("actor.model.model_path")),
     ("actor.model.dtype", _for_vla(_policy_dtype)),
-    ("actor.model.gradient_checkpointing", _for_vla("actor.fsdp_config.gradient_checkpointing")),
+    ("actor.model.gradient_checkpointing", _checkpoints_gradients),
     ("actor.model.attn_implementation", _for_vla(_attention)),
-    *((key, _for_vla(rule)) for key, rule in adapter_rows()),
+    ("actor.lora.rank", _for_vla(_adapter_rank)),
+    ("actor.lora.path", _for_vla(_adapter_path)),
+    ("actor.lora.alpha", _for_vla(_for_new_adapters(_adapter_rank))),
+    ("actor.lora.init", _for_vla(_for_new_adapters(lambda config: "gaussian"))),
+    ("actor.lora.target_modules", _for_vla(_for_new_adapters(lambda config: list(_ADAPTED_LAYERS)))),
 ]
+#: Additional keys of PPO and GRPO.
+_ON_POLICY: Rows = [
+    ("env.train.auto_reset", lambda config: config.flag("env.train.auto_reset")),
+    ("actor.model.value_per_action", _value_per_action),
+    ("actor.enable_offload", _offload("actor")),
+    ("rollout.enable_offload", _offload("rollout")),
+]
+
+
+# -- kinds --------------------------------------------------------------------------------------------------------------
+
+#: Losses of embodied runs without a counterpart: name → (its description, pattern of the capability).
+_OTHER_LOSSES = {
+    "embodied_nft": ("rlhpc has no NFT (negative-aware fine-tuning of flow policies)", r"\bNFT\b"),
+    "opd": (
+        "rlhpc distils language models, but has no distillation into a policy that acts",
+        r"^(embodied|off_policy|bc) .*(teacher|distil)",
+    ),
+    "rlt_ac": ("rlhpc has no RLT (actor-critic on a VLA's tokens)", r"\bRLT\b"),
+    "rlt_td3": ("rlhpc has no RLT (TD3 on a VLA's tokens)", r"\bRLT\b"),
+}
+
+
+def _missing_loss(loss: str) -> Requirement:
+    missing, missing_feature = _OTHER_LOSSES[loss]
+    return Requirement(
+        "algorithm.loss_type",
+        lambda leaves: missing if leaves.get("algorithm.loss_type") == loss else "",
+        missing_feature,
+    )
+
+
+#: Conditions of all runs with environments. Each names one thing that rlhpc lacks.
+REQUIREMENTS: Sequence[Requirement] = (
+    *(_missing_loss(loss) for loss in _OTHER_LOSSES),
+    Requirement(
+        "runner.task_type",
+        lambda leaves: (
+            "the file collects demonstrations; rlhpc record does that (docs/how-to/demonstrations.md)"
+            if is_embodied(leaves) and not any(key.startswith("algorithm.") for key in leaves)
+            else ""
+        ),
+    ),
+    Requirement(
+        "runner.only_eval",
+        lambda leaves: (
+            "the file evaluates a policy; rlhpc eval does that with the configuration of the run that trained it"
+            if leaves.get("runner.only_eval") is True
+            else ""
+        ),
+    ),
+    Requirement(
+        "reward.model.model_type",
+        lambda leaves: (
+            "rlhpc has no reward from a vision-language model in a run with environments"
+            if leaves.get("reward.use_reward_model") is True
+            and is_embodied(leaves)
+            and leaves.get("reward.model.model_type", "resnet") != "resnet"
+            else ""
+        ),
+        r"^(embodied|off_policy) .*reward.*(vision-language|\bVLM\b)",
+    ),
+    Requirement(
+        "reward.use_reward_model",
+        lambda leaves: (
+            "the classifier sees pictures and the policy sees numbers; in rlhpc both have the same observation"
+            if leaves.get("reward.use_reward_model") is True
+            and is_embodied(leaves)
+            and model_type_of(leaves) == "mlp_policy"
+            else ""
+        ),
+        r"reward_(obs|model_obs|camera)",
+    ),
+    allow_only("reward.reward_mode", ("per_step",), "rlhpc's reward model judges each step", r"reward_mode.*terminal"),
+)
+#: Conditions of policies that learn by PPO or GRPO.
+_PPO_REQUIREMENTS = (
+    allow_only(
+        "actor.model.openpi.noise_method",
+        ("flow_sde", "flow_noise"),
+        "LeRobot's π0 and π0.5 draw their noise by flow_sde or flow_noise in rlhpc",
+        r"^option (lerobot|pi0)\S* .*(flow_cps|reinflow)",
+    ),
+)
+
+
+def _ppo_title(leaves: Mapping[str, Any]) -> str:
+    names = [str(leaves[key]) for key in ("algorithm.adv_type", "algorithm.loss_type") if key in leaves]
+    return f"embodied ({', '.join(names)})" if names else f"task_type embodied with loss_type {', '.join(LOSSES)}"
+
+
+KINDS: Sequence[RunKind] = (
+    RunKind(
+        _ppo_title,
+        "embodied",
+        lambda leaves: is_embodied(leaves) and str(leaves.get("algorithm.loss_type")) in LOSSES,
+        lambda leaves: [*ENVIRONMENTS, *_PPO, *POLICY, *_ON_POLICY],
+        lambda leaves: EMBODIED,
+        lambda leaves: rlinf_defaults.EMBODIED,
+        _PPO_REQUIREMENTS,
+        PPO_OPTIONAL,
+    ),
+)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import short_repr
 
 #: Result of a rule for a key that keeps rlhpc's default.
 UNSET = object()
 
 
-class Reading:
+class ForeignConfig:
     """Foreign configuration during its translation, with a record of the keys that were read and of the omitted keys.
 
     Attributes:
@@ -19,6 +23,7 @@ class Reading:
         defaults: Dotted key → the foreign project's default.
         configured_keys: Keys that the configuration sets.
         reasons: Omitted key → (reason, True if training differs because of the omission).
+        missing_feature: Omitted key → pattern of the capability that rlhpc lacks (`UnsupportedKeys.missing_feature`).
     """
 
     def __init__(self, leaves: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
@@ -26,6 +31,7 @@ class Reading:
         self.leaves = {**self.defaults, **leaves}
         self.configured_keys = set(leaves)
         self.reasons: dict[str, tuple[str, bool]] = {}
+        self.missing_feature: dict[str, str] = {}
         self.read_keys: set[str] = set()
 
     def __call__(self, key: str, default: Any = None) -> Any:
@@ -33,26 +39,117 @@ class Reading:
         if key in self.leaves:
             self.read_keys.add(key)
         value = self.leaves.get(key)
-        return self.defaults.get(key, default) if value is None or value == "None" else value
+        return self.defaults.get(key, default) if is_null(value) else value
 
-    def below(self, prefix: str) -> dict[str, Any]:
-        """Returns all values below a key, by the rest of their dotted keys."""
+    def integer(self, key: str, default: int = 0) -> int:
+        """Returns the value of a key as an integer.
+
+        Raises:
+            ConfigError: The value is not an integer.
+        """
+        number = self.number(key, default)
+        if not number.is_integer():
+            raise _type_error(key, self.leaves.get(key), "an integer")
+        return int(number)
+
+    def peek(self, key: str, default: int = 0) -> int:
+        """Returns the value of a key as `integer` does, without a record that the rule has read the key.
+
+        Raises:
+            ConfigError: The value is not an integer.
+        """
+        recorded = set(self.read_keys)
+        try:
+            return self.integer(key, default)
+        finally:
+            self.read_keys = recorded
+
+    def number(self, key: str, default: float = 0.0) -> float:
+        """Returns the value of a key as a finite number.
+
+        Raises:
+            ConfigError: The value is not a finite number.
+        """
+        value = self(key, default)
+        try:
+            number = math.nan if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise _type_error(key, value, "a number")
+        return number
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Returns the value of a key as a boolean.
+
+        Raises:
+            ConfigError: The value is not a boolean.
+        """
+        value = self(key, default)
+        if not isinstance(value, bool):
+            raise _type_error(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str = "") -> str:
+        """Returns the value of a key as a text in lower case.
+
+        Raises:
+            ConfigError: The value is a list or a mapping.
+        """
+        value = self(key, default)
+        if isinstance(value, (list, dict)):
+            raise _type_error(key, value, "a word")
+        return str(value).lower()
+
+    def texts(self, key: str) -> list[str]:
+        """Returns the value of a key as a list of texts; a text is a list of one, a missing value is an empty list.
+
+        Raises:
+            ConfigError: The value is a mapping or a number.
+        """
+        value = self(key, [])
+        if isinstance(value, str):
+            return [value]
+        if not isinstance(value, list):
+            raise _type_error(key, value, "a list of words")
+        return [str(word) for word in value]
+
+    def section(self, prefix: str) -> dict[str, Any]:
+        """Returns all values below a key, by their dotted keys relative to it."""
         values = {key: value for key, value in self.leaves.items() if key.startswith(f"{prefix}.")}
         self.read_keys |= set(values)
         return {key[len(prefix) + 1 :]: value for key, value in values.items()}
 
-    def omit(self, key: str, reason: str, changes_training: bool = True) -> Any:
-        """Records the reason for omitting a key. Returns `UNSET`, so that a rule can return the result of this call."""
+    def omit(self, key: str, reason: str, changes_training: bool = True, missing_feature: str = "") -> Any:
+        """Records the reason for omitting a key. Returns `UNSET`, so that a rule can return the result of this call.
+
+        Args:
+            key: Foreign key.
+            reason: Reason for its complete or partial omission.
+            changes_training: True if training differs because of it.
+            lacks: As `UnsupportedKeys.missing_feature`.
+        """
         if key in self.configured_keys:
             self.reasons[key] = (reason, changes_training)
+            if missing_feature:
+                self.missing_feature[key] = missing_feature
         return UNSET
 
 
-Rule = Callable[[Reading], Any]
+Rule = Callable[[ForeignConfig], Any]
 
 
 #: Pairs of a key of rlhpc, and a foreign key or a rule.
 Rows = list[tuple[str, str | Rule]]
+
+
+def is_null(value: Any) -> bool:
+    """Returns whether a value is null, also as Hydra's `None` in YAML."""
+    return value is None or (isinstance(value, str) and value in ("None", "null"))
+
+
+def _type_error(key: str, value: Any, expected: str) -> ConfigError:
+    return ConfigError(f"{key} is {short_repr(value)}; it must be {expected}")
 
 
 @dataclass(frozen=True)
@@ -63,11 +160,94 @@ class UnsupportedKeys:
         keys: Patterns, separated by spaces.
         reason: Reason why no counterpart exists.
         harmless: Values that can be omitted without a change of training; True if this holds for all values.
+        missing_feature: Regular expression of the capability that rlhpc lacks, if that is the reason. A test checks that no
+            key, option or registered name of rlhpc matches it, so that a reason does not outlive the gap that it names.
     """
 
     keys: str
     reason: str
     harmless: Any = ()
+    missing_feature: str = ""
+
+    def matches(self, key: str) -> bool:
+        """Returns whether one of the patterns matches a key."""
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys.split())
+
+
+@dataclass(frozen=True)
+class OptionalRow:
+    """Row of a key that a task type may lack.
+
+    Attributes:
+        key: Key of rlhpc.
+        rule: Rule, or the foreign key whose value is copied.
+        otherwise: The foreign keys without a counterpart, if the task type lacks the key.
+    """
+
+    key: str
+    rule: str | Rule
+    otherwise: UnsupportedKeys
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """Condition of a translation: without it the run would be another one, and the file is refused.
+
+    Attributes:
+        key: Foreign key that decides.
+        missing: Function `(leaves) -> str` that returns what rlhpc lacks, or "" if the condition holds.
+        missing_feature: As `UnsupportedKeys.missing_feature`, for the test of the reason.
+    """
+
+    key: str
+    missing: Callable[[Mapping[str, Any]], str]
+    missing_feature: str = ""
+
+
+def allow_only(key: str, allowed: Sequence[Any], missing: str, missing_feature: str = "") -> Requirement:
+    """Returns the requirement that a key is absent, null or one of the allowed values; case does not matter."""
+    allowed_words = [str(value).lower() for value in allowed]
+
+    def reason(leaves: Mapping[str, Any]) -> str:
+        value = leaves.get(key)
+        if is_null(value) or str(value).lower() in allowed_words:
+            return ""
+        return f"{missing}; translated: {', '.join(map(str, allowed))}" if allowed else missing
+
+    return Requirement(key, reason, missing_feature)
+
+
+@dataclass(frozen=True)
+class RunKind:
+    """Kind of foreign run, and the tables of its translation.
+
+    Attributes:
+        title: Function `(leaves) -> str` that returns the kind in words.
+        task_type: Task type of rlhpc.
+        applies: Function `(leaves) -> bool` that tells whether a configuration is of this kind.
+        rows: Rules; a row of a key that the rows of all kinds have, too, stands in its place.
+        unsupported: Keys without a counterpart.
+        defaults: Function `(leaves) -> defaults` that returns the foreign project's defaults.
+        requirements: Conditions; a configuration that breaks one is refused.
+        optional: Rows of keys that the task type may lack.
+    """
+
+    title: Callable[[Mapping[str, Any]], str]
+    task_type: str
+    applies: Callable[[Mapping[str, Any]], bool]
+    rows: Callable[[Mapping[str, Any]], Rows]
+    unsupported: Callable[[Mapping[str, Any]], Sequence[UnsupportedKeys]]
+    defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    requirements: Sequence[Requirement] = ()
+    optional: Sequence[OptionalRow] = ()
+
+    def rows_of(self, leaves: Mapping[str, Any], keys: Container[str]) -> Rows:
+        """Returns the rows, with the optional ones whose key the task type has."""
+        return [*self.rows(leaves), *((row.key, row.rule) for row in self.optional if row.key in keys)]
+
+    def unsupported_of(self, leaves: Mapping[str, Any], keys: Container[str]) -> list[UnsupportedKeys]:
+        """Returns the keys without a counterpart, with those of optional rows whose key the task type lacks."""
+        return [*(row.otherwise for row in self.optional if row.key not in keys), *self.unsupported(leaves)]
 
 
 @dataclass
@@ -80,7 +260,9 @@ class Translation:
         origin: Key of rlhpc → foreign keys from which its value was computed.
         defaults: Key of rlhpc → missing foreign keys from whose defaults its value was computed.
         omitted: Foreign key → (reason for a complete or partial omission, True if training differs because of it).
+        missing_feature: Omitted foreign key → pattern of the capability that rlhpc lacks (`UnsupportedKeys.missing_feature`).
         foreign: Foreign key → value, for all foreign keys.
+        training: Whether the configuration trains a model; other configurations are for `rlhpc eval`.
     """
 
     task_type: str
@@ -88,13 +270,28 @@ class Translation:
     origin: dict[str, list[str]] = field(default_factory=dict)
     defaults: dict[str, list[str]] = field(default_factory=dict)
     omitted: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    missing_feature: dict[str, str] = field(default_factory=dict)
     foreign: dict[str, Any] = field(default_factory=dict)
+    training: bool = True
 
     @property
     def used(self) -> list[str]:
         """Foreign keys that contribute to the result."""
-        contributing = {key for keys in self.origin.values() for key in keys}
+        contributing = {key for ours in self.ours for key in self.origin.get(ours, ())}
         return [key for key in self.foreign if key in contributing]
+
+    def check_known_keys(self, source: str, project: str) -> None:
+        """Refuses a configuration with keys that no table has, such as those of a later version: they may select anything.
+
+        Raises:
+            ConfigError: There are such keys; the message names them.
+        """
+        if unknown := [key for key, (reason, _) in self.omitted.items() if reason == _UNKNOWN]:
+            more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
+            raise ConfigError(
+                f"{source}: the importer does not know {', '.join(unknown[:_MAX_NAMED])}{more}, which a later version of "
+                f"{project} may read: remove what your run does without, or leave them out with --ignore-unknown"
+            )
 
 
 def apply_rules(
@@ -103,6 +300,7 @@ def apply_rules(
     rules: Rows,
     unsupported: Sequence[UnsupportedKeys],
     defaults: Mapping[str, Any] | None = None,
+    keys: Container[str] | None = None,
 ) -> Translation:
     """Translates a configuration by a table.
 
@@ -113,32 +311,67 @@ def apply_rules(
             records omitted foreign keys.
         unsupported: Keys without a counterpart; the first matching pattern gives the reason.
         defaults: Values that the foreign project uses for omitted keys.
+        keys: Keys of the task type; rows of other keys are passed over. None applies all rows.
+
+    Raises:
+        ConfigError: A value has another type than the foreign project's.
     """
-    read, translation = Reading(leaves, defaults), Translation(task_type, foreign=dict(leaves))
+    config, translation = ForeignConfig(leaves, defaults), Translation(task_type, foreign=dict(leaves))
     unused_keys: set[str] = set()
     for rlhpc_key, rule in rules:
-        read.read_keys = set()
-        config_value = read.leaves.get(rule, UNSET) if isinstance(rule, str) else rule(read)
-        keys_read = [rule] if isinstance(rule, str) else [key for key in read.leaves if key in read.read_keys]
+        if rlhpc_key and keys is not None and rlhpc_key not in keys:
+            continue
+        config.read_keys = set()
+        config_value = config.leaves.get(rule, UNSET) if isinstance(rule, str) else _apply(rule, config)
+        keys_read = [rule] if isinstance(rule, str) else [key for key in config.leaves if key in config.read_keys]
         if config_value is UNSET or (config_value is None and isinstance(rule, str)):
             unused_keys.update(keys_read)
+            translation.ours.pop(rlhpc_key, None)  # a later row of a key replaces an earlier one
             continue
         translation.ours[rlhpc_key] = config_value
         translation.origin[rlhpc_key] = [key for key in keys_read if key in leaves]
-        translation.defaults[rlhpc_key] = [key for key in keys_read if key in read.leaves and key not in leaves]
+        translation.defaults[rlhpc_key] = [key for key in keys_read if key in config.leaves and key not in leaves]
     used_keys = set(translation.used)
     for key, config_value in leaves.items():
-        if key in read.reasons:
-            translation.omitted[key] = read.reasons[key]
+        if key in config.reasons:
+            translation.omitted[key] = config.reasons[key]
+            if key in config.missing_feature:
+                translation.missing_feature[key] = config.missing_feature[key]
         elif key in unused_keys and key not in used_keys:
             translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used_keys:
-            translation.omitted[key] = _omission_reason(key, config_value, unsupported)
+            entry = _find_unsupported(key, unsupported)
+            is_harmless = entry.harmless is True or config_value in list(entry.harmless)
+            translation.omitted[key] = (entry.reason, not is_harmless)
+            if entry.missing_feature:
+                translation.missing_feature[key] = entry.missing_feature
     return translation
 
 
-def _omission_reason(key: str, value: Any, unsupported: Sequence[UnsupportedKeys]) -> tuple[str, bool]:
+def _apply(rule: Rule, config: ForeignConfig) -> Any:
+    """Returns the result of a rule.
+
+    Raises:
+        ConfigError: A value that it reads has a wrong type.
+    """
+    try:
+        return rule(config)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
+        values = ", ".join(
+            f"{key} is {short_repr(config.leaves[key])}" for key in config.leaves if key in config.read_keys
+        )
+        raise ConfigError(f"{values}: one of these values has a wrong type ({error})") from None
+
+
+def _find_unsupported(key: str, unsupported: Sequence[UnsupportedKeys]) -> UnsupportedKeys:
+    """Returns the first entry whose patterns match a key; an entry that says so if no pattern matches."""
     for entry in unsupported:
-        if any(fnmatch.fnmatchcase(key, pattern) for pattern in entry.keys.split()):
-            return entry.reason, not (entry.harmless is True or value in list(entry.harmless))
-    return "the importer does not know this key", True
+        if entry.matches(key):
+            return entry
+    return UnsupportedKeys(key, _UNKNOWN)
+
+
+#: Largest number of unknown keys that a message names.
+_MAX_NAMED = 5
+#: Reason of a key that no table has.
+_UNKNOWN = "the importer does not know this key"

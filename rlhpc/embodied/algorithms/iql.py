@@ -34,26 +34,27 @@ class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
         self.expectile, self.temperature = algorithm.expectile, algorithm.inverse_temperature
         self.max_weight = algorithm.max_weight
 
-    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_critics(self, obs: Any, next_obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the value network and the critics.
 
         The value network moves towards an expectile of the smaller target Q-value; the critics move towards the reward plus
         the discounted value of the next state.
         """
-        critics, actions = self.policy.critics, batch.actions.flatten(1)
+        critics, actions, targets = self.policy.critics, batch.actions.flatten(1), self.targets["critics"].module
+        features = self.policy.encode(obs)
         with torch.no_grad():
-            next_values = critics.value(next_obs).squeeze(-1)
-            target_values = self.targets["critics"].module(obs, actions).amin(0)
-        errors = target_values - critics.value(obs).squeeze(-1)
+            next_values = critics.value(self.encode(next_obs)).squeeze(-1)
+            target_values = targets(self.encode(obs, targets), actions).amin(0)
+        errors = target_values - critics.value(features).squeeze(-1)
         self._advantages = errors.detach()
         weights = torch.where(self._advantages < 0, 1 - self.expectile, self.expectile)
         loss = (weights * errors.square()).sum() / batch.total
-        *critic_metrics, norm = self.fit_critics(critics(obs, actions), next_values, batch, extra_loss=loss)
+        *critic_metrics, norm = self.fit_critics(critics(features, actions), next_values, batch, extra_loss=loss)
         return *critic_metrics, loss.detach(), self._advantages.sum() / batch.total, norm
 
-    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_actor(self, obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor towards the actions in the data, weighted by exp(temperature · advantage)."""
         weights = (self.temperature * self._advantages).exp().clamp(max=self.max_weight)
-        logprobs, _ = self.policy.head.evaluate(self.policy.actor(obs), batch.actions, False)
+        logprobs, _ = self.policy.head.evaluate(self.policy.actor(self.encode(obs)), batch.actions, False)
         loss = -(weights * logprobs).sum() / batch.total
         return loss.detach(), self.fit_actor(loss) / self._ranks

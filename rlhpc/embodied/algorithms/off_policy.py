@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, nonfinite, tensors_of
 from rlhpc.checkpoint.state import load_state, save_state
-from rlhpc.embodied.models.off_policy import ActorCritic, flatten
+from rlhpc.embodied.models.off_policy import ActorCritic
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training.backend import Named
 from rlhpc.training.captured_passes import CapturedPasses, Record, record_cuda_graph
@@ -47,6 +47,10 @@ class TransitionBatch:
         terminations: Bool `[b]`; False for truncated transitions, which bootstrap from their true next observation.
         noise: Standard normal noise `[2, b, d]`, for the next and the current actions.
         total: Number of rows on all ranks.
+        steps: Number of decisions `[b]` whose discounted rewards `rewards` sums up; None for 1 everywhere.
+        shifts: Offsets `[2, b, 2]` of the images of observations and next observations (`ActorCritic.prepare`);
+            None if there are no images.
+        critics: Indices of the critics whose values count in the targets; None for all.
     """
 
     obs: Any
@@ -56,10 +60,13 @@ class TransitionBatch:
     terminations: Tensor
     noise: Tensor
     total: int
+    steps: Tensor | None = None
+    shifts: Tensor | None = None
+    critics: Tensor | None = None
 
     def without_obs(self) -> TransitionBatch:
-        """Returns the batch without observations, which a pass gets flattened."""
-        return replace(self, obs=None, next_obs=None)
+        """Returns the batch without observations, which a pass gets prepared."""
+        return replace(self, obs=None, next_obs=None, shifts=None)
 
 
 class TargetNetwork:
@@ -72,7 +79,8 @@ class TargetNetwork:
     def __init__(self, source: nn.Module, flat_source: FlatModule) -> None:
         self.module = copy.deepcopy(source).requires_grad_(False)
         self._source = flat_source
-        parameters = list(self.module.parameters())
+        pairs = zip(self.module.parameters(), source.parameters(), strict=True)
+        parameters = [copied for copied, target_parameter in pairs if target_parameter.requires_grad]
         self._weights = torch.cat([weight.detach().reshape(-1) for weight in parameters])
         for parameter, weight_slice in zip(
             parameters, self._weights.split([weight.numel() for weight in parameters]), strict=True
@@ -97,14 +105,14 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         reduce: Sums a tensor over the ranks, in place.
         ranks: Number of ranks.
         rank: Rank of this process; rank 0 writes checkpoints.
-        skip: True skips updates with a non-finite gradient; False raises an error.
+        skips_nonfinite: True skips updates with a non-finite gradient; False raises an error.
 
     Attributes:
         networks: Policy class that the algorithm can train.
         critic_metrics, actor_metrics: Names of the metrics of critic and actor updates; the last metric is the gradient
             norm.
         targets: Target networks by name.
-        updates: Number of completed updates.
+        num_updates: Number of completed updates.
     """
 
     networks: ClassVar[type[ActorCritic]]
@@ -117,27 +125,31 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         optim: SacOptimConfig,
         policy: PolicyNetworks,
         reduce: Reduce = lambda t: t,
-        ranks: int = 1,
+        num_ranks: int = 1,
         *,
-        skip: bool = False,
+        skips_nonfinite: bool = False,
         rank: int = 0,
     ) -> None:
-        self.policy, self._reduce, self._ranks, self._rank = policy, reduce, ranks, rank
-        self.skips = SkippedSteps(skip)
+        self.policy, self._reduce, self._ranks, self._rank = policy, reduce, num_ranks, rank
+        self.skips = SkippedSteps(skips_nonfinite)
         self.value_lr = optim.lr if optim.value_lr is None else optim.value_lr
         options = AdamOptions.of(optim)
-        self.actor = FlatModule(policy.actor, options, reduce, ranks, look=skip)
-        self.critic = FlatModule(policy.critics, replace(options, lr=self.value_lr), reduce, ranks, look=skip)
+        self.actor = FlatModule(policy.actor, options, reduce, num_ranks, reads_norm=skips_nonfinite)
+        self.critic = FlatModule(
+            policy.critics, replace(options, lr=self.value_lr), reduce, num_ranks, reads_norm=skips_nonfinite
+        )
         self._lr_factor = 1.0
         self.targets = self.build_targets()
         self._actor_parameters = list(policy.actor.parameters())
         self.gamma, self.tau = algorithm.gamma, algorithm.tau
+        self.bootstraps_always = algorithm.bootstrap_type == "always"
+        self.random_shift = algorithm.random_shift
         self.actor_every, self.targets_every = algorithm.critic_actor_ratio, algorithm.target_update_freq
-        self.updates = 0
+        self.num_updates = 0
         self._sums = self.critic.weights.new_zeros(len(self.critic_metrics) + len(self.actor_metrics))
         self._zero = self._sums.new_zeros(())
         self._counts = [0, 0]
-        self._captured: CapturedPasses | None = None
+        self._captured_passes: CapturedPasses | None = None
 
     def build_targets(self) -> dict[str, TargetNetwork]:
         """Builds the target networks by name; by default, only the critics have a target network."""
@@ -151,12 +163,23 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
     # -- one update -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the critics' optimizer; returns the values of `critic_metrics`."""
+    def train_critics(self, obs: Any, next_obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the critics' optimizer; returns the values of `critic_metrics`. Observations are prepared
+        (`ActorCritic.prepare`).
+        """
 
     @abstractmethod
-    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Steps the actor's optimizer; returns the values of `actor_metrics`."""
+    def train_actor(self, obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
+        """Steps the actor's optimizer; returns the values of `actor_metrics`. Observations are prepared."""
+
+    @torch.no_grad()
+    def encode(self, obs: Any, critics: nn.Module | None = None) -> Tensor:
+        """Returns features of prepared observations without a gradient (`ActorCritic.encode`)."""
+        return self.policy.encode(obs, critics)
+
+    def smallest_target(self, critic_values: Tensor, batch: TransitionBatch) -> Tensor:
+        """Returns the smallest of the Q-values `[critics, b]` that count in the targets, `[b]`."""
+        return (critic_values if batch.critics is None else critic_values[batch.critics]).amin(0)
 
     def step(self, batch: TransitionBatch) -> None:
         """Updates critics, actor and target networks.
@@ -164,18 +187,20 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         Raises:
             NonFinite: A gradient is not finite.
         """
-        self.updates += 1
-        obs, next_obs = flatten(batch.obs), flatten(batch.next_obs)
+        self.num_updates += 1
+        shifts, next_shifts = (None, None) if batch.shifts is None else batch.shifts.unbind()
+        obs = self.policy.prepare(batch.obs, shifts, self.random_shift)
+        next_obs = self.policy.prepare(batch.next_obs, next_shifts, self.random_shift)
         critic_values = self.train_critics(obs, next_obs, batch)
         if self._is_skipped("critics", self.critic, critic_values[-1]):
             return
-        actor_values = self.train_actor(obs, batch) if self.updates % self.actor_every == 0 else None
+        actor_values = self.train_actor(obs, batch) if self.num_updates % self.actor_every == 0 else None
         if actor_values is not None and self._is_skipped("actor", self.actor, actor_values[-1]):
             actor_values = None
         else:
             self._counts[1] += actor_values is not None
             self.skips.record_step()
-        if self.updates % self.targets_every == 0:
+        if self.num_updates % self.targets_every == 0:
             for target in self.targets.values():
                 target.follow(self.tau)
         self._counts[0] += 1
@@ -183,13 +208,13 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
             self._sums += torch.stack((*critic_values, *(actor_values or (self._zero,) * len(self.actor_metrics))))
 
     def fit_critics(
-        self, values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
+        self, predicted_values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Steps the critics towards reward plus discounted next value, with the sum of their mean squared errors as
         loss.
 
         Args:
-            values: Q-values `[2, b]` of the critics.
+            predicted_values: Q-values `[critics, b]`.
             next_values: Values `[b]` of the next states, without a gradient.
             batch: Transitions.
             extra_loss: Additional loss; the returned loss does not include it.
@@ -197,18 +222,24 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         Returns:
             Loss, mean value and gradient norm, to be summed over the ranks.
         """
-        return self.step_critics(self.critic_gradients(values, next_values, batch, extra_loss))
+        return self.step_critics(self.critic_gradients(predicted_values, next_values, batch, extra_loss))
 
     def critic_gradients(
-        self, values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
+        self, predicted_values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Computes the gradients of `fit_critics`; returns the loss and the mean value."""
-        total = batch.total
-        targets = torch.where(batch.terminations, batch.rewards, batch.rewards + self.gamma * next_values)
-        loss = (values - targets).square().sum() / total
+        num_transitions = batch.total
+        discounts = self.gamma if batch.steps is None else self.gamma**batch.steps
+        targets = batch.rewards + discounts * next_values
+        if not self.bootstraps_always:
+            targets = torch.where(batch.terminations, batch.rewards, targets)
+        loss = (predicted_values - targets).square().sum() / num_transitions
         self.critic.zero_grad()
         (loss if extra_loss is None else loss + extra_loss).backward()
-        return {"loss": loss.detach(), "value": values.detach().sum() / (2 * total)}
+        return {
+            "loss": loss.detach(),
+            "value": predicted_values.detach().sum() / (len(predicted_values) * num_transitions),
+        }
 
     def step_critics(self, metrics: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Steps the critics' optimizer; returns the metrics of `critic_gradients` and the gradient norm."""
@@ -229,28 +260,33 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """Steps the actor's optimizer with the gradients of `actor_gradients`; returns their norm."""
         return self.actor.optimizer_step(self.actor.base_lr * self._lr_factor)
 
-    def run_pass(self, compute: Callable[[Any], dict[str, Tensor]], inputs: Any) -> dict[str, Tensor]:
-        """Runs a forward and backward pass `compute(inputs)`: by a replay, if passes are captured."""
-        return compute(inputs) if self._captured is None else self._captured.run(compute, inputs, compute)
+    def run_pass(self, compute_pass: Callable[[Any], dict[str, Tensor]], inputs: Any) -> dict[str, Tensor]:
+        """Runs a forward and backward pass `compute_pass(inputs)`: by a replay, if passes are captured."""
+        return (
+            compute_pass(inputs)
+            if self._captured_passes is None
+            else self._captured_passes.run(compute_pass, inputs, compute_pass)
+        )
 
     def capture_passes(self, record: Record = record_cuda_graph) -> None:
         """Records the passes that go through `run_pass`, and replays them from then on."""
 
-        def changed() -> list[Tensor]:
+        def list_changed_tensors() -> list[Tensor]:
             return [self.actor.gradients, self.critic.gradients, *self.policy.buffers()]
 
-        self._captured = CapturedPasses(changed, record)
+        self._captured_passes = CapturedPasses(list_changed_tensors, record)
 
     def _is_skipped(self, network: str, backend: FlatModule, norm: Tensor) -> bool:
         """Returns whether an optimizer step was skipped because of a non-finite gradient, and records it."""
-        if not backend.refuses(norm):
+        if not backend.is_step_skipped(norm):
             return False
 
-        def message() -> str:
-            names = backend.bad_gradients()
-            return f"update {self.updates}: the gradient of the {network} is not finite ({format_names(names) or 'its norm'})"
+        def format_message() -> str:
+            bad_names = backend.bad_gradients()
+            place_text = format_names(bad_names) or "its norm"
+            return f"update {self.num_updates}: the gradient of the {network} is not finite ({place_text})"
 
-        self.skips.record_skip(message)
+        self.skips.record_skip(format_message)
         return True
 
     def facts(self) -> dict[str, float]:
@@ -268,25 +304,28 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         if self._ranks > 1:
             sums = self._reduce(sums)
         num_updates, num_actor_updates = self._counts
-        names = (*self.critic_metrics, *self.actor_metrics)
-        counts = [max(num_updates, 1)] * len(self.critic_metrics) + [max(num_actor_updates, 1)] * len(
+        metric_names = (*self.critic_metrics, *self.actor_metrics)
+        update_counts = [max(num_updates, 1)] * len(self.critic_metrics) + [max(num_actor_updates, 1)] * len(
             self.actor_metrics
         )
-        means = {name: total / n for name, total, n in zip(names, sums.tolist(), counts, strict=True)}
+        means = {
+            name: metric_total / n
+            for name, metric_total, n in zip(metric_names, sums.tolist(), update_counts, strict=True)
+        }
         if nonfinite_names := [name for name, mean in means.items() if not math.isfinite(mean)]:
-            raise nonfinite(f"after update {self.updates}: {', '.join(nonfinite_names)} not finite")
+            raise nonfinite(f"after update {self.num_updates}: {', '.join(nonfinite_names)} not finite")
         self._sums.zero_()
         self._counts = [0, 0]
         return {
             **(means if num_updates else {}),
             **self.facts(),
-            "updates": float(self.updates),
+            "updates": float(self.num_updates),
             **self.skips.pop_metrics(),
         }
 
-    def set_lr(self, factor: float) -> None:
+    def set_lr(self, lr_factor: float) -> None:
         """Scales the learning rates of all later steps."""
-        self._lr_factor = factor
+        self._lr_factor = lr_factor
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +336,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
             "actor": self.actor.state_dict(),
             "critic": self.critic.state_dict(),
             **target_states,
-            "updates": self.updates,
+            "updates": self.num_updates,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -306,7 +345,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         self.critic.load_state_dict(state["critic"])
         for name, target in self.targets.items():
             target.module.load_state_dict(state[_CHECKPOINT_KEYS[name]])
-        self.updates = int(state["updates"])
+        self.num_updates = int(state["updates"])
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,15 +371,15 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
     def reload(self) -> None:
         """Does nothing, because `offload` does nothing."""
 
-    def awake(self) -> contextlib.AbstractContextManager[None]:
+    def keep_on_device(self) -> contextlib.AbstractContextManager[None]:
         """Returns an empty context, because the networks are never offloaded."""
         return contextlib.nullcontext()
 
     # -- interface `PolicyLearner` --------------------------------------------------------------------------------
 
-    def named_weights(self, without: Container[str] = ()) -> Named:
+    def named_weights(self, excluded_names: Container[str] = ()) -> Named:
         """Yields all weights under the policy's names."""
-        yield from ((name, tensor) for name, tensor in self.policy.state_dict().items() if name not in without)
+        yield from ((name, tensor) for name, tensor in self.policy.state_dict().items() if name not in excluded_names)
 
     def frozen_names(self) -> frozenset[str]:
         """Returns the names of the weights that never change."""

@@ -43,15 +43,15 @@ class TransitionStream:
 
     Args:
         receive_part: Receives the part with a given number: the part's decisions in all slots, `[n, T / parts, ...]`.
-        parts: Number of parts, which arrive in order.
-        steps: T, number of decisions in the step.
+        num_parts: Number of parts, which arrive in order.
+        num_steps: T, number of decisions in the step.
 
     Attributes:
         wait_s: Seconds spent on receiving parts.
     """
 
-    def __init__(self, receive_part: Callable[[int], TrainBatch], parts: int, steps: int) -> None:
-        self._receive_part, self.parts, self.steps = receive_part, parts, steps
+    def __init__(self, receive_part: Callable[[int], TrainBatch], num_parts: int, num_steps: int) -> None:
+        self._receive_part, self.num_parts, self.num_steps = receive_part, num_parts, num_steps
         self._batch: TrainBatch | None = None
         self._next_part = 0
         self.wait_s = 0.0
@@ -64,40 +64,42 @@ class TransitionStream:
 
     def wait_until(self, part: int) -> None:
         """Blocks until all parts up to and including `part` have been received."""
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         while self._next_part <= part:
             part_batch = self._receive_part(self._next_part)
             if self._batch is None:
                 self._batch = part_batch.map(self._allocate)
             for column, rows in zip(self._batch.tensors(), part_batch.tensors(), strict=True):
-                slots, size, *shape = rows.shape
-                column.view(slots, self.parts, size, *shape)[:, self._next_part] = rows
+                num_slots, num_steps, *shape = rows.shape
+                column.view(num_slots, self.num_parts, num_steps, *shape)[:, self._next_part] = rows
             self._next_part += 1
-        self.wait_s += time.perf_counter() - start
+        self.wait_s += time.perf_counter() - start_time
 
     def _allocate(self, rows: torch.Tensor) -> torch.Tensor:
         """Allocates rows for all parts, with the shape and dtype of one part's rows."""
-        slots, size, *shape = rows.shape
-        return rows.new_empty((slots * size * self.parts, *shape))
+        num_slots, num_steps, *shape = rows.shape
+        return rows.new_empty((num_slots * num_steps * self.num_parts, *shape))
 
     def iter_micro_batches(
-        self, indices: torch.Tensor, size: int, make: Callable[[torch.Tensor], Item]
+        self, indices: torch.Tensor, chunk_size: int, make_item: Callable[[torch.Tensor], Item]
     ) -> Sequence[Item]:
-        """Returns the items that `make` builds from chunks of up to `size` rows, ordered by part. Each chunk belongs to
-        one part.
+        """Returns the items that `make_item` builds from chunks of up to `chunk_size` rows, ordered by part. Each chunk
+        belongs to one part.
 
         The sequence builds an item when the item is requested, and waits for the item's rows.
         """
-        part_of_row = indices % self.steps // (self.steps // self.parts)
+        part_of_row = indices % self.num_steps // (self.num_steps // self.num_parts)
         row_chunks = [
-            (part, rows) for part in part_of_row.unique().tolist() for rows in indices[part_of_row == part].split(size)
+            (part_index, rows)
+            for part_index in part_of_row.unique().tolist()
+            for rows in indices[part_of_row == part_index].split(chunk_size)
         ]
 
         def build(part: int, rows: torch.Tensor) -> Item:
             self.wait_until(part)
-            return make(rows)
+            return make_item(rows)
 
-        return LazySequence([partial(build, part, rows) for part, rows in row_chunks])
+        return LazySequence([partial(build, part_index, rows) for part_index, rows in row_chunks])
 
 
 class LazySequence(Sequence[Item], Generic[Item]):
@@ -110,7 +112,7 @@ class LazySequence(Sequence[Item], Generic[Item]):
         return len(self._builders)
 
     def __iter__(self) -> Iterator[Item]:
-        return (build() for build in self._builders)
+        return (build_item() for build_item in self._builders)
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self._builders[index]()
@@ -122,27 +124,38 @@ _BUILT_IN_LOSSES = (losses.ppo, losses.gspo, losses.cispo)
 METRICS = ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction")
 
 
+class MinibatchTotals(NamedTuple):
+    """Numbers of a minibatch over all ranks: of its rows and tokens, and moments of its advantages."""
+
+    num_rows: torch.Tensor
+    tokens: torch.Tensor
+    entropy_tokens: torch.Tensor
+    mean: torch.Tensor
+    std: torch.Tensor
+
+
 @dataclass
 class MinibatchShard:
-    """One rank's rows of a minibatch, with sums over all ranks and the number of passes of each rank. `stream` is set
+    """One rank's rows of a minibatch, with numbers over all ranks and the number of passes of each rank. `stream` is set
     if training begins before the step's transitions have all arrived.
     """
 
     indices: torch.Tensor
-    count: torch.Tensor
-    tokens: torch.Tensor
-    mean: torch.Tensor
-    std: torch.Tensor
-    passes: int = 0
+    totals: MinibatchTotals
+    num_passes: int = 0
     stream: TransitionStream | None = None
-    empty: bool = False
+    is_empty: bool = False
 
 
 class MicroBatch(NamedTuple):
     """Input of one forward and backward pass."""
 
     rows: TrainBatch
-    shard: MinibatchShard
+    totals: MinibatchTotals
+
+
+#: Number of sizes of a pass where passes are recorded, each of which needs a recording.
+_NUM_RECORDED_SIZES = 16
 
 
 class PolicyUpdate:
@@ -155,9 +168,10 @@ class PolicyUpdate:
         micro_batch: Number of transitions per forward and backward pass; None for all rows of a rank's minibatch shard.
         seed: Seed of the order of transitions.
         reduce: Sums a tensor over the group, in place.
-        rank, ranks: Index of this rank, and number of ranks in the group.
+        rank, num_ranks: Index of this rank, and number of ranks in the group.
         gather: Gathers an object from all ranks, in rank order.
-        skip: True skips optimizer steps with a non-finite gradient; False raises an error.
+        skips_nonfinite: True skips optimizer steps with a non-finite gradient; False raises an error.
+        sequence_steps: Number of consecutive rows in a sequence, for `algorithm.loss_agg: seq-mean-token-mean`.
     """
 
     def __init__(
@@ -167,22 +181,25 @@ class PolicyUpdate:
         *,
         batch_size: int,
         micro_batch: int | None,
+        sequence_length: int = 1,
         seed: int,
         reduce: Reduce = lambda t: t,
         gather: Callable[[Any], list[Any]] = lambda value: [value],
         rank: int = 0,
-        ranks: int = 1,
-        skip: bool = False,
+        num_ranks: int = 1,
+        skips_nonfinite: bool = False,
     ) -> None:
         self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
-        self._reduce, self._rank, self._ranks = reduce, rank, ranks
-        self.skips, self._gather = SkippedSteps(skip), gather
+        self._reduce, self._rank, self._ranks = reduce, rank, num_ranks
+        self.skips, self._gather = SkippedSteps(skips_nonfinite), gather
         self.epochs = algorithm.update_epochs
         self.loss_type = algorithm.loss_type
         self.value_coef, self.entropy_coef = algorithm.value_coef, algorithm.entropy_coef
-        self.value_clip = algorithm.value_clip
+        self.value_clip, self.huber_delta = algorithm.value_clip, algorithm.huber_delta
+        self._sequence_steps = None if algorithm.loss_agg == "token-mean" else sequence_length
+        self._counts_filtered = algorithm.count_filtered_groups
         self.target_kl = algorithm.target_kl
-        normalize = algorithm.normalize_advantages.lower()
+        normalize = algorithm.normalize_advantages
         self.normalize = "minibatch" if normalize == "auto" else normalize
         if self.normalize not in ("batch", "minibatch", "none", "false"):
             raise ConfigError(
@@ -198,6 +215,7 @@ class PolicyUpdate:
         self.decoupled = POLICY_LOSSES.find(self.loss_type) is losses.decoupled_ppo
         if self.decoupled:
             self._loss_options["behave_weight_cap"] = algorithm.tis_cap
+        self._behave_weight_threshold = algorithm.behave_weight_threshold if self.decoupled else None
 
     def run(
         self,
@@ -227,20 +245,24 @@ class PolicyUpdate:
         """
         device = batch.logprobs.device
         if self.decoupled:
-            batch = replace(batch, proximal_logprobs=self._proximal_logprobs(batch))
+            batch = replace(batch, proximal_logprobs=self._compute_proximal_logprobs(batch))
+            if self._behave_weight_threshold is not None:
+                batch = _without_stale_tokens(batch, self._behave_weight_threshold)
+        if self._sequence_steps is not None:
+            batch = self._add_sequence_weights(batch, total)
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=device)
         norms = torch.zeros((), dtype=torch.float64, device=device)
         loss_metrics: dict[str, torch.Tensor] = {}
-        updates = num_empty = 0
-        for minibatch_index, minibatch in enumerate(self._minibatches(batch, local_rows, total, step, stream)):
-            if minibatch.empty:  # an optimizer step would move the weights by Adam's momentum alone
+        num_updates = num_empty = 0
+        for minibatch_index, minibatch in enumerate(self._iter_minibatches(batch, local_rows, total, step, stream)):
+            if minibatch.is_empty:  # an optimizer step would move the weights by Adam's momentum alone
                 num_empty += 1
                 continue
             metric_sums, minibatch_metrics = self._accumulate(batch, minibatch)
             if self._exceeds_target_kl(metric_sums):
                 break
             norm = self.backend.optimizer_step(lr)
-            if self.backend.refuses(norm):
+            if self.backend.is_step_skipped(norm):
                 nonfinite_text = self._describe_nonfinite(metric_sums)
                 self.skips.record_skip(lambda: f"step {step}, minibatch {minibatch_index}: {nonfinite_text}")  # noqa: B023 (called at once)
                 continue
@@ -248,24 +270,38 @@ class PolicyUpdate:
             norms += norm
             sums += metric_sums
             loss_metrics = _sum_metrics(loss_metrics, minibatch_metrics)
-            updates += 1
+            num_updates += 1
         if stream is not None:  # waits also if the updates have ended early
-            stream.wait_until(stream.parts - 1)
-        means = (self._sum_over_ranks(sums) / max(updates, 1)).tolist()
+            stream.wait_until(stream.num_parts - 1)
+        means = (self._sum_over_ranks(sums) / max(num_updates, 1)).tolist()
         if not math.isfinite(norms):  # reads the accelerator's norms before any weight leaves the rank
             raise nonfinite(f"step {step}: the norm of a gradient is not finite")
         return {
             **dict(zip(METRICS, means, strict=True)),
-            "grad_norm": float(norms) / max(updates, 1),
-            "epochs": updates / -(-total // self.batch_size),
+            "grad_norm": float(norms) / max(num_updates, 1),
+            "epochs": num_updates / -(-total // self.batch_size),
             "lr": lr,
-            **self._loss_metrics(loss_metrics, max(updates, 1)),
+            **self._compute_loss_metrics(loss_metrics, max(num_updates, 1)),
             **self.skips.pop_metrics(),
             **({"empty_minibatches": float(num_empty)} if num_empty else {}),
         }
 
+    def _add_sequence_weights(self, batch: TrainBatch, total: int) -> TrainBatch:
+        """Returns the batch with the sizes of its sequences, scaled such that the loss weight of a token or value in a
+        minibatch of n rows is 1 / (n · size). Summed over all `total` rows of the step, that is the mean over the trained
+        sequences, or over all of them (`algorithm.count_filtered_groups`), of the mean over a sequence.
+        """
+        assert self._sequence_steps is not None
+        batch = batch.with_sequence_sizes(self._sequence_steps)
+        assert batch.sequence_sizes is not None
+        trained_sequences = (batch.sequence_sizes[:: self._sequence_steps, 1] > 0).sum().double()
+        num_sequences: torch.Tensor | float = self._sum_over_ranks(trained_sequences.reshape(1))[0].clamp(min=1).float()
+        if self._counts_filtered:
+            num_sequences = total / self._sequence_steps
+        return replace(batch, sequence_sizes=batch.sequence_sizes.clamp(min=1) * num_sequences / total)
+
     @torch.no_grad()
-    def _proximal_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+    def _compute_proximal_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Returns log-probs of the rollout's actions under the weights before the update, which may be newer than the
         rollout's weights.
         """
@@ -275,18 +311,18 @@ class PolicyUpdate:
             logprobs.append(self.backend.evaluate(_forward, (batch.select(rows).policy_inputs(), options))["logprobs"])
         return torch.cat(logprobs)
 
-    def _loss_metrics(self, sums: dict[str, torch.Tensor], updates: int) -> dict[str, float]:
+    def _compute_loss_metrics(self, sums: dict[str, torch.Tensor], num_updates: int) -> dict[str, float]:
         """Returns the means of the additional metrics of a loss that is not built in. A rank without rows gets the
         metrics' names from the other ranks.
         """
         if POLICY_LOSSES.find(self.loss_type) in _BUILT_IN_LOSSES:
             return {}
-        names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
-        if not names:
+        metric_names = sorted(set().union(*self._gather(sorted(sums)))) if self._ranks > 1 else sorted(sums)
+        if not metric_names:
             return {}
         zero = torch.zeros((), dtype=torch.float64, device=self.backend.device)
-        metric_sums = self._sum_over_ranks(torch.stack([sums.get(name, zero) for name in names]))
-        return dict(zip(names, (metric_sums / updates).tolist(), strict=True))
+        metric_sums = self._sum_over_ranks(torch.stack([sums.get(name, zero) for name in metric_names]))
+        return dict(zip(metric_names, (metric_sums / num_updates).tolist(), strict=True))
 
     def _describe_nonfinite(self, stats: torch.Tensor) -> str:
         """Describes the non-finite values and their ranks. All ranks must call the method; they get the same text."""
@@ -317,20 +353,22 @@ class PolicyUpdate:
     def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._reduce(tensor) if self._ranks > 1 else tensor
 
-    def _minibatches(
+    def _iter_minibatches(
         self, batch: TrainBatch, local_rows: range, total: int, step: int, stream: TransitionStream | None
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of all epochs. If possible, computes sums over the ranks before the first minibatch."""
-        begin = 0
+        first_row = 0
         if stream is not None:
-            yield from self._stream_minibatches(batch, local_rows, total, step, stream)
-            begin = 1
-        orders = [permutation(total, self.seed, step, epoch) for epoch in range(begin, self.epochs)]
-        epochs = [self._make_shards(batch, local_minibatches(order, self.batch_size, local_rows)) for order in orders]
+            yield from self._iter_stream_minibatches(batch, local_rows, total, step, stream)
+            first_row = 1
+        orders = [permutation(total, self.seed, step, epoch) for epoch in range(first_row, self.epochs)]
+        epochs = [
+            self._make_shards(batch, local_minibatches(row_order, self.batch_size, local_rows)) for row_order in orders
+        ]
         yield from (minibatch for minibatches in epochs for minibatch in minibatches)
 
-    def _stream_minibatches(
-        self, batch: TrainBatch, local_rows: range, total: int, step: int, stream: TransitionStream
+    def _iter_stream_minibatches(
+        self, batch: TrainBatch, local_rows: range, num_rows: int, step: int, stream: TransitionStream
     ) -> Iterator[MinibatchShard]:
         """Yields the minibatches of the first epoch.
 
@@ -338,45 +376,53 @@ class PolicyUpdate:
         moments of its advantages are then unknown. Therefore it trains on all its rows, and its advantages are not
         normalized.
         """
-        slots, parts = total // stream.steps, stream.parts
+        num_slots, num_parts = num_rows // stream.num_steps, stream.num_parts
         indices = local_minibatches(
-            permutation_by_part(slots, stream.steps, parts, self.seed, step, 0), self.batch_size, local_rows
+            permutation_by_part(num_slots, stream.num_steps, num_parts, self.seed, step, 0), self.batch_size, local_rows
         )
-        minibatches_per_part = total // parts // self.batch_size
+        minibatches_per_part = num_rows // num_parts // self.batch_size
         if minibatches_per_part:
-            for part in range(parts):
-                stream.wait_until(part)
+            for part_index in range(num_parts):
+                stream.wait_until(part_index)
                 yield from self._make_shards(
-                    batch, indices[part * minibatches_per_part : (part + 1) * minibatches_per_part]
+                    batch, indices[part_index * minibatches_per_part : (part_index + 1) * minibatches_per_part]
                 )
             return
         stream.wait_until(0)
-        device, tokens = batch.logprobs.device, batch.tokens_per_row
+        device, tokens_per_row = batch.logprobs.device, batch.tokens_per_row
         zero = torch.zeros((), device=device)
-        count = zero + self.batch_size
+        row_counts = zero + self.batch_size
         for local_indices in indices:
-            yield MinibatchShard(local_indices.to(device), count, count * tokens, zero, zero + 1, stream=stream)
+            num_tokens = row_counts * tokens_per_row
+            totals = MinibatchTotals(row_counts, num_tokens, num_tokens, zero, zero + 1)
+            yield MinibatchShard(local_indices.to(device), totals, stream=stream)
 
     def _make_shards(self, batch: TrainBatch, indices: list[torch.Tensor]) -> list[MinibatchShard]:
         """Returns this rank's shards of minibatches, with counts and advantage moments over all ranks."""
         device = batch.logprobs.device
         indices = [rows_of_shard.to(device) for rows_of_shard in indices]
-        mask = batch.mask.double()
-        advantages = batch.advantages.double() * mask
-        moment_columns = [mask, advantages, advantages * batch.advantages]
+        mask = policy_mask = batch.mask.double()
+        if batch.policy_mask is not None:
+            policy_mask = mask * batch.policy_mask.reshape(-1, *[1] * (mask.dim() - 1))
+        advantages = batch.advantages.double() * policy_mask
+        moment_columns = [policy_mask, advantages, advantages * batch.advantages]
         rows = torch.stack(
             [column.flatten(1).sum(1) if column.dim() > 1 else column for column in moment_columns], dim=1
         )
         tokens = batch.token_weights()
-        token_counts = mask if tokens.shape[1] == 1 and batch.token_mask is None else tokens.double().sum(1)
+        has_token_mask = batch.token_mask is not None or batch.policy_mask is not None
+        token_counts = mask if tokens.shape[1] == 1 and not has_token_mask else tokens.double().sum(1)
         if self.normalize == "batch":
-            moments = rows.sum(0).expand(len(indices), 3).clone()
+            advantage_moments = rows.sum(0).expand(len(indices), 3).clone()
         else:
-            moments = torch.stack([rows[rows_of_shard].sum(0) for rows_of_shard in indices])
+            advantage_moments = torch.stack([rows[rows_of_shard].sum(0) for rows_of_shard in indices])
         counted_columns = [mask] if token_counts is mask else [mask, token_counts]
+        num_columns = len(counted_columns)
+        if batch.entropy_mask is not None:
+            counted_columns.append(batch.entropy_mask.double().reshape(len(batch), -1).sum(1))
         counts = [torch.stack([column[rows_of_shard].sum() for rows_of_shard in indices]) for column in counted_columns]
         num_valid, value_sums, squared_sums, *counts = self._sum_over_ranks(
-            torch.cat([moments, torch.stack(counts, dim=1)], dim=1)
+            torch.cat([advantage_moments, torch.stack(counts, dim=1)], dim=1)
         ).unbind(1)
         mean = value_sums / num_valid.clamp(min=1)
         variance = ((squared_sums - num_valid * mean * mean) / (num_valid - 1).clamp(min=1)).clamp(min=0)
@@ -384,19 +430,32 @@ class PolicyUpdate:
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         mean, std = mean.float(), variance.sqrt().float()
         empty_flags = (counts[0] == 0).tolist()
-        counts = [count.float().clamp(min=1) for count in counts]
-        columns = zip(indices, counts[0], counts[-1], mean, std, strict=True)
+        counts = [sums_per_shard.float().clamp(min=1) for sums_per_shard in counts]
         shards = [
-            MinibatchShard(*values, empty=is_empty) for values, is_empty in zip(columns, empty_flags, strict=True)
+            MinibatchShard(
+                indices[i],
+                MinibatchTotals(counts[0][i], counts[num_columns - 1][i], counts[-1][i], mean[i], std[i]),
+                is_empty=is_empty,
+            )
+            for i, is_empty in enumerate(empty_flags)
         ]
         if not self.backend.lockstep:
             return shards
-        local_passes = [-(-shard.indices.numel() // self._micro_batch_size(shard)) for shard in shards]
+        local_passes = [-(-shard.indices.numel() // self._choose_micro_batch_size(shard)) for shard in shards]
         num_passes = count_passes(local_passes, self._rank, self._ranks, self._reduce)
-        return [replace(shard, passes=shard_passes) for shard, shard_passes in zip(shards, num_passes, strict=True)]
+        return [replace(shard, num_passes=shard_passes) for shard, shard_passes in zip(shards, num_passes, strict=True)]
 
-    def _micro_batch_size(self, shard: MinibatchShard) -> int:
+    def _choose_micro_batch_size(self, shard: MinibatchShard) -> int:
         return self.micro_batch or max(shard.indices.numel(), 1)
+
+    def _recorded_size(self, count: int) -> int:
+        """Returns the number of rows to which a pass of `count` rows is padded where passes are recorded.
+
+        The transitions of several ranks are shuffled together, so the number of a rank's rows differs between minibatches.
+        """
+        limit = self.micro_batch or self.batch_size
+        quantum = max(limit // _NUM_RECORDED_SIZES, 1)
+        return min(-(-count // quantum) * quantum, limit)
 
     def _accumulate(self, batch: TrainBatch, shard: MinibatchShard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Accumulates the gradients of one minibatch; returns this rank's summands of the metrics and of the loss's
@@ -406,64 +465,77 @@ class PolicyUpdate:
         loss_metrics: dict[str, torch.Tensor] = {}
 
         def select_rows(indices: torch.Tensor) -> MicroBatch:
-            return MicroBatch(batch.select(indices), shard)
+            count = indices.numel()
+            num_idle = self._recorded_size(count) - count if self.backend.records_passes else 0
+            if not num_idle:
+                return MicroBatch(batch.select(indices), shard.totals)
+            padded_indices = torch.cat([indices, indices[-1:].expand(num_idle)])
+            return MicroBatch(batch.select(padded_indices).idle_from(count), shard.totals)
 
         if shard.stream is not None:
-            micro_batches = shard.stream.iter_micro_batches(shard.indices, self._micro_batch_size(shard), select_rows)
+            micro_batches = shard.stream.iter_micro_batches(
+                shard.indices, self._choose_micro_batch_size(shard), select_rows
+            )
         else:
             micro_batches = [
-                select_rows(rows) for rows in shard.indices.split(self._micro_batch_size(shard)) if rows.numel()
+                select_rows(rows) for rows in shard.indices.split(self._choose_micro_batch_size(shard)) if rows.numel()
             ]
-        if shard.passes > len(micro_batches):
+        if shard.num_passes > len(micro_batches):
             micro_batches = [
                 *micro_batches,
-                *[MicroBatch(batch.idle_row(), shard)] * (shard.passes - len(micro_batches)),
+                *[MicroBatch(batch.idle_row(), shard.totals)] * (shard.num_passes - len(micro_batches)),
             ]
-        for metrics in self.backend.forward_backward(micro_batches, self._loss):
+        for metrics in self.backend.forward_backward(micro_batches, self._compute_loss):
             metric_sums += metrics.pop("stats")
             loss_metrics = _sum_metrics(loss_metrics, metrics)
         return metric_sums, loss_metrics
 
-    def _loss(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
+    def _compute_loss(self, module: nn.Module, micro_batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
         """Returns a micro-batch's summands of the minibatch's loss and metrics; "stats" holds the values of `METRICS`."""
-        rows, shard = micro_batch
-        size = len(rows)
+        rows, totals = micro_batch
+        num_rows = len(rows)
         tokens = rows.token_weights()
-        advantages = rows.advantages.reshape(size, -1)
+        advantages = rows.advantages.reshape(num_rows, -1)
         if self.normalize not in ("none", "false"):
-            advantages = (advantages - shard.mean) / (shard.std + 1e-8)
+            advantages = (advantages - totals.mean) / (totals.std + 1e-8)
         has_value_loss = self.value_coef > 0
         options = {"compute_logprobs": True, "compute_entropy": True, "compute_values": has_value_loss}
         outputs = _forward(module, (rows.policy_inputs(), options))
+        mask = rows.mask.reshape(num_rows, -1)
+        token_weights, value_weights = self._compute_sequence_weights(rows, tokens, mask)
         extra_inputs: dict[str, Any] = {}
         if rows.proximal_logprobs is not None:
-            extra_inputs["proximal_logprobs"] = rows.proximal_logprobs.reshape(size, -1)
+            extra_inputs["proximal_logprobs"] = rows.proximal_logprobs.reshape(num_rows, -1)
         # For the loss, a decision is a sequence of one or several tokens: [M, ...] → [M, tokens].
         policy_term, loss_metrics = policy_loss(
             self.loss_type,
-            logprobs=outputs["logprobs"].reshape(size, -1),
-            old_logprobs=rows.logprobs.reshape(size, -1),
+            logprobs=outputs["logprobs"].reshape(num_rows, -1),
+            old_logprobs=rows.logprobs.reshape(num_rows, -1),
             advantages=spread(advantages, tokens.shape[1]),
             loss_mask=tokens,
-            global_tokens=shard.tokens,
+            global_tokens=totals.tokens,
+            weights=token_weights,
             **self._loss_options,
             **extra_inputs,
         )
         if has_value_loss:
             value_term, _ = value_loss(
-                values=outputs["values"].reshape(size, -1),
-                returns=rows.returns.reshape(size, -1),
-                loss_mask=rows.mask.reshape(size, -1),
-                old_values=rows.values.reshape(size, -1),
+                values=outputs["values"].reshape(num_rows, -1),
+                returns=rows.returns.reshape(num_rows, -1),
+                loss_mask=mask,
+                old_values=rows.values.reshape(num_rows, -1),
                 value_clip=self.value_clip,
-                global_tokens=shard.count,
+                huber_delta=self.huber_delta,
+                global_tokens=totals.num_rows,
+                weights=value_weights,
             )
         else:
             value_term = torch.zeros_like(policy_term)
-        entropy = (outputs["entropy"].reshape(size, -1) * tokens).sum() / shard.tokens
+        entropy_mask = tokens if rows.entropy_mask is None else rows.entropy_mask.reshape(num_rows, -1)
+        entropy = (outputs["entropy"].reshape(num_rows, -1) * entropy_mask).sum() / totals.entropy_tokens
         loss = policy_term + self.value_coef * value_term - self.entropy_coef * entropy
         with torch.no_grad():
-            token_fraction = tokens.sum() / shard.tokens  # `loss_metrics` are means over this micro-batch
+            token_fraction = tokens.sum() / totals.tokens  # `loss_metrics` are means over this micro-batch
             zero = torch.zeros_like(loss)
             means = [
                 token_fraction * loss_metrics.get("approx_kl", zero),
@@ -477,6 +549,15 @@ class PolicyUpdate:
             }
         return loss, {"stats": metric_values, **additional_metrics}
 
+    def _compute_sequence_weights(
+        self, rows: TrainBatch, tokens: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Returns the loss weights of tokens and values, `[M, ...]`; None if losses are means over tokens."""
+        if rows.sequence_sizes is None:
+            return None, None
+        token_sizes, value_sizes = rows.sequence_sizes.split(1, dim=1)
+        return tokens / (token_sizes * self.batch_size), mask / (value_sizes * self.batch_size)
+
 
 def _forward(module: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:
     """Runs the policy's training pass on `(inputs, options)`."""
@@ -484,5 +565,18 @@ def _forward(module: nn.Module, request: tuple[dict[str, Any], dict[str, bool]])
     return module(lambda policy: policy.default_forward(inputs, **options))
 
 
-def _sum_metrics(sums: dict[str, torch.Tensor], added: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {**sums, **{name: sums[name] + metric if name in sums else metric for name, metric in added.items()}}
+def _sum_metrics(sums: dict[str, torch.Tensor], added_sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**sums, **{name: sums[name] + metric if name in sums else metric for name, metric in added_sums.items()}}
+
+
+def _without_stale_tokens(batch: TrainBatch, threshold: float) -> TrainBatch:
+    """Returns the batch with a loss mask that leaves out the tokens whose ratio of proximal to behaviour policy exceeds a
+    threshold (the correction `token_rejection`). The entropy of these tokens still counts.
+    """
+    from rlhpc.algorithms.correction_types import TokenRejection
+
+    assert batch.proximal_logprobs is not None
+    tokens, shape = batch.token_weights(), batch.logprobs.shape
+    ratios = (batch.proximal_logprobs - batch.logprobs).reshape(tokens.shape).exp()
+    kept_tokens = tokens * TokenRejection(high=threshold).keeps(ratios)
+    return replace(batch, token_mask=kept_tokens.reshape(shape), entropy_mask=tokens.reshape(shape))

@@ -6,11 +6,13 @@ The update differs from CleanRL in two ways, which do not affect the results: ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rlhpc.embodied.algorithms.off_policy import OffPolicyUpdate, TargetNetwork, TransitionBatch
 from rlhpc.embodied.models.off_policy import BatchRenorm, CrossQPolicy, SACPolicy
@@ -19,6 +21,21 @@ from rlhpc.training.flat_parameters import AdamOptions, FlatAdam
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import SacAlgorithmConfig, SacOptimConfig
+
+
+class Temperature(NamedTuple):
+    """Form of the temperature α(x) of a trained number x: the value, its inverse, and its slope at (x, α)."""
+
+    value: Callable[[Tensor], Tensor]
+    inverse: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+
+#: Forms of the temperature (`algorithm.alpha_type`).
+TEMPERATURES = {
+    "exp": Temperature(torch.exp, torch.log, lambda x, alpha: alpha),
+    "softplus": Temperature(functional.softplus, lambda alpha: alpha.expm1().log(), lambda x, alpha: x.sigmoid()),
+}
 
 
 class SacUpdate(OffPolicyUpdate[SACPolicy]):
@@ -31,52 +48,61 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         self, algorithm: SacAlgorithmConfig, optim: SacOptimConfig, policy: SACPolicy, *args: Any, **kwargs: Any
     ) -> None:
         super().__init__(algorithm, optim, policy, *args, **kwargs)
+        self.actor_agg_q = algorithm.actor_agg_q
         self.backup_entropy, self.tune = algorithm.backup_entropy, algorithm.auto_entropy_tuning
         target_entropy = algorithm.target_entropy
         self.target_entropy = -float(policy.head.dim) if target_entropy is None else target_entropy
-        self.log_alpha = self.critic.weights.new_full((1,), algorithm.initial_alpha).log()
-        self._alpha_gradient = torch.zeros_like(self.log_alpha)
+        self._temperature = TEMPERATURES[algorithm.alpha_type]
+        self.raw_alpha = self._temperature.inverse(self.critic.weights.new_full((1,), algorithm.initial_alpha))
+        self._alpha_clip = algorithm.alpha_clip_grad
+        self._alpha_gradient = torch.zeros_like(self.raw_alpha)
         alpha_lr = self.value_lr if algorithm.alpha_lr is None else algorithm.alpha_lr
         options = replace(AdamOptions.of(optim), lr=alpha_lr, weight_decay=0.0)
-        self._alpha_adam = FlatAdam(self.log_alpha, self._alpha_gradient, options)
-        self.alpha = self.log_alpha.exp()
+        self._alpha_adam = FlatAdam(self.raw_alpha, self._alpha_gradient, options)
+        self.alpha = self._temperature.value(self.raw_alpha)
 
-    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_critics(self, obs: Any, next_obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the critics towards the reward plus the discounted soft value of the next state (`soft_values`)."""
         return self.step_critics(self.run_pass(self._critic_pass, (obs, next_obs, batch.without_obs())))
 
-    def _critic_pass(self, inputs: tuple[Tensor, Tensor, TransitionBatch]) -> dict[str, Tensor]:
+    def _critic_pass(self, inputs: tuple[Any, Any, TransitionBatch]) -> dict[str, Tensor]:
         obs, next_obs, batch = inputs
+        targets = self.targets["critics"].module
         with torch.no_grad():
-            next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
-            next_soft_values = self.soft_values(
-                self.targets["critics"].module(next_obs, next_actions.flatten(1)), logprobs
-            )
-        return self.critic_gradients(self.policy.critics(obs, batch.actions.flatten(1)), next_soft_values, batch)
+            next_actions, logprobs = self.policy.head.act(self.policy.actor(self.encode(next_obs)), batch.noise[0])
+            next_values = targets(self.encode(next_obs, targets), next_actions.flatten(1))
+            next_soft_values = self.soft_values(next_values, logprobs, batch)
+        predicted_values = self.policy.critics(self.policy.encode(obs), batch.actions.flatten(1))
+        return self.critic_gradients(predicted_values, next_soft_values, batch)
 
-    def soft_values(self, values: Tensor, logprobs: Tensor) -> Tensor:
-        """Returns the smaller of the Q-values `[2, b]`, minus α · log-prob if the targets include the entropy."""
-        min_value = values.amin(0)
+    def soft_values(self, next_values: Tensor, logprobs: Tensor, batch: TransitionBatch) -> Tensor:
+        """Returns the smallest of the Q-values `[critics, b]`, minus α · log-prob if the targets include the entropy."""
+        min_value = self.smallest_target(next_values, batch)
         return min_value - self.alpha * logprobs if self.backup_entropy else min_value
 
-    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_actor(self, obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor towards higher Q-values and entropy, then steps the temperature."""
         metrics = self.run_pass(self._actor_pass, (obs, batch.without_obs()))
         norm, entropy = self.step_actor(), metrics["entropy"]
         with torch.no_grad():
-            if self.tune and not self.actor.refuses(norm):
+            if self.tune and not self.actor.is_step_skipped(norm):
                 mean = self._reduce(entropy.clone()) if self._ranks > 1 else entropy
-                # d/d(log α) of −α·(log π + H), Haarnoja et al. 2018b with CleanRL's parametrisation.
-                self._alpha_gradient.copy_((mean - self.target_entropy) * self.alpha)
+                # d/dx of −α(x)·(log π + H), Haarnoja et al. 2018b; α = exp(x) is CleanRL's parametrisation.
+                slope = self._temperature.slope(self.raw_alpha, self.alpha)
+                self._alpha_gradient.copy_((mean - self.target_entropy) * slope)
+                if self._alpha_clip is not None:
+                    self._alpha_gradient.clamp_(-self._alpha_clip, self._alpha_clip)
                 self._alpha_adam.step()
-                self.alpha.copy_(self.log_alpha.exp())
+                self.alpha.copy_(self._temperature.value(self.raw_alpha))
         return metrics["loss"], entropy, norm / self._ranks
 
-    def _actor_pass(self, inputs: tuple[Tensor, TransitionBatch]) -> dict[str, Tensor]:
+    def _actor_pass(self, inputs: tuple[Any, TransitionBatch]) -> dict[str, Tensor]:
         obs, batch = inputs
-        actions, logprobs = self.policy.head.act(self.policy.actor(obs), batch.noise[1])
-        min_value = self.policy.critics(obs, actions.flatten(1)).amin(0)
-        loss = (self.alpha * logprobs - min_value).sum() / batch.total
+        features = self.encode(obs)
+        actions, logprobs = self.policy.head.act(self.policy.actor(features), batch.noise[1])
+        action_values = self.policy.critics(features, actions.flatten(1))
+        action_value = action_values.mean(0) if self.actor_agg_q == "mean" else action_values.amin(0)
+        loss = (self.alpha * logprobs - action_value).sum() / batch.total
         self.actor_gradients(loss)
         return {"loss": loss.detach(), "entropy": -logprobs.detach().sum() / batch.total}
 
@@ -89,7 +115,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         adam = self._alpha_adam
         return {
             **super().state_dict(),
-            "log_alpha": self.log_alpha.clone(),
+            "log_alpha": self.raw_alpha.clone(),
             "alpha_adam": [adam.exp_avg.clone(), adam.exp_avg_sq.clone(), adam.steps],
         }
 
@@ -97,11 +123,11 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         """Loads the state that `state_dict` returned (`OffPolicyUpdate.restore`)."""
         super().restore(state)
         exp_avg, exp_avg_sq, steps = state["alpha_adam"]
-        self.log_alpha.copy_(state["log_alpha"])
+        self.raw_alpha.copy_(state["log_alpha"])
         self._alpha_adam.exp_avg.copy_(exp_avg)
         self._alpha_adam.exp_avg_sq.copy_(exp_avg_sq)
         self._alpha_adam.resume_at(int(steps))
-        self.alpha.copy_(self.log_alpha.exp())
+        self.alpha.copy_(self._temperature.value(self.raw_alpha))
 
 
 class CrossQUpdate(SacUpdate):
@@ -122,7 +148,7 @@ class CrossQUpdate(SacUpdate):
                 module.reduce = self._reduce
 
     def capture_passes(self, record: Record = record_cuda_graph) -> None:
-        """Records passes on a single rank; on several, batch statistics are summed over the ranks within a pass."""
+        """Records passes if there is one rank. With several ranks, a pass sums batch statistics over the ranks."""
         if self._ranks == 1:
             super().capture_passes(record)
 
@@ -130,24 +156,25 @@ class CrossQUpdate(SacUpdate):
         """Returns {}, because CrossQ has no target networks."""
         return {}
 
-    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_critics(self, obs: Any, next_obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the critics towards the reward plus the discounted soft value of the next state. The critics compute
         this value in the same pass.
         """
         return self.step_critics(self.run_pass(self._joint_pass, (obs, next_obs, batch.without_obs())))
 
-    def _joint_pass(self, inputs: tuple[Tensor, Tensor, TransitionBatch]) -> dict[str, Tensor]:
+    def _joint_pass(self, inputs: tuple[Any, Any, TransitionBatch]) -> dict[str, Tensor]:
         obs, next_obs, batch = inputs
         with torch.no_grad():
-            next_actions, logprobs = self.policy.head.act(self.policy.actor(next_obs), batch.noise[0])
+            next_features = self.encode(next_obs)
+            next_actions, logprobs = self.policy.head.act(self.policy.actor(next_features), batch.noise[0])
         actions = torch.cat((batch.actions.flatten(1), next_actions.flatten(1)))
         critics = self.policy.critics.train()
-        joint_values = critics(torch.cat((obs, next_obs)), actions)
+        joint_values = critics(torch.cat((self.policy.encode(obs), next_features)), actions)
         critics.eval()
-        predictions, next_values = joint_values[:, : len(obs)], joint_values[:, len(obs) :].detach()
-        return self.critic_gradients(predictions, self.soft_values(next_values, logprobs), batch)
+        predictions, next_values = joint_values.chunk(2, 1)
+        return self.critic_gradients(predictions, self.soft_values(next_values.detach(), logprobs, batch), batch)
 
-    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_actor(self, obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor in training mode (`SacUpdate.train_actor`)."""
         self.policy.actor.train()
         try:

@@ -29,28 +29,32 @@ class Td3Update(OffPolicyUpdate[TD3Policy]):
         """Builds the target networks of the critics and of the actor."""
         return {**super().build_targets(), "actor": TargetNetwork(self.policy.actor, self.actor)}
 
-    def train_critics(self, obs: Tensor, next_obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_critics(self, obs: Any, next_obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the critics towards the reward plus the discounted target value of the next state: the smaller target
         Q-value of the target actor's noisy action.
         """
         return self.step_critics(self.run_pass(self._critic_pass, (obs, next_obs, batch.without_obs())))
 
-    def _critic_pass(self, inputs: tuple[Tensor, Tensor, TransitionBatch]) -> dict[str, Tensor]:
+    def _critic_pass(self, inputs: tuple[Any, Any, TransitionBatch]) -> dict[str, Tensor]:
         obs, next_obs, batch = inputs
+        targets = self.targets["critics"].module
         with torch.no_grad():
+            next_features = self.encode(next_obs, targets)
             noise = (self.policy_noise * batch.noise[0]).clamp(-self.noise_clip, self.noise_clip)
-            next_actions = self.policy.head.offset_actions(self.targets["actor"].module(next_obs), noise)
-            next_value = self.targets["critics"].module(next_obs, next_actions.flatten(1)).amin(0)
-        return self.critic_gradients(self.policy.critics(obs, batch.actions.flatten(1)), next_value, batch)
+            next_actions = self.policy.head.offset_actions(self.targets["actor"].module(next_features), noise)
+            next_value = self.smallest_target(targets(next_features, next_actions.flatten(1)), batch)
+        predicted_values = self.policy.critics(self.policy.encode(obs), batch.actions.flatten(1))
+        return self.critic_gradients(predicted_values, next_value, batch)
 
-    def train_actor(self, obs: Tensor, batch: TransitionBatch) -> tuple[Tensor, ...]:
+    def train_actor(self, obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor towards higher Q-values of the first critic."""
         metrics = self.run_pass(self._actor_pass, (obs, batch.without_obs()))
         return metrics["loss"], self.step_actor() / self._ranks
 
-    def _actor_pass(self, inputs: tuple[Tensor, TransitionBatch]) -> dict[str, Tensor]:
+    def _actor_pass(self, inputs: tuple[Any, TransitionBatch]) -> dict[str, Tensor]:
         obs, batch = inputs
-        actions = self.policy.head.act(self.policy.actor(obs), None)[0]
-        loss = -self.policy.critics(obs, actions.flatten(1))[0].sum() / batch.total
+        features = self.encode(obs)
+        actions = self.policy.head.act(self.policy.actor(features), None)[0]
+        loss = -self.policy.critics(features, actions.flatten(1))[0].sum() / batch.total
         self.actor_gradients(loss)
         return {"loss": loss.detach()}

@@ -38,6 +38,7 @@ from rlhpc.embodied.config.run import (
     SacAlgorithmConfig,
     SacConfig,
     SacOptimConfig,
+    acts_in_actor,
     minibatch_size,
 )
 
@@ -80,6 +81,7 @@ __all__ = [
     "SacModelConfig",
     "SacOptimConfig",
     "TaskConfig",
+    "acts_in_actor",
     "minibatch_size",
     "plays",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from rlhpc.config.constraints import COUNT, FRACTION, PART
+from rlhpc.config.constraints import COUNT, FRACTION, FREE, PART
 
 
 @dataclass
@@ -21,6 +21,9 @@ class DemosConfig:
     """Maximum number of episodes; null takes all."""
     holdout: Annotated[float, PART] = 0.0
     """Fraction of the episodes that are held out of training; `train/holdout_loss` is their loss."""
+    memory_mb: Annotated[int, COUNT, FREE] = 768
+    """Host memory of each rank for demonstrations, in MiB: decoded images, numbers, and batches that are read ahead. Images
+    that do not fit are read from the files again in each pass."""
 
 
 @dataclass
@@ -31,14 +34,19 @@ class ReplayBufferConfig:
     """Capacity in transitions, over all actor ranks; the oldest are dropped first."""
     min_buffer_size: Annotated[int, COUNT] = 5000
     """Number of transitions before the first update."""
+    frame_stack: Annotated[int, COUNT] = 1
+    """Number of images that an observation's image stacks in its channels, oldest first. The buffer stores each image once."""
 
 
 @dataclass
 class DemoBufferConfig:
-    """Demonstration buffer of off-policy learning, with fixed content (RLPD)."""
+    """Demonstration buffer of off-policy learning (RLPD): recorded transitions, and interventions of the run."""
 
     load_path: str | None = None
     """HDF5 trajectories in ManiSkill's format (file, folder or pattern), a Minari or LeRobot dataset's folder, or a replay
     buffer (a checkpoint of an off-policy run, or the output of `rlhpc replay`); null is none."""
     ratio: Annotated[float, FRACTION] = 0.5
     """Fraction of each batch that comes from this buffer."""
+    size: Annotated[int, COUNT] = 20_000
+    """Capacity in transitions of interventions (`env.train.intervene`), which are added to those of `load_path`; the oldest
+    are dropped first."""

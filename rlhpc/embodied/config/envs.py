@@ -25,7 +25,7 @@ from rlhpc.config.sections import RunnerConfig, WeightSyncConfig, WorkflowConfig
 
 @dataclass
 class EmbodiedRunnerConfig(RunnerConfig):
-    """The loop: how long, what is kept, when it is evaluated."""
+    """Settings of the training loop: duration, checkpoints and evaluation."""
 
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
     """Steps between evaluations during training; -1 for none (the workflow evaluates checkpoints anyway)."""
@@ -36,10 +36,15 @@ class EmbodiedRunnerConfig(RunnerConfig):
 
 @dataclass
 class PlayingRunnerConfig(EmbodiedRunnerConfig):
-    """The loop: how long, what is kept, when it is evaluated."""
+    """Settings of the training loop: duration, checkpoints and evaluation."""
 
     stop_return: Annotated[float | None, ANY, FREE] = None
     """Stop when the mean return of the last 100 training episodes reaches this."""
+    weight_sync_interval: Annotated[int, COUNT] = 1
+    """Number of steps between weight syncs to the rollout ranks, which act with the weights of the last one in between; a
+    start and an evaluation also sync. Checkpoints must fall on such steps, so that a resumed run is the same. On-policy runs
+    have it with `algorithm.max_staleness: 0` alone; off-policy runs with `max_staleness` n then act with weights of up to
+    n + interval - 1 updates ago."""
     enable_decoupled_mode: bool = False
     """Lets a rollout rank act for the env ranks whose observations have arrived, without waiting for slower ones. Results are
     bit-identical. Each pass covers all of the rank's slots of a stage."""
@@ -72,10 +77,12 @@ class TaskConfig:
     """Task: environment, its arguments and wrappers."""
 
     env_type: Annotated[str, Registered("rlhpc.embodied.envs.registry:ENVS")] = "gymnasium"
-    """`gymnasium`, `maniskill`, `metaworld`, `libero`, `robot`, `distant_robot`, a registered name, or
-    `module:Class`."""
+    """`gymnasium`, `maniskill`, `metaworld`, `libero`, `rlinf` (RLinf's own classes), `robot`, `distant_robot`, `tensors`
+    (simulators on the policy's device), a registered name, or `module:Class`."""
     env_id: str = ""
-    """Id of the environment, such as `CartPole-v1`; required."""
+    """Id of the environment, such as `CartPole-v1`; required. `tensors`: `cartpole`, `pendulum`,
+    `mjx_half_cheetah`, `mjx_inverted_pendulum`, `mjlab`, `isaac_lab`, or `module:Class`; `rlinf`: an environment type of
+    RLinf, such as `robotwin`."""
     max_episode_steps: Annotated[int | None, COUNT] = None
     """Steps after which an episode is truncated; null takes the environment's own limit."""
     kwargs: Annotated[dict[str, Any], OptionsOf("env_type", "rlhpc.embodied.envs.registry:ENV_OPTIONS")] = field(
@@ -117,12 +124,25 @@ class EnvSideConfig(TaskConfig):
 
 
 @dataclass
+class InterveneConfig:
+    """Interventions during training: a person or a script may act in place of the policy."""
+
+    source: Annotated[str | None, Registered("rlhpc.embodied.interventions.sources:INTERVENTIONS"), FREE] = None
+    """Source of interventions: `keyboard`, `gamepad`, `spacemouse`, `scripted`, a registered name, or `module:Class`; null is
+    none. Steps that it leads go to replay and demonstration buffer; on-policy runs leave them out of the policy loss."""
+    kwargs: Annotated[dict[str, Any], FREE] = field(default_factory=dict)
+    """Options of the source, such as `{expert: module:function}` of `scripted` or `{device: /dev/hidraw2}` of `spacemouse`."""
+
+
+@dataclass
 class PlayedEnvConfig(EnvSideConfig):
     """Environments of training."""
 
     reward_model: str | None = None
     """Success classifier (a run, a checkpoint or an export folder of `model_type: success`). Its probability that the task is
     done after a step replaces the simulator's reward in training; returns are still reported from the simulator's rewards."""
+    intervene: InterveneConfig = field(default_factory=InterveneConfig)
+    """Interventions during training."""
 
 
 @dataclass
@@ -197,7 +217,7 @@ class RealTimeEvalEnvConfig(EvalEnvConfig):
 
 @dataclass
 class EnvConfig:
-    """The env group."""
+    """Settings of the env group."""
 
     train: PlayedEnvConfig = field(default_factory=PlayedEnvConfig)
     """Training environments."""
@@ -207,7 +227,7 @@ class EnvConfig:
 
 @dataclass
 class RolloutEnvsConfig(EnvConfig):
-    """The env group."""
+    """Settings of the env group."""
 
     train: RolloutEnvConfig = field(default_factory=RolloutEnvConfig)
     """Training environments."""
@@ -227,7 +247,7 @@ class ClonedEnvsConfig:
 
 @dataclass
 class RolloutConfig(WeightSyncConfig):
-    """The rollout group."""
+    """Settings of the rollout group."""
 
     pipeline_stage_num: Annotated[int, COUNT, FREE] = 1
     """Number of stages into which the slots are divided: while one stage is simulated, the policy acts on another."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from rlhpc.config.constraints import ATTENTION, COUNT, DTYPES, FREE, POSITIVE, Choices, OptionsOf, Range, Registered
-from rlhpc.config.sections import AdapterConfig, DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig
+from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, OptimConfig, ParallelConfig, PolicyAdapterConfig
 
 
 @dataclass
@@ -14,13 +14,13 @@ class NetworkConfig:
     """Options of all policy networks."""
 
     model_type: Annotated[str, Registered("rlhpc.embodied.models.registry:MODELS")] = "mlp"
-    """`mlp` (state vectors), `cnn` and `resnet` (images, optionally with state vectors), `flow` (chunks of continuous actions
-    by flow matching, from either), `success` (success classifier on either; behaviour cloning only), `conditioned` (mlp, cnn,
-    resnet or flow after advantage conditioning), `vla` (Llava with action tokens), `pi0`, `openvla` (OpenVLA and OpenVLA-OFT),
-    `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy, SmolVLA, π0, π0.5), a registered name, or
-    `module:Class`."""
+    """`mlp` (state vectors), `cnn`, `resnet` and `resnet10` (images, optionally with state vectors), `flow` (chunks of
+    continuous actions by flow matching, from either), `success` (success classifier on either; behaviour cloning only),
+    `conditioned` (mlp, cnn, resnet, resnet10 or flow after advantage conditioning), `vla` (Llava with action tokens), `pi0`,
+    `openvla` (OpenVLA and OpenVLA-OFT), `lerobot` (policies of LeRobot's library: ACT, Diffusion Policy, SmolVLA, π0, π0.5),
+    a registered name, or `module:Class`."""
     hidden_sizes: Annotated[list[int], COUNT] = field(default_factory=lambda: [64, 64])
-    """Widths of the hidden layers; cnn and resnet use the last width for the layer after the convolutions."""
+    """Widths of the hidden layers; cnn, resnet and resnet10 use the last width for the layer after the convolutions."""
     activation: Annotated[str, Choices("tanh", "relu", "elu", "silu", "gelu")] = "tanh"
     """tanh, relu, elu, silu or gelu."""
     ortho_init: bool = True
@@ -36,7 +36,7 @@ class NetworkConfig:
 
 @dataclass
 class ModelConfig(NetworkConfig):
-    """The policy network."""
+    """Settings of the policy network."""
 
     log_std_init: Annotated[float, Range(-20, 20)] = 0.0
     """Initial log standard deviation of continuous actions."""
@@ -64,7 +64,7 @@ class ModelConfig(NetworkConfig):
 
 @dataclass
 class EmbodiedActorConfig:
-    """The actor group: training."""
+    """Settings of the actor group, which trains the model."""
 
     training_backend: Annotated[str, FREE, Registered("rlhpc.training.registry:BACKENDS")] = "local"
     """`local`: all weights on each rank, gradients summed over the ranks. `fsdp`, `deepspeed`: weights and optimizer sharded
@@ -73,12 +73,13 @@ class EmbodiedActorConfig:
     """Transitions per forward and backward pass on a rank; null takes the rank's whole part of a minibatch."""
     capture_graphs: Annotated[bool, FREE] = False
     """On a CUDA GPU with `training_backend: local`: records forward and backward passes once for each size and replays them,
-    for small policies, whose kernels take longer to start than to run. The policy's pass may not read values on the host."""
+    for small policies, whose kernels take longer to start than to run. The policy's pass may not read values on the host. With
+    several ranks, rows without weight fill up the passes of PPO, so that there are few sizes."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The policy."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer."""
-    lora: AdapterConfig = field(default_factory=AdapterConfig)
+    """Settings of the optimizer."""
+    lora: PolicyAdapterConfig = field(default_factory=PolicyAdapterConfig)
     """Adapters."""
     fsdp: Annotated[FsdpConfig, FREE] = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
@@ -90,24 +91,27 @@ class EmbodiedActorConfig:
 
 @dataclass
 class BcModelConfig(ModelConfig):
-    """The policy network."""
+    """Settings of the policy network."""
 
     model_type: str = "mlp"
-    """`mlp` (state vectors), `cnn` and `resnet` (images, optionally with state vectors), `flow` (chunks of continuous actions
-    by flow matching, from either), `success` (success classifier on either), `conditioned` (mlp, cnn, resnet or flow,
-    conditioned on improvement labels: `algorithm.value_model`), `sac`, `td3` and `iql` (state vectors; initial policy of an
-    off-policy run), `vla` (Llava with action tokens), `pi0`, `openvla`, a registered name, or `module:Class`."""
+    """`mlp` (state vectors), `cnn`, `resnet` and `resnet10` (images, optionally with state vectors), `flow` (chunks of
+    continuous actions by flow matching, from either), `success` (success classifier on either), `conditioned` (mlp, cnn,
+    resnet, resnet10 or flow, conditioned on improvement labels: `algorithm.value_model`), `sac`, `td3` and `iql` (initial
+    policy of an off-policy run), `vla` (Llava with action tokens), `pi0`, `openvla`, a registered name, or
+    `module:Class`."""
     critic_hidden_sizes: Annotated[list[int] | None, COUNT] = None
     """`sac`, `td3` and `iql`: widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False
     """`sac`, `td3` and `iql`: applies layer norm in the critics, which stabilizes many updates per transition (RLPD)."""
+    num_q_heads: Annotated[int, COUNT] = 2
+    """`sac` and `td3`: number of Q-networks."""
     exploration_noise: Annotated[float, POSITIVE] = 0.1
     """`td3`: standard deviation of the exploration noise, as a fraction of half the action range."""
 
 
 @dataclass
 class SacModelConfig(NetworkConfig):
-    """The policy network and its critics."""
+    """Settings of the policy network and its critics."""
 
     hidden_sizes: list[int] = field(default_factory=lambda: [256, 256])
     """Widths of the hidden layers; cnn and resnet use the last width for the layer after the convolutions."""
@@ -116,12 +120,15 @@ class SacModelConfig(NetworkConfig):
     ortho_init: bool = False
     """Orthogonal initial weights."""
     model_type: str = "sac"
-    """Networks on state vectors: `sac` (stochastic actor, twin critics), `crossq` (the same with batch renormalisation), `td3`
-    (deterministic actor, twin critics), `iql` (Gaussian actor, twin critics, value network), `dsrl` (`sac` on the starting
-    noise of a frozen flow policy, `kwargs.base`), a registered name, or `module:Class`."""
+    """Networks on state vectors, or on images through an encoder (`kwargs.encoder`): `sac` (stochastic actor, twin
+    critics), `crossq` (the same with batch renormalisation), `td3` (deterministic actor, twin critics), `iql` (Gaussian actor,
+    twin critics, value network), `dsrl` (`sac` on the starting noise of a frozen flow policy, `kwargs.base`), a registered
+    name, or `module:Class`."""
     critic_hidden_sizes: Annotated[list[int] | None, COUNT] = None
     """Widths of the critics' hidden layers; null takes `hidden_sizes`."""
     critic_layer_norm: bool = False
     """`sac`, `td3`, `iql`: applies layer norm in the critics, which stabilizes many updates per transition (RLPD)."""
+    num_q_heads: Annotated[int, COUNT] = 2
+    """`sac`, `td3`, `dsrl`: number of Q-networks; RLPD has 10, and `algorithm.critic_subsample_size: 2`."""
     exploration_noise: Annotated[float, POSITIVE] = 0.1
     """`td3`: standard deviation of the exploration noise in training, as a fraction of half the action range."""

@@ -20,7 +20,7 @@ from rlhpc.config.constraints import (
     Range,
     Registered,
 )
-from rlhpc.config.sections import OptimConfig, RunConfig
+from rlhpc.config.sections import OptimConfig, RunConfig, ScheduledOptimConfig, ValueOptimConfig
 from rlhpc.embodied.config.data import DemoBufferConfig, DemosConfig, ReplayBufferConfig
 from rlhpc.embodied.config.envs import (
     ClonedEnvsConfig,
@@ -44,6 +44,9 @@ class BcAlgorithmConfig:
     """Discount of the returns used by `bc_value_coef` and `value_model`."""
     update_epochs: Annotated[int, COUNT] = 4
     """Passes over the demonstrations per step."""
+    minibatches_per_step: Annotated[int | None, COUNT] = None
+    """Number of minibatches per step, for checkpoints and evaluations within a pass over many demonstrations; null takes
+    `update_epochs` passes."""
     bc_loss: Annotated[str, Choices("nll", "mse")] = "nll"
     """`nll` (negative log-likelihood of the demonstrated actions, or the policy's own `bc_loss`, such as flow matching) or
     `mse` (squared error of the mean action)."""
@@ -58,12 +61,15 @@ class BcAlgorithmConfig:
     improved_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.3
     """`value_model`: fraction of all steps that count as improvements, namely those with the largest advantages."""
     anneal_lr: bool = False
-    """Lowers the learning rate linearly to 0 over the run."""
+    """Lowers the learning rate linearly to `actor.optim.min_lr` over the run."""
 
 
 @dataclass
 class BcActorConfig(EmbodiedActorConfig):
-    """The actor group: training."""
+    """Settings of the actor group, which trains the model."""
+
+    optim: ScheduledOptimConfig = field(default_factory=ScheduledOptimConfig)
+    """Settings of the optimizer."""
 
     global_batch_size: Annotated[int, COUNT] = 256
     """Demonstrated steps per optimizer step, over all ranks; all steps if there are fewer."""
@@ -73,7 +79,7 @@ class BcActorConfig(EmbodiedActorConfig):
 
 @dataclass
 class BcConfig(RunConfig):
-    """A run of behaviour cloning."""
+    """Configuration of a behaviour-cloning run."""
 
     runner: EmbodiedRunnerConfig = field(default_factory=EmbodiedRunnerConfig)
     algorithm: BcAlgorithmConfig = field(default_factory=BcAlgorithmConfig)
@@ -94,10 +100,13 @@ class SacAlgorithmConfig:
     rollout_steps: Annotated[int, COUNT] = 128
     """T: decisions per slot and step; each is a chunk of `actor.model.num_action_chunks` actions."""
     anneal_lr: bool = False
-    """Lowers the learning rate linearly to 0 over the run."""
+    """Lowers the learning rate linearly to `actor.optim.min_lr` over the run."""
     max_staleness: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of versions by which the policy that acts may lag behind the trained policy; 0 is synchronous. With 1 or
     more, env and rollout ranks may join and leave."""
+    bootstrap_type: Annotated[str, Choices("standard", "always")] = "standard"
+    """Where the critics' targets include the value of the next state: `standard`, except after terminations; `always`, also
+    there, as if the limit of steps had ended the episode."""
     tau: Annotated[float, Range(0, 1, above=True)] = 0.005
     """Fraction by which the target networks move towards the trained networks at each target update."""
     auto_entropy_tuning: bool = True
@@ -108,6 +117,10 @@ class SacAlgorithmConfig:
     """`sac`: target of the policy's entropy; null takes minus the number of action components."""
     alpha_lr: Annotated[float | None, RATE] = None
     """`sac`: learning rate of the temperature; null takes the critics' (`actor.optim.value_lr`)."""
+    alpha_type: Annotated[str, Choices("exp", "softplus")] = "exp"
+    """`sac`: temperature of the trained number x: `exp` (exp(x)) or `softplus` (log(1 + exp(x)))."""
+    alpha_clip_grad: Annotated[float | None, POSITIVE] = None
+    """`sac`: bound of the gradient of x; null for none."""
     backup_entropy: bool = True
     """`sac`: includes the next action's entropy in the critics' targets (RLPD does not)."""
     update_to_data: Annotated[float, POSITIVE] = 1.0
@@ -127,6 +140,17 @@ class SacAlgorithmConfig:
     """Number of first steps without environments, which train on `algorithm.demo_buffer` alone."""
     offline_updates: Annotated[int, COUNT] = 1000
     """Updates per offline step."""
+    n_step: Annotated[int, COUNT] = 1
+    """Number of decisions whose discounted rewards a critic's target sums up before it includes the value of a state; fewer at
+    an episode's end, and for the newest transitions."""
+    critic_subsample_size: Annotated[int | None, COUNT] = None
+    """`sac`, `td3`: number of Q-networks, drawn for each update, whose smallest value the targets take (REDQ, RLPD); null
+    takes all `actor.model.num_q_heads`."""
+    actor_agg_q: Annotated[str, Choices("min", "mean")] = "min"
+    """`sac`, `crossq`: Q-value that the actor increases: the smallest, or the mean (REDQ, RLPD)."""
+    random_shift: Annotated[int, NOT_NEGATIVE] = 4
+    """Pixels by which an update shifts images at most, at random and separately for observation and next observation (DrQ);
+    0 is off."""
     critic_actor_ratio: Annotated[int, COUNT] = 1
     """Critic updates per actor update."""
     target_update_freq: Annotated[int, COUNT] = 1
@@ -142,7 +166,7 @@ class SacAlgorithmConfig:
 
 @dataclass
 class SacOptimConfig(OptimConfig):
-    """The optimizer."""
+    """Settings of the optimizer."""
 
     adam_eps: float = 1.0e-8
     """Added to the denominator, for numerical stability."""
@@ -154,7 +178,7 @@ class SacOptimConfig(OptimConfig):
 
 @dataclass
 class SacActorConfig:
-    """The actor group: training."""
+    """Settings of the actor group, which trains the model."""
 
     global_batch_size: Annotated[int, COUNT] = 256
     """Transitions per update, over all ranks."""
@@ -164,12 +188,12 @@ class SacActorConfig:
     model: SacModelConfig = field(default_factory=SacModelConfig)
     """The policy and its critics."""
     optim: SacOptimConfig = field(default_factory=SacOptimConfig)
-    """The optimizer."""
+    """Settings of the optimizer."""
 
 
 @dataclass
 class SacConfig(RunConfig):
-    """An off-policy run in simulators."""
+    """Configuration of an off-policy run in simulators."""
 
     cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
     runner: PlayingRunnerConfig = field(default_factory=PlayingRunnerConfig)
@@ -181,9 +205,16 @@ class SacConfig(RunConfig):
 
 
 @dataclass
-class PpoActorConfig(EmbodiedActorConfig):
-    """The actor group: training."""
+class PpoOptimConfig(ScheduledOptimConfig, ValueOptimConfig):
+    """Settings of the optimizer."""
 
+
+@dataclass
+class PpoActorConfig(EmbodiedActorConfig):
+    """Settings of the actor group, which trains the model."""
+
+    optim: PpoOptimConfig = field(default_factory=PpoOptimConfig)
+    """Settings of the optimizer."""
     global_batch_size: Annotated[int | None, COUNT] = None
     """Transitions per optimizer step, over all ranks; null takes a quarter of a rollout's transitions, or a third, half or all
     of them if they do not divide by four."""
@@ -194,7 +225,7 @@ class PpoActorConfig(EmbodiedActorConfig):
 
 @dataclass
 class PpoRolloutConfig(RolloutConfig):
-    """The rollout group."""
+    """Settings of the rollout group."""
 
     enable_offload: Annotated[bool, FREE] = False
     """Colocated runs: keeps the acting policy in host memory during training, to free the accelerator for the actors."""
@@ -202,7 +233,7 @@ class PpoRolloutConfig(RolloutConfig):
 
 @dataclass
 class PpoRunnerConfig(PlayingRunnerConfig):
-    """The loop: how long, what is kept, when it is evaluated."""
+    """Settings of the training loop: duration, checkpoints and evaluation."""
 
     use_training_pipeline: bool = False
     """Overlaps training with the rollout: the first of `algorithm.update_epochs` trains on the parts of a rollout
@@ -232,8 +263,13 @@ class PpoAlgorithmConfig:
     """c of dual-clip PPO (> 1); null turns it off."""
     value_clip: Annotated[float | None, POSITIVE] = None
     """Clip range of the value loss; null is off."""
+    huber_delta: Annotated[float | None, POSITIVE] = None
+    """Error of a value up to which its loss is quadratic; it is linear beyond (Huber). null is quadratic everywhere."""
     value_coef: Annotated[float, NOT_NEGATIVE] = 0.5
     """Weight of the value loss."""
+    loss_agg: Annotated[str, Choices("token-mean", "seq-mean-token-mean")] = "token-mean"
+    """Aggregation of policy and value loss: `token-mean`, over all trained tokens of a minibatch; `seq-mean-token-mean`, in
+    which all episodes have the same weight, whatever their length. The latter requires `env.train.auto_reset: false`."""
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the entropy bonus."""
     target_kl: Annotated[float | None, POSITIVE] = None
@@ -241,6 +277,8 @@ class PpoAlgorithmConfig:
     tis_cap: Annotated[float | None, POSITIVE] = None
     """`decoupled_ppo`: cap of the importance ratio between the policy before the update and the policy that acted; null is
     off."""
+    behave_weight_threshold: Annotated[float | None, POSITIVE] = None
+    """`decoupled_ppo`: importance ratio (as in `tis_cap`) above which a token is left out of the policy loss; null is off."""
     update_epochs: Annotated[int, COUNT] = 4
     """Passes over each rollout."""
     rollout_steps: Annotated[int, COUNT] = 128
@@ -253,8 +291,21 @@ class PpoAlgorithmConfig:
     or `token_level` (each component of an action)."""
     reward_type: Annotated[str, Choices("action_level", "chunk_level")] = "chunk_level"
     """`chunk_level` sums the rewards of a chunk; with `action_level`, advantages and returns are computed per action."""
+    bootstrap_type: Annotated[str, Choices("standard", "always")] = "standard"
+    """Where GAE bootstraps from the value of an episode's last observation: `standard`, after truncations; `always`, also
+    after terminations."""
+    filter_rewards: bool = False
+    """Drops groups whose mean return is below `rewards_lower_bound` or above `rewards_upper_bound`: all their transitions are
+    left out of the step's training."""
+    count_filtered_groups: bool = False
+    """`filter_rewards`: counts the groups that are left out in the mean over episodes, with a loss of 0, so that gradients are
+    smaller where fewer groups train. It requires `loss_agg: seq-mean-token-mean`."""
+    rewards_lower_bound: Annotated[float, ANY] = 0.1
+    """`filter_rewards`: smallest mean return of a group that is trained on."""
+    rewards_upper_bound: Annotated[float, ANY] = 0.9
+    """`filter_rewards`: largest mean return of a group that is trained on."""
     anneal_lr: bool = False
-    """Lowers the learning rate linearly to 0 over the run."""
+    """Lowers the learning rate linearly to `actor.optim.min_lr` over the run."""
     max_staleness: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of versions by which the policy that acts may lag behind the trained policy; 0 is synchronous. With 1 or
     more, env and rollout ranks may join and leave."""
@@ -262,7 +313,7 @@ class PpoAlgorithmConfig:
 
 @dataclass
 class PpoConfig(RunConfig):
-    """A run of PPO, GRPO or a similar algorithm in simulators."""
+    """Configuration of a run with PPO, GRPO or a similar algorithm in simulators."""
 
     cluster: ElasticClusterConfig = field(default_factory=ElasticClusterConfig)
     runner: PpoRunnerConfig = field(default_factory=PpoRunnerConfig)
@@ -280,6 +331,16 @@ def minibatch_size(cfg: PpoConfig) -> int:
     """
     if cfg.actor.global_batch_size is not None:
         return cfg.actor.global_batch_size
-    parts = cfg.algorithm.rollout_parts if cfg.runner.use_training_pipeline else 1
-    size = cfg.env.train.num_envs * cfg.algorithm.rollout_steps // parts
-    return next(size // n for n in range(max(1, 4 // parts), 0, -1) if size % n == 0)
+    num_parts = cfg.algorithm.rollout_parts if cfg.runner.use_training_pipeline else 1
+    num_transitions = cfg.env.train.num_envs * cfg.algorithm.rollout_steps // num_parts
+    return next(num_transitions // n for n in range(max(1, 4 // num_parts), 0, -1) if num_transitions % n == 0)
+
+
+def acts_in_actor(cfg: PpoConfig | SacConfig) -> bool:
+    """Returns whether the actor ranks simulate and act themselves: the environments are tensors, and
+    `cluster.component_placement` places no env and no rollout ranks.
+    """
+    components = {
+        name.strip() for component_names in cfg.cluster.component_placement for name in str(component_names).split(",")
+    }
+    return cfg.env.train.env_type == "tensors" and not components & {"env", "rollout"}

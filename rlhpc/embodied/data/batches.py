@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.embodied.envs.observations import bad_rows, cleaned, columns_of, is_column, is_finite, rows_of
+from rlhpc.embodied.envs.observations import bad_rows, columns_of, is_column, is_finite, replace_nonfinite, rows_of
 from rlhpc.training.flat_parameters import Reduce
 
 Array = TypeVar("Array")
 Other = TypeVar("Other")
 
 #: Fields of a `RolloutBatch` by the names of their columns in messages, in message order.
-_LEADING = {"actions": "actions", "logprobs": "logprobs", "values": "values"}
-_TRAILING = {
+_LEADING_COLUMNS = {"actions": "actions", "logprobs": "logprobs", "values": "values"}
+_TRAILING_COLUMNS = {
     "next_values": "next_values",
     "rewards": "rewards",
     "terminations": "terminations",
@@ -33,10 +33,11 @@ _TRAILING = {
     "nonfinite": "nonfinite",
     "env_failed": "env_failed",
     "lost": "missing",
+    "intervened": "intervened",
 }
 
 
-_MASKS = ("truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost")
+_MASKS = ("truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost", "intervened")
 
 
 class DropReason(StrEnum):
@@ -51,6 +52,9 @@ class DropReason(StrEnum):
     ENV_FAILED = "env failed"
     """The simulator or robot failed, so that the transition's outcome is unknown."""
 
+    FILTERED = "filtered"
+    """The mean return of the slot's group is outside the bounds of `algorithm.filter_rewards`."""
+
 
 @dataclass(frozen=True)
 class RolloutCounts:
@@ -58,19 +62,23 @@ class RolloutCounts:
 
     Attributes:
         version: Oldest version of the weights that acted.
-        received: Number of transitions in the rank's batch or buffer.
+        num_received: Number of transitions in the rank's batch or buffer.
         dropped: Number of dropped transitions by reason. Each transition counts for one reason.
     """
 
     version: int
-    received: int
+    num_received: int
     dropped: Mapping[DropReason, int]
 
     @classmethod
     def sum(cls, parts: Sequence[RolloutCounts]) -> RolloutCounts:
         """Returns the sum of counts from several ranks or several parts of a step. `version` is the minimum."""
-        dropped = {reason: sum(counts.dropped.get(reason, 0) for counts in parts) for reason in DropReason}
-        return cls(min(counts.version for counts in parts), sum(counts.received for counts in parts), dropped)
+        dropped_by_reason = {reason: sum(counts.dropped.get(reason, 0) for counts in parts) for reason in DropReason}
+        return cls(
+            min(part_counts.version for part_counts in parts),
+            sum(part_counts.num_received for part_counts in parts),
+            dropped_by_reason,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,11 @@ class RewardSequence:
     valid: Tensor
     values: Tensor | None
     next_values: Tensor | None
+
+    def as_truncated(self) -> RewardSequence:
+        """Returns the sequence with its terminations as truncations, after which estimators bootstrap."""
+        truncations = self.terminations | self.truncations
+        return replace(self, terminations=torch.zeros_like(self.terminations), truncations=truncations)
 
     def estimator_inputs(self) -> dict[str, Any]:
         """Returns the keyword arguments of `calculate_adv_and_returns`, without those that are None."""
@@ -122,6 +135,7 @@ class RolloutBatch(Generic[Array]):
         nonfinite: Transitions in which the env rank replaced non-finite numbers, bool.
         env_failed: Transitions whose simulator or robot failed, bool.
         missing: Transitions that are missing because a rank left the run, bool; None if no rank left.
+        intervened: Transitions in which a source of interventions chose an action, bool; None if there is no source.
         extras: Additional columns by name: the model's `inputs.*`, and in off-policy runs `next_obs.*`.
         version: Oldest version of the weights that acted; None if unknown.
         drops: Transitions that `drop` masked out, bool; None if no transition was dropped.
@@ -141,6 +155,7 @@ class RolloutBatch(Generic[Array]):
     nonfinite: Array | None = None
     env_failed: Array | None = None
     missing: Array | None = None
+    intervened: Array | None = None
     extras: Mapping[str, Array] = field(default_factory=dict)
     version: int | None = None
     drops: np.ndarray | None = None
@@ -150,8 +165,8 @@ class RolloutBatch(Generic[Array]):
 
     def columns(self) -> dict[str, Array]:
         """Returns the batch as a message's columns by name, without fields that are None."""
-        leading_columns = {name: getattr(self, attribute) for name, attribute in _LEADING.items()}
-        trailing_columns = {name: getattr(self, attribute) for name, attribute in _TRAILING.items()}
+        leading_columns = {name: getattr(self, attribute) for name, attribute in _LEADING_COLUMNS.items()}
+        trailing_columns = {name: getattr(self, attribute) for name, attribute in _TRAILING_COLUMNS.items()}
         columns = {**columns_of("obs", self.obs), **leading_columns, **self.extras, **trailing_columns}
         return {name: column for name, column in columns.items() if column is not None}
 
@@ -162,14 +177,14 @@ class RolloutBatch(Generic[Array]):
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> RolloutBatch[Any]:
         """Builds a batch from a message's columns, which may include `version`."""
-        attributes = {**_LEADING, **_TRAILING}
+        attributes = {**_LEADING_COLUMNS, **_TRAILING_COLUMNS}
         arguments = {attribute: columns[name] for name, attribute in attributes.items() if name in columns}
-        extras = {
+        extra_columns = {
             name: column
             for name, column in columns.items()
             if name not in attributes and name != "version" and not is_column(name, "obs")
         }
-        return cls(obs=rows_of(columns, "obs"), extras=extras, version=columns.get("version"), **arguments)
+        return cls(obs=rows_of(columns, "obs"), extras=extra_columns, version=columns.get("version"), **arguments)
 
     def map(self, change: Callable[[Array], Other]) -> RolloutBatch[Other]:
         """Returns the batch with `change` applied to each column."""
@@ -198,18 +213,19 @@ class RolloutBatch(Generic[Array]):
         return replace(batch, version=min(versions, default=None))
 
     @staticmethod
-    def blank(like: Mapping[str, np.ndarray], slots: int, decisions: int) -> RolloutBatch[np.ndarray]:
+    def blank(like: Mapping[str, np.ndarray], num_slots: int, num_decisions: int) -> RolloutBatch[np.ndarray]:
         """Returns a batch of zeros for transitions that are missing because their rank left the run.
 
         Args:
             like: Columns of another message; their dtypes and trailing dimensions are used.
-            slots: Number of slots, n.
-            decisions: Number of decisions, T.
+            num_slots: Number of slots, n.
+            num_decisions: Number of decisions, T.
         """
         columns = {
-            name: np.zeros((slots, decisions, *example.shape[2:]), example.dtype) for name, example in like.items()
+            name: np.zeros((num_slots, num_decisions, *example.shape[2:]), example.dtype)
+            for name, example in like.items()
         }
-        return RolloutBatch.from_columns({**columns, "lost": np.ones((slots, decisions), bool)})
+        return RolloutBatch.from_columns({**columns, "lost": np.ones((num_slots, num_decisions), bool)})
 
     def truncate_last_decision(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
         """Returns the batch with unfinished episodes marked as truncated at the last decision."""
@@ -242,13 +258,13 @@ class RolloutBatch(Generic[Array]):
             marks: Transitions to drop, bool `[n, T]`.
             reason: Reason to count them under.
         """
-        drops = self._mask(self.drops)
-        num_dropped = int((marks & ~drops).sum())
+        drop_reasons = self._mask(self.drops)
+        num_dropped = int((marks & ~drop_reasons).sum())
         if not num_dropped:
             return self
-        valid = ~marks if self.valid is None else self.valid & ~marks
-        dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + num_dropped}
-        return replace(self, drops=drops | marks, valid=valid, dropped=dropped)
+        is_valid = ~marks if self.valid is None else self.valid & ~marks
+        dropped_by_reason = {**self.dropped, reason: self.dropped.get(reason, 0) + num_dropped}
+        return replace(self, drops=drop_reasons | marks, valid=is_valid, dropped=dropped_by_reason)
 
     def drop_lost_and_failed(
         self: RolloutBatch[np.ndarray], *, by_slot: bool, failures_by_slot: bool
@@ -260,22 +276,47 @@ class RolloutBatch(Generic[Array]):
                 on it. The additional transitions count as `DropReason.NONFINITE`.
             failures_by_slot: Drop all transitions of a slot whose simulator failed.
         """
-        missing, nonfinite, failed = (self._mask(mask) for mask in (self.missing, self.nonfinite, self.env_failed))
+        is_missing, nonfinite, is_failed = (
+            self._mask(mask) for mask in (self.missing, self.nonfinite, self.env_failed)
+        )
         if by_slot:
-            nonfinite = _complete_slots(missing | nonfinite)
+            nonfinite = _complete_slots(is_missing | nonfinite)
         if failures_by_slot:
-            failed = _complete_slots(failed)
-        batch = self.drop(missing, DropReason.RANK_LOST).drop(nonfinite, DropReason.NONFINITE)
-        return batch.drop(failed, DropReason.ENV_FAILED)
+            is_failed = _complete_slots(is_failed)
+        batch = self.drop(is_missing, DropReason.RANK_LOST).drop(nonfinite, DropReason.NONFINITE)
+        return batch.drop(is_failed, DropReason.ENV_FAILED)
 
-    def cleaned(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
+    def drop_groups(
+        self: RolloutBatch[np.ndarray], group_size: int, lower_bound: float, upper_bound: float
+    ) -> RolloutBatch[np.ndarray]:
+        """Returns the batch with all groups dropped whose mean return is below `lower_bound` or above `upper_bound`. A
+        slot without any transition to train on does not count as a member of its group.
+
+        Args:
+            group_size: Number of consecutive slots in a group; the batch has complete groups.
+            lower_bound, upper_bound: Bounds, which are themselves allowed.
+        """
+        is_valid = np.ones(self.rewards.shape[:2], bool) if self.valid is None else self.valid
+        is_counted = is_valid if self.rewards.ndim == 2 else (is_valid[..., None] & self._mark_executed_actions())
+        returns = np.where(is_counted, self.rewards, 0).reshape(len(is_valid), -1).sum(1, dtype=np.float64)
+        is_member = is_valid.any(1).reshape(-1, group_size)
+        sums, member_counts = (returns.reshape(-1, group_size) * is_member).sum(1), is_member.sum(1)
+        means = sums / np.maximum(member_counts, 1)
+        is_outside = ~((means >= lower_bound) & (means <= upper_bound)) & (member_counts > 0)
+        is_dropped = np.repeat(is_outside, group_size)[:, None] & is_valid
+        return self.drop(is_dropped, DropReason.FILTERED)
+
+    def _mark_executed_actions(self: RolloutBatch[np.ndarray]) -> np.ndarray:
+        return np.ones(self.rewards.shape, bool) if self.executed is None else self.executed
+
+    def replace_nonfinite(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
         """Returns the batch with non-finite numbers replaced by 0."""
-        return self.map(cleaned)
+        return self.map(replace_nonfinite)
 
-    def counts(self: RolloutBatch[np.ndarray], received: int) -> RolloutCounts:
-        """Returns the counts of the step, with `received` as the number of received transitions."""
+    def counts(self, num_received: int) -> RolloutCounts:
+        """Returns the counts of the step, with `num_received` as the number of received transitions."""
         assert self.version is not None
-        return RolloutCounts(self.version, received, self.dropped)
+        return RolloutCounts(self.version, num_received, self.dropped)
 
     # -- on an actor ----------------------------------------------------------------------------------------------
 
@@ -300,26 +341,28 @@ class RolloutBatch(Generic[Array]):
 
     def _by_action(self: RolloutBatch[Tensor]) -> RewardSequence:
         """Returns a sequence over the actions of all chunks, `[n, T · C]`. An episode ends at its last executed action."""
-        executed = self.valid_actions()
-        assert executed is not None and self.truncations is not None and self.values is not None
-        terminations, truncations = (ends_at(ends, executed) for ends in (self.terminations, self.truncations))
-        values, next_values = (self.values, self.next_values) if self.values.dim() == 3 else (None, None)
+        is_executed = self.valid_actions()
+        assert is_executed is not None and self.truncations is not None and self.values is not None
+        terminations, truncations = (
+            ends_at(end_column, is_executed) for end_column in (self.terminations, self.truncations)
+        )
+        action_values, next_values = (self.values, self.next_values) if self.values.dim() == 3 else (None, None)
         return RewardSequence(
             rewards=self.rewards.flatten(1),
             terminations=terminations.flatten(1),
             truncations=truncations.flatten(1),
-            valid=executed.flatten(1),
-            values=None if values is None else values.flatten(1),
+            valid=is_executed.flatten(1),
+            values=None if action_values is None else action_values.flatten(1),
             next_values=None if next_values is None else next_values.flatten(1),
         )
 
     def _by_decision(self: RolloutBatch[Tensor]) -> RewardSequence:
         """Returns a sequence over decisions, `[n, T]`. After simulator failures, episode ends move to trained decisions."""
         assert self.truncations is not None
-        valid, terminations, truncations = self.valid_decisions(), self.terminations, self.truncations
+        is_valid, terminations, truncations = self.valid_decisions(), self.terminations, self.truncations
         if DropReason.ENV_FAILED in self.dropped:
-            terminations, truncations = ends_at(terminations, valid), ends_at(truncations, valid)
-        return RewardSequence(self.rewards, terminations, truncations, valid, self.values, self.next_values)
+            terminations, truncations = ends_at(terminations, is_valid), ends_at(truncations, is_valid)
+        return RewardSequence(self.rewards, terminations, truncations, is_valid, self.values, self.next_values)
 
     def with_advantages(
         self: RolloutBatch[Tensor], advantages: Tensor, returns: Tensor, sequence: RewardSequence
@@ -331,7 +374,7 @@ class RolloutBatch(Generic[Array]):
             sequence: Result of `reward_sequence`.
         """
         assert self.logprobs is not None and self.values is not None
-        shape, executed = self.rewards.shape, self.valid_actions()
+        shape, is_executed = self.rewards.shape, self.valid_actions()
         return TrainBatch(
             obs=self.obs,
             actions=self.actions,
@@ -341,45 +384,46 @@ class RolloutBatch(Generic[Array]):
             advantages=advantages.reshape(shape),
             returns=returns.reshape(shape),
             mask=sequence.valid.reshape(shape).float(),
-            token_mask=None if executed is None else token_mask(executed, self.logprobs),
+            token_mask=None if is_executed is None else token_mask(is_executed, self.logprobs),
+            policy_mask=None if self.intervened is None else (~self.intervened).float(),
         )
 
 
-def _complete_slots(marks: np.ndarray) -> np.ndarray:
+def _complete_slots(is_marked: np.ndarray) -> np.ndarray:
     """Returns the bool mask `[n, T]` of all transitions in slots with a marked transition."""
-    return np.broadcast_to(marks.any(1, keepdims=True), marks.shape)
+    return np.broadcast_to(is_marked.any(1, keepdims=True), is_marked.shape)
 
 
-def token_mask(executed: Tensor, logprobs: Tensor) -> Tensor:
-    """Returns the float mask of the log-probabilities to train on: `executed` `[n, T, C]`, expanded to the shape of
+def token_mask(is_executed: Tensor, logprobs: Tensor) -> Tensor:
+    """Returns the float mask of the log-probabilities to train on: `is_executed` `[n, T, C]`, expanded to the shape of
     `logprobs`, `[n, T, C(, dim)]`.
     """
-    num_missing = logprobs.dim() - executed.dim()
-    return executed.reshape(*executed.shape, *[1] * num_missing).expand(logprobs.shape).float()
+    num_missing = logprobs.dim() - is_executed.dim()
+    return is_executed.reshape(*is_executed.shape, *[1] * num_missing).expand(logprobs.shape).float()
 
 
-def ends_at(ends: Tensor, trained: Tensor) -> Tensor:
+def ends_at(decision_ends: Tensor, is_trained: Tensor) -> Tensor:
     """Moves each episode end to the last trained position at or before its decision.
 
     If no position of the end's decision is trained (no action was executed, or the simulator failed), the end moves to an
     earlier decision. Otherwise rewards of the next episode would be credited to this episode.
 
     Args:
-        ends: Decisions that ended an episode, bool `[n, T]`.
-        trained: Positions to train on, bool `[n, T]` or `[n, T, C]`.
+        decision_ends: Decisions that ended an episode, bool `[n, T]`.
+        is_trained: Positions to train on, bool `[n, T]` or `[n, T, C]`.
 
     Returns:
-        Bool mask of the ends, of the shape of `trained`.
+        Bool mask of the ends, of the shape of `is_trained`.
     """
-    positions = trained.flatten(1)
-    index = torch.arange(positions.shape[1], device=positions.device)
-    last_trained = torch.where(positions, index, -1).cummax(1).values.view(trained.shape)
-    last_trained = last_trained if trained.dim() == 2 else last_trained[..., -1]
-    end_marks = (ends & (last_trained >= 0)).to(torch.uint8)
-    end_mask = torch.zeros_like(positions, dtype=torch.uint8).scatter_reduce_(
+    flat_trained = is_trained.flatten(1)
+    index = torch.arange(flat_trained.shape[1], device=flat_trained.device)
+    last_trained = torch.where(flat_trained, index, -1).cummax(1).values.view(is_trained.shape)
+    last_trained = last_trained if is_trained.dim() == 2 else last_trained[..., -1]
+    end_marks = (decision_ends & (last_trained >= 0)).to(torch.uint8)
+    end_mask = torch.zeros_like(flat_trained, dtype=torch.uint8).scatter_reduce_(
         1, last_trained.clamp(min=0), end_marks, "amax"
     )
-    return end_mask.bool().view(trained.shape)
+    return end_mask.bool().view(is_trained.shape)
 
 
 @dataclass(frozen=True)
@@ -395,7 +439,13 @@ class TrainBatch:
         advantages, returns: `[N]`, or `[N, C]` if they are per action.
         mask: Loss mask of rows or actions: 1 or 0, of the shape of `advantages`.
         token_mask: Loss mask of `logprobs`, in their shape; None if `mask` applies to all log-probabilities of a row.
+        entropy_mask: Loss mask of the entropy, in the shape of `logprobs`; None if that of the log-probabilities applies.
+        policy_mask: 1 or 0 for each row, `[N]`: 0 excludes its log-probabilities from the policy loss, because a person or a
+            script chose an action, which is not a sample of the policy. Its reward counts in returns and its value is trained,
+            so that the actions before it are valued by what followed. None if the policy chose all actions.
         proximal_logprobs: Log-probabilities under the weights before the update; None if the loss does not need them.
+        sequence_sizes: Numbers of trained tokens, and of trained values of `mask`, in the row's sequence, `[N, 2]`; None if
+            losses are not aggregated by sequence.
     """
 
     obs: Any
@@ -407,7 +457,10 @@ class TrainBatch:
     mask: Tensor
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     token_mask: Tensor | None = None
+    entropy_mask: Tensor | None = None
+    policy_mask: Tensor | None = None
     proximal_logprobs: Tensor | None = None
+    sequence_sizes: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.mask)
@@ -436,9 +489,20 @@ class TrainBatch:
 
     def idle_row(self) -> TrainBatch:
         """Returns one row with a zero mask, for a rank with fewer micro-batches than other ranks."""
-        row = self.map(lambda tensor: tensor[:1])
-        token_mask = None if row.token_mask is None else torch.zeros_like(row.token_mask)
-        return replace(row, mask=torch.zeros_like(row.mask), token_mask=token_mask)
+        return self.map(lambda tensor: tensor[:1]).idle_from(0)
+
+    def idle_from(self, first_row: int) -> TrainBatch:
+        """Returns the batch with a zero mask for the rows from `first_row` on."""
+
+        def idle(mask: Tensor) -> Tensor:
+            mask = mask.clone()
+            mask[first_row:] = 0
+            return mask
+
+        token_mask, entropy_mask = (
+            None if mask is None else idle(mask) for mask in (self.token_mask, self.entropy_mask)
+        )
+        return replace(self, mask=idle(self.mask), token_mask=token_mask, entropy_mask=entropy_mask)
 
     def policy_inputs(self) -> dict[str, Any]:
         """Returns the inputs of `Policy.default_forward` by name."""
@@ -449,72 +513,81 @@ class TrainBatch:
         """Number of log-probabilities per row."""
         return math.prod(self.logprobs.shape[1:])
 
+    def with_sequence_sizes(self, sequence_length: int) -> TrainBatch:
+        """Returns the batch with `sequence_sizes`, for sequences of `sequence_length` consecutive rows, `[N, ...]`."""
+        sequence_sizes = torch.stack([self.token_weights().sum(1), self.mask.reshape(len(self), -1).sum(1)], 1)
+        total_sizes = sequence_sizes.view(-1, sequence_length, 2).sum(1, keepdim=True).expand(-1, sequence_length, -1)
+        return replace(self, sequence_sizes=total_sizes.reshape(-1, 2))
+
     def token_weights(self) -> Tensor:
         """Returns the loss mask of the log-probabilities, `[N, tokens]`."""
         if self.token_mask is not None:
-            return self.token_mask.reshape(len(self), -1)
-        return spread(self.mask.reshape(len(self), -1), self.tokens_per_row)
+            weights = self.token_mask.reshape(len(self), -1)
+        else:
+            weights = spread(self.mask.reshape(len(self), -1), self.tokens_per_row)
+        return weights if self.policy_mask is None else weights * self.policy_mask.reshape(len(self), 1)
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the result of `change` for a tensor, or for each tensor of a mapping; None for None."""
-    if isinstance(value, Mapping):
-        return {name: change(tensor) for name, tensor in value.items()}
-    return None if value is None else change(value)
+def _map(tensors: Any, transform: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the result of `transform` for a tensor, or for each tensor of a mapping; None for None."""
+    if isinstance(tensors, Mapping):
+        return {name: transform(tensor) for name, tensor in tensors.items()}
+    return None if tensors is None else transform(tensors)
 
 
-def spread(columns: Tensor, tokens: int) -> Tensor:
+def spread(columns: Tensor, num_tokens: int) -> Tensor:
     """Repeats values per row `[N, 1]` or per action `[N, C]` for each token; returns `[N, tokens]`."""
-    return columns if columns.shape[1] == tokens else columns.repeat_interleave(tokens // columns.shape[1], 1)
+    return columns if columns.shape[1] == num_tokens else columns.repeat_interleave(num_tokens // columns.shape[1], 1)
 
 
-def permutation(total: int, *entropy: int) -> torch.Tensor:
+def permutation(num_rows: int, *entropy: int) -> torch.Tensor:
     """Returns a random permutation of `range(total)` that depends only on `entropy` (seed, step, epoch)."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
-    return torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 
 
-def permutation_by_part(slots: int, steps: int, parts: int, *entropy: int) -> torch.Tensor:
-    """Returns a random permutation of a step's transitions, numbered slot by slot. The decisions are split into `parts`
+def permutation_by_part(num_slots: int, num_steps: int, num_parts: int, *entropy: int) -> torch.Tensor:
+    """Returns a random permutation of a step's transitions, numbered slot by slot. The decisions are split into `num_parts`
     consecutive parts. Each part is permuted separately, and the parts stay in order.
     """
-    size = steps // parts
-    part_orders = [permutation(slots * size, *entropy, part) for part in range(parts)]
+    steps_per_part = num_steps // num_parts
+    part_orders = [permutation(num_slots * steps_per_part, *entropy, part_index) for part_index in range(num_parts)]
     return torch.cat(
-        [(part_order // size) * steps + part * size + part_order % size for part, part_order in enumerate(part_orders)]
+        [
+            (part_order // steps_per_part) * num_steps + part_index * steps_per_part + part_order % steps_per_part
+            for part_index, part_order in enumerate(part_orders)
+        ]
     )
 
 
-def local_minibatches(order: torch.Tensor, size: int, local_range: range) -> list[torch.Tensor]:
+def local_minibatches(row_order: torch.Tensor, minibatch_size: int, local_range: range) -> list[torch.Tensor]:
     """Returns this rank's part of each global minibatch.
 
     Args:
-        order: Permutation of all transitions of the run; minibatch m is `order[m·size : (m+1)·size]`.
-        size: Number of transitions in a minibatch, over all ranks.
+        row_order: Permutation of all transitions of the run, or a part of it; minibatch m is `row_order[m·size : (m+1)·size]`.
+        minibatch_size: Number of transitions in a minibatch, over all ranks.
         local_range: Transitions of this rank, as a range of global indices.
 
     Returns:
         Indices into this rank's transitions for each minibatch. They may be empty.
     """
-    if local_range == range(len(order)):
-        return list(order.split(size))
-    is_local = (order >= local_range.start) & (order < local_range.stop)
+    is_local = (row_order >= local_range.start) & (row_order < local_range.stop)
     return [
         minibatch[mask] - local_range.start
-        for minibatch, mask in zip(order.split(size), is_local.split(size), strict=True)
+        for minibatch, mask in zip(row_order.split(minibatch_size), is_local.split(minibatch_size), strict=True)
     ]
 
 
-def count_passes(num_local: Sequence[int], rank: int, ranks: int, reduce: Reduce) -> list[int]:
+def count_passes(num_local: Sequence[int], rank: int, world_size: int, reduce: Reduce) -> list[int]:
     """Returns the number of forward passes of each minibatch: the maximum over the ranks, at least 1.
 
     Args:
         num_local: Number of passes that this rank needs for each minibatch.
-        rank, ranks: Rank in the group, and the group's size.
+        rank, world_size: Rank in the group, and the group's size.
         reduce: Sums a tensor over the group, in place.
     """
-    passes_by_rank = torch.zeros((ranks, len(num_local)), dtype=torch.int64)
+    passes_by_rank = torch.zeros((world_size, len(num_local)), dtype=torch.int64)
     passes_by_rank[rank] = torch.tensor(list(num_local), dtype=torch.int64)
-    if ranks > 1:
+    if world_size > 1:
         reduce(passes_by_rank)
     return [max(int(num_passes), 1) for num_passes in passes_by_rank.amax(0)]

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.embodied.data.column_statistics import DatasetStatistics
+from rlhpc.embodied.data.lerobot_frames import arrow_package
 from rlhpc.embodied.data.lerobot_reader import (
     CHUNK,
     MAX_FILE_BYTES,
     PATTERN,
-    arrow_package,
     columns_of,
     features_of,
     image_columns,
@@ -32,88 +33,6 @@ from rlhpc.embodied.data.lerobot_reader import (
 from rlhpc.embodied.data.trajectory import FolderWriter, describe_nonfinite
 from rlhpc.embodied.data.video import pyav
 from rlhpc.runtime.errors import ConfigError
-
-_QUANTILES = (0.01, 0.10, 0.50, 0.90, 0.99)
-Statistics = dict[str, np.ndarray]
-
-
-def number_statistics(column: np.ndarray) -> Statistics:
-    """Returns the statistics of each component of a column `[T]` or `[T, D]`, by statistic, `[D]`."""
-    rows = np.asarray(column, np.float64).reshape(len(column), -1)
-    statistics = {
-        "min": rows.min(0),
-        "max": rows.max(0),
-        "mean": rows.mean(0),
-        "std": rows.std(0),
-        "count": np.array([len(rows)]),
-    }
-    quantiles = np.quantile(rows, _QUANTILES, axis=0)
-    return {**statistics, **{_name(level): quantile for level, quantile in zip(_QUANTILES, quantiles, strict=True)}}
-
-
-def histogram(pictures: np.ndarray) -> np.ndarray:
-    """Returns a histogram of each channel, `[C, 256]`, of uint8 images `[T, H, W, C]`."""
-    return np.stack(
-        [np.bincount(pictures[..., channel].reshape(-1), minlength=256) for channel in range(pictures.shape[-1])]
-    )
-
-
-def picture_statistics(counts: np.ndarray, frames: int) -> Statistics:
-    """Returns the statistics of images, `[C, 1, 1]` with values from 0 to 1, from histograms `[C, 256]` of all `frames`."""
-    levels, total = np.arange(256) / 255, counts.sum(1)
-    mean = counts @ levels / total
-    std = np.sqrt(np.maximum(counts @ levels**2 / total - mean**2, 0))
-    cumulative_counts = np.cumsum(counts, 1)
-    statistics = {
-        "min": _first_level(cumulative_counts > 0),
-        "max": _first_level(cumulative_counts == total[:, None]),
-        "mean": mean,
-        "std": std,
-    }
-    statistics |= {_name(level): _first_level(cumulative_counts >= level * total[:, None]) for level in _QUANTILES}
-    return {
-        **{name: statistic.reshape(-1, 1, 1) for name, statistic in statistics.items()},
-        "count": np.array([frames]),
-    }
-
-
-def _first_level(mask: np.ndarray) -> np.ndarray:
-    values: np.ndarray = mask.argmax(1) / 255
-    return values
-
-
-def _name(quantile: float) -> str:
-    return f"q{round(quantile * 100):02d}"
-
-
-class Totals:
-    """Exact statistics over all episodes, from all stored numbers and from histograms of the images."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, list[np.ndarray]] = {}
-        self._pictures: dict[str, tuple[np.ndarray, int]] = {}
-
-    def add(self, name: str, column: np.ndarray, pictures: bool) -> Statistics:
-        """Adds a column of an episode and returns the episode's statistics. `pictures` is True for a camera's images."""
-        if not pictures:
-            self._numbers.setdefault(name, []).append(column)
-            return number_statistics(column)
-        counts, frames = histogram(column), len(column)
-        previous_totals = self._pictures.get(name, (0, 0))
-        self._pictures[name] = (previous_totals[0] + counts, previous_totals[1] + frames)
-        return picture_statistics(counts, frames)
-
-    def all(self) -> dict[str, Any]:
-        """Returns the statistics over all episodes as JSON values, by column."""
-        statistics = {
-            name: number_statistics(np.concatenate(episode_arrays)) for name, episode_arrays in self._numbers.items()
-        }
-        statistics |= {name: picture_statistics(*totals) for name, totals in self._pictures.items()}
-        return {
-            name: {key: statistic.tolist() for key, statistic in column_statistics.items()}
-            for name, column_statistics in statistics.items()
-        }
-
 
 #: Encoder options as in lerobot: key frames are close together, because readers access frames in any order.
 _OPTIONS = {"crf": "23", "g": "2", "preset": "veryfast"}
@@ -137,7 +56,7 @@ class CameraFiles:
         self._camera = camera
         self._fps = fps
         self._number = 0
-        self._frames = 0
+        self._num_frames = 0
         self._size = (0, 0)
         self._file: Any = None
 
@@ -151,19 +70,19 @@ class CameraFiles:
         # The file exists only after the encoder's first packet, which short episodes may not produce.
         if self._file is not None and self._path.exists() and self._path.stat().st_size >= MAX_FILE_BYTES["videos"]:
             self._finish()
-            self._number, self._frames = self._number + 1, 0
+            self._number, self._num_frames = self._number + 1, 0
         if self._file is None:
             self._open(pictures)
         for pixels in pictures:
             frame = self._av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
             self._file.mux(self._stream.encode(frame))
-        start_frame, self._frames = self._frames, self._frames + len(pictures)
+        start_frame, self._num_frames = self._num_frames, self._num_frames + len(pictures)
         key = f"videos/{self._camera}"
         return {
             f"{key}/chunk_index": self._number // CHUNK,
             f"{key}/file_index": self._number % CHUNK,
             f"{key}/from_timestamp": start_frame / self._fps,
-            f"{key}/to_timestamp": self._frames / self._fps,
+            f"{key}/to_timestamp": self._num_frames / self._fps,
         }
 
     def _open(self, pictures: np.ndarray) -> None:
@@ -243,10 +162,10 @@ class LeRobotWriter(FolderWriter):
         self._cameras: dict[str, CameraFiles] = {}
         self._rows: list[dict[str, Any]] = []
         self._tasks: dict[str, int] = {}
-        self._totals = Totals()
+        self._totals = DatasetStatistics()
         self._table: Any = None
         self._file = 0
-        self._frames = 0
+        self._num_frames = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -273,16 +192,16 @@ class LeRobotWriter(FolderWriter):
             }
         elif features != self._features:
             raise ConfigError(
-                f"{trajectory['source']} has {_features_text(features)}; the episodes before it have "
-                f"{_features_text(self._features)}"
+                f"{trajectory['source']} has {_format_features(features)}; the episodes before it have "
+                f"{_format_features(self._features)}"
             )
-        episode_index, length = len(self._rows), len(columns["action"])
+        episode_index, episode_length = len(self._rows), len(columns["action"])
         tasks = tasks_of(trajectory, self._task)
         columns |= {
-            "timestamp": np.arange(length, dtype=np.float32) / np.float32(self._fps),
-            "frame_index": np.arange(length),
-            "episode_index": np.full(length, episode_index),
-            "index": self._frames + np.arange(length),
+            "timestamp": np.arange(episode_length, dtype=np.float32) / np.float32(self._fps),
+            "frame_index": np.arange(episode_length),
+            "episode_index": np.full(episode_length, episode_index),
+            "index": self._num_frames + np.arange(episode_length),
             "task_index": np.array([self._tasks.setdefault(task, len(self._tasks)) for task in tasks], np.int64),
         }
         statistics = {
@@ -296,11 +215,11 @@ class LeRobotWriter(FolderWriter):
             {
                 "episode_index": episode_index,
                 "tasks": list(dict.fromkeys(tasks)),
-                "length": length,
+                "length": episode_length,
                 "data/chunk_index": self._file // CHUNK,
                 "data/file_index": self._file % CHUNK,
-                "dataset_from_index": self._frames,
-                "dataset_to_index": self._frames + length,
+                "dataset_from_index": self._num_frames,
+                "dataset_to_index": self._num_frames + episode_length,
                 **video_locations,
                 **{
                     f"stats/{name}/{key}": statistic.tolist()
@@ -311,7 +230,7 @@ class LeRobotWriter(FolderWriter):
                 "meta/episodes/file_index": 0,
             }
         )
-        self._frames += length
+        self._num_frames += episode_length
 
     def _write(self, table: Any) -> None:
         path = (
@@ -350,7 +269,7 @@ class LeRobotWriter(FolderWriter):
     def _info(self) -> dict[str, Any]:
         return {
             "codebase_version": "v3.0", "robot_type": self._robot, "total_episodes": len(self._rows),
-            "total_frames": self._frames, "total_tasks": len(self._tasks), "chunks_size": CHUNK,
+            "total_frames": self._num_frames, "total_tasks": len(self._tasks), "chunks_size": CHUNK,
             "data_files_size_in_mb": MAX_FILE_BYTES["data"] >> 20, "video_files_size_in_mb": MAX_FILE_BYTES["videos"] >> 20,
             "fps": self._fps, "splits": {"train": f"0:{len(self._rows)}"}, "data_path": f"data/{PATTERN}.parquet",
             "video_path": f"videos/{{video_key}}/{PATTERN}.mp4" if self._cameras else None, "features": self._features,
@@ -365,5 +284,5 @@ class LeRobotWriter(FolderWriter):
         super().discard()
 
 
-def _features_text(features: Mapping[str, Any]) -> str:
+def _format_features(features: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {feature['dtype']}{list(feature['shape'])}" for name, feature in features.items())

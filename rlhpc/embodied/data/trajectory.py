@@ -1,6 +1,7 @@
 """Trajectory format: a dict with the same fields for all file formats.
 
-obs            array [T+1, ...], or a dict of arrays ("state" [T+1, D] float32, "rgb" [T+1, H, W, C] uint8, "depth", …)
+obs            array [T+1, ...], or a dict of arrays ("state" [T+1, D] float32, "rgb" [T+1, H, W, C] uint8, "depth", …);
+               an `EpisodeSource` gives `Frames` in place of arrays of images
 actions        [T, A]; a discrete action is one integer, [T, 1]
 rewards        [T] float32, or None if not recorded
 terminations, truncations   [T] bool
@@ -23,6 +24,7 @@ from typing import Any, Self
 import numpy as np
 
 from rlhpc.checkpoint.export_folder import filled_folder
+from rlhpc.embodied.data.frames import FramePool, Frames, load_frames, load_obs
 from rlhpc.embodied.envs.observations import bad_rows
 from rlhpc.runtime.errors import ConfigError
 
@@ -35,15 +37,17 @@ def check(trajectory: Trajectory) -> Trajectory:
     Raises:
         ConfigError: Two lengths differ; the message names the field and both lengths.
     """
-    source, T = trajectory["source"], len(trajectory["actions"])
+    source_name, T = trajectory["source"], len(trajectory["actions"])
     for name in ("rewards", "terminations", "truncations", "success"):
         if trajectory[name] is not None and trajectory[name].shape != (T,):
-            raise ConfigError(f"{source}: {T} actions, but {name} {list(trajectory[name].shape)}; it has one a step")
+            raise ConfigError(
+                f"{source_name}: {T} actions, but {name} {list(trajectory[name].shape)}; it has one a step"
+            )
     obs = trajectory["obs"]
     for name, array in obs.items() if isinstance(obs, Mapping) else [("", obs)]:
         if array is not None and len(array) != T + 1:
             raise ConfigError(
-                f"{source}: {T} actions, but {len(array)} observations {name}; there is one more than actions"
+                f"{source_name}: {T} actions, but {len(array)} observations {name}; there is one more than actions"
             )
     return trajectory
 
@@ -52,7 +56,7 @@ def shapes(trajectory: Trajectory) -> str:
     """Returns the shapes of one step's observation and action, for messages and comparisons."""
     obs = trajectory["obs"]
     if isinstance(obs, Mapping):
-        obs_text = "observations " + ", ".join(f"{name} {list(value.shape[1:])}" for name, value in obs.items())
+        obs_text = "observations " + ", ".join(f"{name} {list(obs_array.shape[1:])}" for name, obs_array in obs.items())
     else:
         obs_text = "no observations" if obs is None else f"observations {list(obs.shape[1:])}"
     return f"{obs_text} and actions {list(trajectory['actions'].shape[1:])}"
@@ -61,19 +65,53 @@ def shapes(trajectory: Trajectory) -> str:
 def describe_nonfinite(trajectory: Trajectory, fields: Sequence[str]) -> str:
     """Returns a message about the first non-finite number in the fields; empty if all numbers are finite."""
     for field in fields:
-        for name, array in _arrays(field, trajectory[field]):
+        for name, array in _iter_arrays(field, trajectory[field]):
             if (rows := bad_rows(array)).any():
                 return f"{trajectory['source']}: {name} of step {int(np.argmax(rows))} is not finite"
     return ""
 
 
-def _arrays(name: str, value: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the arrays of a field, at any depth, with their dotted names."""
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _arrays(f"{name}.{key}", child)
-    elif value is not None:
-        yield name, value
+def _iter_arrays(name: str, data: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of a field, at any depth, with their dotted names; images that stay in their files only if they can
+    be non-finite.
+    """
+    if isinstance(data, Mapping):
+        for key, child in data.items():
+            yield from _iter_arrays(f"{name}.{key}", child)
+    elif isinstance(data, Frames):
+        if data.dtype.kind == "f":
+            pool = FramePool()
+            yield name, load_frames(data, pool)
+            pool.close()
+    elif data is not None:
+        yield name, data
+
+
+class EpisodeSource(ABC):
+    """Episodes of a file or a dataset, read by number. A source holds an index of its episodes, but no episode."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of episodes."""
+
+    @abstractmethod
+    def episode(self, number: int) -> Trajectory:
+        """Returns an episode, with `Frames` in place of arrays of images.
+
+        Raises:
+            ConfigError: The episode is damaged or incomplete.
+        """
+
+
+def iter_episodes(episode_source: EpisodeSource) -> Iterator[Trajectory]:
+    """Yields the episodes of a source, with their images, one after the other."""
+    pool = FramePool()
+    try:
+        for episode_number in range(len(episode_source)):
+            trajectory = episode_source.episode(episode_number)
+            yield {**trajectory, "obs": load_obs(trajectory["obs"], pool)}
+    finally:
+        pool.close()
 
 
 class EpisodeWriter(ABC):

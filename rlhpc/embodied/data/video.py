@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import fsync_folder
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.files import fsync_folder, rename
+from rlhpc.runtime.plugins import require_package
 
 #: Maximum pixels of a tile's longer side. The file of a short episode is smaller than about 100 kB.
 TILE = 256
@@ -21,9 +21,9 @@ _GREEN, _GREY = (60, 170, 90), (140, 140, 140)
 
 def tile(frames: np.ndarray) -> np.ndarray:
     """Tiles pictures `[n, H, W, 3]` into one picture, in rows of about √n. Empty tiles are black."""
-    count, height, width, _ = frames.shape
-    columns = math.ceil(math.sqrt(count))
-    rows = math.ceil(count / columns)
+    num_frames, height, width, _ = frames.shape
+    columns = math.ceil(math.sqrt(num_frames))
+    rows = math.ceil(num_frames / columns)
     grid = np.zeros((rows * height, columns * width, 3), np.uint8)
     for index, frame in enumerate(frames):
         y_offset, x_offset = index // columns * height, index % columns * width
@@ -33,12 +33,14 @@ def tile(frames: np.ndarray) -> np.ndarray:
 
 def shrink(frames: np.ndarray) -> np.ndarray:
     """Shrinks pictures `[n, H, W, 3]` by an integer factor so that they fit a tile. Each pixel is the mean of a block."""
-    count, height, width, _ = frames.shape
-    factor = math.ceil(max(height, width) / TILE)
-    if factor == 1:
+    num_frames, height, width, _ = frames.shape
+    shrink_factor = math.ceil(max(height, width) / TILE)
+    if shrink_factor == 1:
         return frames
-    cropped = frames[:, : height // factor * factor, : width // factor * factor]
-    blocks = cropped.reshape(count, height // factor, factor, width // factor, factor, 3)
+    cropped_frames = frames[:, : height // shrink_factor * shrink_factor, : width // shrink_factor * shrink_factor]
+    blocks = cropped_frames.reshape(
+        num_frames, height // shrink_factor, shrink_factor, width // shrink_factor, shrink_factor, 3
+    )
     return blocks.mean((2, 4)).astype(np.uint8)
 
 
@@ -57,7 +59,7 @@ def pyav() -> Any:
     Raises:
         ConfigError: PyAV is not installed.
     """
-    return required("av", "videos need PyAV", "embodied")
+    return require_package("av", "videos need PyAV", "embodied")
 
 
 def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
@@ -67,7 +69,7 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
         ConfigError: PyAV is not installed, or the file cannot be written.
     """
     av = pyav()
-    height, width = (size // 2 * 2 for size in frames[0].shape[:2])  # the format needs even sizes
+    height, width = (side_length // 2 * 2 for side_length in frames[0].shape[:2])  # the format needs even sizes
     partial_path = path.with_name(f".{path.stem}.partial.mp4")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,7 @@ def write_video(path: Path, frames: Sequence[np.ndarray], fps: int) -> None:
                 picture = np.ascontiguousarray(frame[:height, :width])
                 video.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             video.mux(stream.encode())
-        partial_path.replace(path)
+        rename(partial_path, path)
         fsync_folder(path.parent)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error}") from None
@@ -97,37 +99,63 @@ _PADDING = 128
 """Rows and columns that a decoder may add to a picture, because it rounds sizes up to multiples of a block."""
 
 
+def count_frames(path: Path) -> int:
+    """Returns the number of frames of a video according to its container; 0 if it does not say.
+
+    Raises:
+        ConfigError: The file cannot be read as a video.
+    """
+    av = pyav()
+    try:
+        with av.open(str(path), options=_CONTAINERS) as video:
+            return int(video.streams.video[0].frames)
+    except (OSError, ValueError, IndexError, av.error.FFmpegError) as error:
+        raise ConfigError(f"{path} cannot be read as a video: {error}") from None
+
+
+#: Number of frames that a reader decodes to reach a frame rather than seek, if the file has no index of its key frames.
+_MAX_SKIPPED = 64
+
+
 class VideoReader:
-    """Reader of a video file that decodes on request. Consecutive reads decode each frame once. Only the pictures of one call
-    are in memory.
+    """Reader of a video file that decodes on request, and seeks to the key frame before a frame. In one call, and in
+    consecutive calls with increasing numbers, each frame is decoded at most once. Only the images of one call are in memory.
+
+    Frame number i is the one shown at i / rate seconds, as in LeRobot's datasets.
 
     Args:
         path: Path of the file.
-        size: Required height and width of the pictures; None if unknown.
+        size: Required height and width of the images; None if unknown.
+        rate: Frames per second; None takes the file's.
 
     Attributes:
-        decoded: Number of frames decoded so far.
+        num_decoded: Number of frames decoded so far.
 
     Raises:
-        ConfigError: The file cannot be read as a video, or its pictures have another size.
+        ConfigError: The file cannot be read as a video, or its images have a different size.
     """
 
-    def __init__(self, path: Path, size: tuple[int, int] | None = None) -> None:
+    _stream: Any
+
+    def __init__(self, path: Path, size: tuple[int, int] | None = None, rate: float | None = None) -> None:
         self.path = path
-        self.decoded = 0
+        self.num_decoded = 0
         self._size = size
         self._packed_bytes = 0
         self._av = pyav()
         self._video: Any = None
         self._frames: Iterator[Any] = iter(())
-        self._position = 0
+        #: Number of the frame that was decoded last.
+        self._position = -1
         self._open()
+        self._rate = float(rate or self._stream.average_rate or 0.0)
 
     def _open(self) -> None:
         self.close()
         try:
             self._video = self._av.open(str(self.path), options=_CONTAINERS)
-            context = self._video.streams.video[0].codec_context
+            self._stream = self._video.streams.video[0]
+            context = self._stream.codec_context
             height, width = self._size or (0, 0)
             max_pixels = (height + _PADDING) * (width + _PADDING) if self._size else _MAX_PIXELS
             context.options = {**context.options, "max_pixels": str(max_pixels)}
@@ -135,7 +163,7 @@ class VideoReader:
             self._frames = self._decode()
         except (OSError, ValueError, IndexError, self._av.error.FFmpegError) as error:
             raise self._read_error(error) from None
-        self._position = self._packed_bytes = 0
+        self._position, self._packed_bytes = -1, 0
 
     def _decode(self) -> Iterator[Any]:
         for packet in self._video.demux(video=0):
@@ -151,45 +179,112 @@ class VideoReader:
     def _read_error(self, error: Exception) -> ConfigError:
         return ConfigError(f"{self.path} cannot be read as a video: {error}")
 
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Returns `count` pictures starting at number `start`, uint8 `[T, H, W, 3]`; fewer if the video ends earlier.
+    # -- position -------------------------------------------------------------------------------------------------
+
+    def _to_timestamp(self, frame_number: int) -> int:
+        """Returns the time of a frame in units of the stream's time base."""
+        return round(frame_number / self._rate / self._stream.time_base) + (self._stream.start_time or 0)
+
+    def _next(self) -> Any:
+        """Decodes the next frame and updates the position; returns None at the end of the file."""
+        frame = next(self._frames, None)
+        if frame is None:
+            return None
+        self.num_decoded += 1
+        if frame.pts is None or not self._rate:
+            self._position += 1
+        else:
+            offset = (frame.pts - (self._stream.start_time or 0)) * self._stream.time_base
+            self._position = round(float(offset) * self._rate)
+        return frame
+
+    def _move_to(self, frame_number: int) -> Any:
+        """Returns a decoded frame at or before frame `frame_number` if the decoder had to move there; None if the next
+        frames of the decoder lead to it.
+        """
+        if frame_number > self._position and not self._seek_skips_frames(frame_number):
+            return None
+        if self._rate and frame_number > 0:
+            self._video.seek(self._to_timestamp(frame_number), stream=self._stream, backward=True)
+            self._frames = self._decode()
+            frame = self._next()
+            if frame is not None and self._position <= frame_number:
+                return frame
+        self._open()  # some containers cannot seek, or seek to a later frame
+        return self._next()
+
+    def _seek_skips_frames(self, frame_number: int) -> bool:
+        """Returns whether a key frame lies between the decoder's position and frame `frame_number`, so that seeking
+        skips frames.
+        """
+        if not self._rate or frame_number - self._position < 2:
+            return False
+        index_entries, target = self._stream.index_entries, self._to_timestamp(frame_number)
+        index = index_entries.search_timestamp(target) if len(index_entries) else -1
+        if index < 0:
+            return frame_number - self._position > _MAX_SKIPPED
+        return bool(index_entries[index].timestamp > self._to_timestamp(self._position))
+
+    # -- frames ---------------------------------------------------------------------------------------------------
+
+    def frames(self, numbers: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields the numbers and images, uint8 `[H, W, 3]`, of increasing frame numbers. Stops at the end of the file.
 
         Raises:
-            ConfigError: The file is damaged.
+            ConfigError: The file is damaged, or a frame before its end is missing.
         """
-        if start < self._position:
-            self._open()
-        frames_read: np.ndarray | None = None
-        length = 0
+        num_frames = 0
         try:
-            while self._position < start + count:
-                frame = next(self._frames, None)
-                if frame is None:
-                    break
-                self._position, self.decoded = self._position + 1, self.decoded + 1
-                if self._position > start:
-                    self._require_size(frame.height, frame.width)
-                    pixels = frame.to_ndarray(format="rgb24")
-                    if frames_read is None:
-                        self._check_size(count * pixels.size, self.path.stat().st_size)
-                        frames_read = np.empty((count, *pixels.shape), np.uint8)
-                    # the size of the file also includes other data
-                    self._check_size((length + 1) * pixels.size, self._packed_bytes)
-                    frames_read[length] = pixels
-                    length += 1
+            for frame_number in numbers:
+                frame = self._move_to(frame_number)
+                while frame is None or self._position < frame_number:
+                    frame = self._next()
+                    if frame is None:
+                        return
+                if self._position > frame_number:
+                    raise ConfigError(
+                        f"{self.path} has no frame {frame_number} ({frame_number / self._rate:.3f} s at "
+                        f"{self._rate:g} frames a second); "
+                        f"the next is frame {self._position}: encode the video anew with one frame a step"
+                    )
+                self._require_size(frame.height, frame.width)
+                pixels = frame.to_ndarray(format="rgb24")
+                if not num_frames:
+                    self._check_size(len(numbers) * pixels.size, self.path.stat().st_size)
+                # the size of the file also includes other data
+                self._check_size((num_frames + 1) * pixels.size, self._packed_bytes)
+                num_frames += 1
+                yield frame_number, pixels
         except (OSError, ValueError, self._av.error.FFmpegError) as error:
             raise self._read_error(error) from None
-        return np.empty((0, 0, 0, 3), np.uint8) if frames_read is None else frames_read[:length]
 
-    def _check_size(self, size: int, stored: int) -> None:
-        if size > _LARGE_BYTES and size > _MAX_COMPRESSION * stored:
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Returns `count` images starting at number `start`, uint8 `[T, H, W, 3]`; fewer if the video ends earlier.
+
+        Raises:
+            ConfigError: The file is damaged, or a frame is missing.
+        """
+        images: np.ndarray | None = None
+        num_frames = 0
+        for _, pixels in self.frames(range(start, start + count)):
+            if images is None:
+                images = np.empty((count, *pixels.shape), np.uint8)
+            images[num_frames] = pixels
+            num_frames += 1
+        return np.empty((0, 0, 0, 3), np.uint8) if images is None else images[:num_frames]
+
+    def _check_size(self, size: int, stored_size: int) -> None:
+        if size > _LARGE_BYTES and size > _MAX_COMPRESSION * stored_size:
             raise ConfigError(
-                f"{self.path} has {stored} bytes, and pictures of {size / 1e9:.1f} GB are asked of it; "
+                f"{self.path} has {stored_size} bytes, and pictures of {size / 1e9:.1f} GB are asked of it; "
                 "encode the video anew if it is no attack"
             )
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, and frees the decoder."""
+        # the generator refers to this reader, which would keep the decoder until a garbage collection
+        self._frames = iter(())
+        self._stream = None
         if self._video is not None:
             self._video.close()
             self._video = None

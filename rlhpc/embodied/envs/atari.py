@@ -17,15 +17,15 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
-        self._lives = 0
+        self._num_lives = 0
         self._goes_on = False
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Steps the game; a lost life ends the episode."""
         obs, reward, terminated, truncated, info = self.env.step(action)
         lives = info["lives"]
-        self._goes_on = 0 < lives < self._lives and not (terminated or truncated)
-        self._lives = lives
+        self._goes_on = 0 < lives < self._num_lives and not (terminated or truncated)
+        self._num_lives = lives
         if self._goes_on:
             info = {**info, "life_lost": True}
         return obs, reward, terminated or self._goes_on, truncated, info
@@ -38,7 +38,7 @@ class LifeLoss(gymnasium.Wrapper[Any, Any, Any, Any]):
             game_over = terminated or truncated
         if game_over:
             obs, info = self.env.reset(seed=seed, options=options)
-        self._lives = info["lives"]
+        self._num_lives = info["lives"]
         self._goes_on = False
         return obs, info
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +11,16 @@ import numpy as np
 
 from rlhpc.embodied.envs.interface import InterfaceError, describe
 from rlhpc.embodied.envs.observations import Obs, boxes_of
+from rlhpc.runtime.similar_names import similar_names
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
 
 #: Counts that an env rank with robots reports with each rollout (`Timing.pop_measurements`).
-_COUNTS = ("late", "dropped", "held", "refused", "stopped", "lost")
-TIMING_NAMES = ("robot_latency_ms", "robot_link_ms", *(f"robot_{name}" for name in _COUNTS))
+_COUNTS = ("late", "dropped", "held", "refused", "stopped", "missed", "lost")
+TIMING_NAMES = ("robot_latency_ms", "robot_link_ms", "robot_period_ms", *(f"robot_{name}" for name in _COUNTS))
+#: Maximum relative difference of a control period from its nominal length that does not count as missed.
+_PERIOD_TOLERANCE = 0.1
 
 
 class Timing:
@@ -27,28 +29,37 @@ class Timing:
     Attributes:
         latency_s: Seconds from each observation to the policy's command for it, by the robot's clock.
         link_s: Seconds of each round trip to a robot on another machine, by the run's clock.
+        period_s: Seconds from each command to the next of the same episode, without pauses.
         num_late: Number of commands that arrived after their step had ended.
         num_dropped: Number of steps with the same observation as the step before.
         num_held: Number of times that the robot held still because no command arrived.
         num_refused: Number of commands refused because their observation was too old.
         num_stopped: Number of safety stops.
+        num_missed: Number of control periods that were more than a tenth longer or shorter than configured.
         num_lost: Number of lost connections.
     """
 
     def __init__(self) -> None:
         self.latency_s: list[float] = []
         self.link_s: list[float] = []
-        self.num_late = self.num_dropped = self.num_held = self.num_refused = self.num_stopped = self.num_lost = 0
-        self._reported: dict[str, int] = {}
+        self.period_s: list[float] = []
+        self.num_late = self.num_dropped = self.num_held = self.num_refused = self.num_stopped = 0
+        self.num_missed = self.num_lost = 0
+        self._reported_counts: dict[str, int] = {}
 
     def record_command(self, latency_s: float, *, is_late: bool) -> None:
         """Records a sent command; `is_late` means that the command's step had already ended."""
         self.latency_s.append(latency_s)
         self.num_late += is_late
 
-    def record_step(self, *, dropped: bool) -> None:
-        """Records the end of a step; `dropped` means that the step had the same observation as the step before."""
-        self.num_dropped += dropped
+    def record_period(self, seconds: float, nominal_s: float) -> None:
+        """Records the time between two commands, which should be `nominal_s`."""
+        self.period_s.append(seconds)
+        self.num_missed += abs(seconds - nominal_s) > _PERIOD_TOLERANCE * nominal_s
+
+    def record_step(self, *, is_dropped: bool) -> None:
+        """Records the end of a step; `is_dropped` means that the step had the same observation as the step before."""
+        self.num_dropped += is_dropped
 
     def record_round_trips(self, seconds: Iterable[float]) -> None:
         """Records round trips to a robot on another machine."""
@@ -74,19 +85,23 @@ class Timing:
         if not self.latency_s:
             return "no steps"
         median_ms, p99_ms = np.quantile(self.latency_s, (0.5, 0.99)) * 1000
-        counts = ", ".join(f"{getattr(self, f'num_{name}')} {name}" for name in _COUNTS[:-1])
-        return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts}"
+        counts_text = ", ".join(f"{getattr(self, f'num_{name}')} {name}" for name in _COUNTS[:-1])
+        return f"{len(self.latency_s)} steps, latency {median_ms:.1f} ms (99 %: {p99_ms:.1f} ms), {counts_text}"
 
     def pop_measurements(self) -> dict[str, np.ndarray]:
         """Returns the measurements since the last call by name, one entry for each of `TIMING_NAMES`: latencies `[k]`,
         counts `[1]`.
         """
-        latency_lists = {"robot_latency_ms": self.latency_s, "robot_link_ms": self.link_s}
+        latency_lists = {
+            "robot_latency_ms": self.latency_s,
+            "robot_link_ms": self.link_s,
+            "robot_period_ms": self.period_s,
+        }
         counts = {f"robot_{name}": getattr(self, f"num_{name}") for name in _COUNTS}
-        reported_before = self._reported
-        self._reported = counts | {name: len(latencies) for name, latencies in latency_lists.items()}
+        reported_before = self._reported_counts
+        self._reported_counts = counts | {name: len(latencies) for name, latencies in latency_lists.items()}
         latencies_ms = {
-            name: np.array(latencies[reported_before.get(name, 0) : self._reported[name]]) * 1000.0
+            name: np.array(latencies[reported_before.get(name, 0) : self._reported_counts[name]]) * 1000.0
             for name, latencies in latency_lists.items()
         }
         return latencies_ms | {name: np.array([count - reported_before.get(name, 0)]) for name, count in counts.items()}
@@ -95,6 +110,7 @@ class Timing:
         """Adds the measurements that `pop_measurements` of another `Timing` returned."""
         self.latency_s += (measurements["robot_latency_ms"] / 1000.0).tolist()
         self.link_s += (measurements["robot_link_ms"] / 1000.0).tolist()
+        self.period_s += (measurements["robot_period_ms"] / 1000.0).tolist()
         for name in _COUNTS:
             attribute = f"num_{name}"
             setattr(self, attribute, getattr(self, attribute) + int(measurements[f"robot_{name}"].sum()))
@@ -110,7 +126,7 @@ def concat_timings(timings: Iterable[Timing | None]) -> dict[str, np.ndarray]:
 
 
 def timing_row(columns: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the timing metrics of a step by metric name; {} without a robot, or if the robot was idle."""
+    """Returns the timing metrics of a step by metric name; {} if there is no robot, or if the robot was idle."""
     row: dict[str, float] = {}
     for name in TIMING_NAMES:
         measurements = columns.get(name, np.zeros(0))
@@ -136,8 +152,8 @@ class VectorEnv(ABC):
 
     When a slot's episode ends in a step, the returned observation is the first of its next episode, and
     `infos["final_obs"]` has the ended episode's last observation in that slot's row. `infos["episode"]` then has
-    `return`, `length` and `mask` and, if the simulator reports success, `success_once` and `success_at_end`, each
-    `[N]`; rows outside `mask` are undefined.
+    `return`, `length` and `mask` and, if the simulator reports success, `success_once` and `success_at_end`, and in a
+    suite `task`, each `[N]`; rows outside `mask` are undefined.
 
     If a simulator or robot failed in a step, `infos["lost"]` (bool `[N]`) marks its slots: their episode ends as
     truncated, and the step's outcome is unknown, so that the step is not trained on, counted or recorded
@@ -164,6 +180,7 @@ class VectorEnv(ABC):
         timing: Timing statistics of a robot; None for simulators.
         max_episode_steps: Step limit, 0 for none; None if unknown.
         control_hz: Actions per second of the robot's time, used as the frame rate of recordings; None if unknown.
+        task_names: Names of the tasks of a suite; the episode's `task` is an index of it. Empty for other environments.
         record_kwargs: The environment's arguments for recordings, instead of `kwargs`.
         holds_hardware: True if it moves hardware, which must stop before the process ends.
         on_wait: Function that the environment calls repeatedly, with the reason, while it waits for a person. The
@@ -183,6 +200,7 @@ class VectorEnv(ABC):
     timing: Timing | None = None
     max_episode_steps: int | None = None
     control_hz: float | None = None
+    task_names: Sequence[str] = ()
     record_kwargs: Mapping[str, Any] | None = None
     holds_hardware = False
     on_wait: Callable[[str], None] | None = None
@@ -239,20 +257,20 @@ class VectorEnv(ABC):
         if actions.shape[1] == 1:
             return self.step(actions[:, 0])
         shape = (self.num_envs, actions.shape[1])
-        rewards, executed = np.zeros(shape, np.float32), np.zeros(shape, bool)
+        rewards, is_executed = np.zeros(shape, np.float32), np.zeros(shape, bool)
         terminations = np.zeros(self.num_envs, bool)
         truncations = np.zeros(self.num_envs, bool)
         infos: dict[str, Any] = {}
         for i in range(actions.shape[1]):
             is_done = terminations | truncations
             obs, step_rewards, terminated, truncated, info = self.step(actions[:, i])
-            rewards[:, i], executed[:, i] = np.where(is_done, 0, step_rewards), ~is_done
+            rewards[:, i], is_executed[:, i] = np.where(is_done, 0, step_rewards), ~is_done
             has_just_ended = (terminated | truncated) & ~is_done
             terminations |= terminated & has_just_ended
             truncations |= truncated & has_just_ended
             if has_just_ended.any():
                 merge_infos(infos, info, has_just_ended)
-        infos["chunk"] = {"rewards": rewards, "mask": executed}
+        infos["chunk"] = {"rewards": rewards, "mask": is_executed}
         return obs, rewards.sum(1), terminations, truncations, infos
 
     def refresh(self) -> Obs | None:
@@ -260,6 +278,12 @@ class VectorEnv(ABC):
         during the pause.
         """
         return None
+
+    def hold(self) -> None:  # noqa: B027 (simulators stand still between steps)
+        """Makes a robot hold still until the next step; its episode continues."""
+
+    def stop(self, reason: str) -> None:  # noqa: B027 (simulators have nothing to stop)
+        """Stops a robot for safety; nothing moves it until a person allows it."""
 
     def continue_episodes(self, counts: np.ndarray) -> None:
         """Makes each slot continue its series of episodes after the first `counts` `[N]`. An evaluation calls it after
@@ -279,7 +303,7 @@ class VectorEnv(ABC):
         """Returns the state of each slot in a `state_dict`.
 
         Raises:
-            ValueError: The state has another number of slots.
+            ValueError: The state has a different number of slots.
         """
         slots: list[Any] = state["slots"]
         if len(slots) != self.num_envs:
@@ -299,7 +323,7 @@ class VectorEnv(ABC):
         return None
 
     def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Renders slots (all by default), uint8 `[n, H, W, 3]`; returns None without a renderer."""
+        """Renders slots (all by default), uint8 `[n, H, W, 3]`; returns None if there is no renderer."""
         del slots
         return None
 
@@ -321,7 +345,7 @@ def check_reset(env: VectorEnv, name: str, result: Any) -> None:
     """Checks that the result of a user's `reset` is (observations, infos).
 
     Raises:
-        InterfaceError: The result has another form; the message describes it.
+        InterfaceError: The result has a different form; the message describes it.
     """
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         raise _interface_error(env, f"{name}() returned {describe(result)}")
@@ -332,7 +356,7 @@ def check_step(env: VectorEnv, name: str, result: Any) -> None:
     """Checks that the result of a user's `step` or `chunk_step` is a `Step`.
 
     Raises:
-        InterfaceError: The result has another form; the message describes it.
+        InterfaceError: The result has a different form; the message describes it.
     """
     if not isinstance(result, tuple) or len(result) != 5 or not isinstance(result[4], dict):
         raise _interface_error(env, f"{name}() returned {describe(result)}")
@@ -365,7 +389,7 @@ def _interface_error(env: VectorEnv, problem: str) -> InterfaceError:
 
 def similar_ids_hint(env_id: str, ids: Iterable[str], otherwise: str) -> str:
     """Returns a hint that names ids similar to an unknown one, or `otherwise` if no id is similar."""
-    similar_ids = difflib.get_close_matches(env_id, list(ids), 3, 0.5)
+    similar_ids = similar_names(env_id, ids, 3, 0.5)
     return f"did you mean {', '.join(similar_ids)}?" if similar_ids else otherwise
 
 

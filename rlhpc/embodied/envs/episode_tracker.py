@@ -26,16 +26,16 @@ class EpisodeTracker:
         self.limit = limit
         #: Seed of each slot's series of episodes: a restarted simulator begins another series.
         self.seeds = np.full(num_envs, seed, np.int64)
-        self._groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)
+        self._slot_groups = (slot_offset + np.arange(num_envs)) // max(1, cfg.group_size)
         self._repeats_first_state = cfg.use_fixed_reset_state_ids
         self._uses_relative_reward = cfg.use_rel_reward
         self._ignore_terminations = cfg.ignore_terminations
         self._reward_scale = cfg.reward_scale
         #: Number of episodes that each slot has begun.
         self.num_begun = np.zeros(num_envs, np.int64)
-        self.elapsed = np.zeros(num_envs, np.int64)
+        self.elapsed_steps = np.zeros(num_envs, np.int64)
         self.returns = np.zeros(num_envs, np.float64)
-        self._succeeded = np.zeros(num_envs, bool)
+        self._has_succeeded = np.zeros(num_envs, bool)
         self._is_successful = np.zeros(num_envs, bool)
         self._previous_rewards = np.zeros(num_envs, np.float32)
         self._reports_success = False
@@ -60,7 +60,13 @@ class EpisodeTracker:
             Seeds of the episodes' first states, from (seed, group of slots, number of the episode). Slots of a group
             get the same seed.
         """
-        for statistic in (self.elapsed, self.returns, self._succeeded, self._is_successful, self._previous_rewards):
+        for statistic in (
+            self.elapsed_steps,
+            self.returns,
+            self._has_succeeded,
+            self._is_successful,
+            self._previous_rewards,
+        ):
             statistic[slots] = 0
         seeds = [self._episode_seed(slot) for slot in slots.tolist()]
         self.num_begun[slots] += 1
@@ -68,47 +74,49 @@ class EpisodeTracker:
 
     def _episode_seed(self, slot: int) -> int:
         episode_number = 0 if self._repeats_first_state else int(self.num_begun[slot])
-        sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._groups[slot]), episode_number])
+        sequence = np.random.SeedSequence([int(self.seeds[slot]), int(self._slot_groups[slot]), episode_number])
         return int(sequence.generate_state(1)[0]) & 0x7FFFFFFF
 
     def add(
-        self, rewards: np.ndarray, failed: np.ndarray, success: np.ndarray | None, active: np.ndarray
+        self, rewards: np.ndarray, is_terminal: np.ndarray, success: np.ndarray | None, is_active: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Adds a step of the slots `active`.
+        """Adds a step of the slots `is_active`.
 
         Args:
             rewards: Rewards of the simulator, float `[N]`.
-            failed: Slots whose episode ended without success, bool `[N]`.
+            is_terminal: Slots whose episode ended without success, bool `[N]`.
             success: Slots in a successful state, bool `[N]`; None if the simulator does not report success.
-            active: Slots that were stepped, bool `[N]`.
+            is_active: Slots that were stepped, bool `[N]`.
 
         Returns:
             Rewards (float32), terminations and truncations (bool) for training, each `[N]`; 0 for inactive slots.
         """
-        rewards = np.where(active, rewards, 0).astype(np.float32)
-        self.elapsed += active
+        rewards = np.where(is_active, rewards, 0).astype(np.float32)
+        self.elapsed_steps += is_active
         self.returns += rewards
-        terminated = failed & active
+        terminated = is_terminal & is_active
         if success is not None:
             self._reports_success = True
-            succeeded_now = success & active
-            self._is_successful = np.where(active, success, self._is_successful)
-            self._succeeded |= succeeded_now
+            succeeded_now = success & is_active
+            self._is_successful = np.where(is_active, success, self._is_successful)
+            self._has_succeeded |= succeeded_now
             terminated = terminated | succeeded_now
         if self._ignore_terminations:
             terminated = np.zeros_like(terminated)
-        truncated = active & ~terminated & (self.elapsed >= self.limit) if self.limit else np.zeros_like(terminated)
+        truncated = (
+            is_active & ~terminated & (self.elapsed_steps >= self.limit) if self.limit else np.zeros_like(terminated)
+        )
         if self._uses_relative_reward:
             rewards, self._previous_rewards = (
-                rewards - np.where(active, self._previous_rewards, 0),
-                np.where(active, rewards, self._previous_rewards),
+                rewards - np.where(is_active, self._previous_rewards, 0),
+                np.where(is_active, rewards, self._previous_rewards),
             )
         return rewards * np.float32(self._reward_scale), terminated, truncated
 
     def report(self, is_done: np.ndarray) -> dict[str, np.ndarray]:
         """Returns `infos["episode"]` of a step in which the slots `is_done` (bool `[N]`) ended."""
-        episode = {"return": self.returns.copy(), "length": self.elapsed.copy(), "mask": is_done.copy()}
+        episode = {"return": self.returns.copy(), "length": self.elapsed_steps.copy(), "mask": is_done.copy()}
         if self._reports_success:
-            episode["success_once"] = self._succeeded.astype(np.float64)
+            episode["success_once"] = self._has_succeeded.astype(np.float64)
             episode["success_at_end"] = self._is_successful.astype(np.float64)
         return episode

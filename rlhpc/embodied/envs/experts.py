@@ -61,15 +61,15 @@ def pick_cube(obs: Any) -> np.ndarray:
     return _grasp_and_carry(tcp, cube, obs[:, 18] > 0.5, goal - cube)
 
 
-def _grasp_and_carry(tcp: np.ndarray, cube: np.ndarray, grasped: np.ndarray, carry: np.ndarray) -> np.ndarray:
+def _grasp_and_carry(tcp: np.ndarray, cube: np.ndarray, is_grasped: np.ndarray, carry: np.ndarray) -> np.ndarray:
     """Returns actions that grasp the cube from above and, once it is grasped, move it by `carry [N, 3]`."""
     horizontal_distance = np.linalg.norm(tcp[:, :2] - cube[:, :2], axis=1)
     is_above = horizontal_distance < 0.012
     is_at_cube = is_above & (np.abs(tcp[:, 2] - cube[:, 2]) < 0.012)
     target = cube + np.array([0, 0, 0.08])
     target[is_above] = cube[is_above]
-    target = np.where(grasped[:, None], tcp + carry, target)
-    return _towards(tcp, target, np.where(grasped | is_at_cube, _CLOSED, _OPEN))
+    target = np.where(is_grasped[:, None], tcp + carry, target)
+    return _towards(tcp, target, np.where(is_grasped | is_at_cube, _CLOSED, _OPEN))
 
 
 def stack_cube(obs: Any) -> np.ndarray:

@@ -127,9 +127,22 @@ def write_row(rows: np.ndarray, i: int, obs: Any) -> None:
     rows[i] = obs
 
 
-def _row_spec(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
+def row_spec(box: Any, count: int) -> tuple[tuple[int, ...], Any]:
     """Returns the shape and dtype of a buffer for the observations of `count` slots; float64 becomes float32."""
     return (count, *box.shape), np.float32 if box.dtype == np.float64 else box.dtype
+
+
+def to_env_actions(space: Any, actions: np.ndarray) -> Any:
+    """Converts a policy's actions `[N, dim]` to actions that the environments' `step` accepts.
+
+    Policies number the actions of a discrete space from 0. Actions of a box are clipped to its bounds.
+    """
+    if isinstance(space, spaces.Discrete):
+        return (actions.reshape(-1) + int(space.start)).tolist()
+    shaped_actions = actions.reshape(len(actions), *space.shape)
+    if isinstance(space, spaces.Box):
+        return np.clip(shaped_actions, space.low, space.high).astype(space.dtype)
+    return shaped_actions + getattr(space, "start", 0)
 
 
 class GymnasiumVectorEnv(VectorEnv):
@@ -160,18 +173,14 @@ class GymnasiumVectorEnv(VectorEnv):
             self.observation_space = self._box_space(cfg.env_id)
         elif not isinstance(self.observation_space, spaces.Box):
             raise _unsupported_space(cfg.env_id, self.observation_space)
-        self._row_specs = {key: _row_spec(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
-        self._is_discrete = isinstance(self.action_space, spaces.Discrete)
-        # Policies number actions from 0.
-        self._first_action: Any = getattr(self.action_space, "start", 0)
-        self._is_box = isinstance(self.action_space, spaces.Box)
+        self._row_specs = {key: row_spec(box, num_envs) for key, box in boxes_of(self.observation_space).items()}
         self._ignore_terminations = cfg.ignore_terminations
         self._reward_scale = cfg.reward_scale
         self._group_size = max(1, cfg.group_size)
         self._repeats_first_state = cfg.use_fixed_reset_state_ids
         self._uses_relative_reward = cfg.use_rel_reward
         self._previous_rewards = [0.0] * num_envs
-        self._succeeded = [False] * num_envs
+        self._has_succeeded = [False] * num_envs
         self._elapsed_steps = [0] * num_envs
         self._returns = [0.0] * num_envs
         self._num_episodes = [0] * num_envs
@@ -246,7 +255,12 @@ class GymnasiumVectorEnv(VectorEnv):
         obs = self._allocate_rows()
         for i in range(self.num_envs):
             self._write_obs(obs, i, self._reset(i, self._seeds_reset))
-            self._elapsed_steps[i], self._returns[i], self._previous_rewards[i], self._succeeded[i] = 0, 0.0, 0.0, False
+            self._elapsed_steps[i], self._returns[i], self._previous_rewards[i], self._has_succeeded[i] = (
+                0,
+                0.0,
+                0.0,
+                False,
+            )
         self._seeds_reset = False
         return obs, {}
 
@@ -268,12 +282,12 @@ class GymnasiumVectorEnv(VectorEnv):
         count = actions.shape[1]
         if count == 1:
             return obs, rewards, terminations, truncations, infos
-        chunk_rewards, executed = np.zeros((self.num_envs, count), np.float32), np.ones((self.num_envs, count), bool)
+        chunk_rewards, is_executed = np.zeros((self.num_envs, count), np.float32), np.ones((self.num_envs, count), bool)
         chunk_rewards[:, 0] = rewards
         for i in range(1, count):
-            executed[:, i] = ~(terminations | truncations)
-            active = np.flatnonzero(executed[:, i]).tolist()
-            obs, step_rewards, terminated, truncated, info = self._advance(actions[:, i], active, obs)
+            is_executed[:, i] = ~(terminations | truncations)
+            active_slots = np.flatnonzero(is_executed[:, i]).tolist()
+            obs, step_rewards, terminated, truncated, info = self._advance(actions[:, i], active_slots, obs)
             chunk_rewards[:, i] = step_rewards
             rewards += step_rewards
             is_done = terminated | truncated
@@ -281,44 +295,36 @@ class GymnasiumVectorEnv(VectorEnv):
             truncations |= truncated
             if is_done.any():
                 merge_infos(infos, info, is_done)
-        infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
+        infos["chunk"] = {"rewards": chunk_rewards, "mask": is_executed}
         return obs, rewards, terminations, truncations, infos
 
     def _advance(self, actions: np.ndarray, slots: Sequence[int], obs: Any) -> Step:
         """Steps the slots in `slots`; other slots keep their row of `obs` and get reward 0."""
         n = self.num_envs
-        if self._is_discrete:
-            env_actions: Any = (actions.reshape(-1) + int(self._first_action)).tolist()
-        elif self._is_box:
-            reshaped_actions = actions.reshape(n, *self.action_space.shape)
-            env_actions = np.clip(reshaped_actions, self.action_space.low, self.action_space.high).astype(
-                self.action_space.dtype
-            )
-        else:
-            env_actions = actions.reshape(n, *self.action_space.shape) + self._first_action
+        env_actions = to_env_actions(self.action_space, actions)
         if obs is None:
             obs = self._allocate_rows()
         rewards = np.zeros(n, np.float32)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         infos: dict[str, Any] = {}
-        limit, elapsed, returns, write = self._step_limit, self._elapsed_steps, self._returns, self._write_obs
+        limit, elapsed_steps, returns, write = self._step_limit, self._elapsed_steps, self._returns, self._write_obs
         replay_logs = self._replay_logs
         for i in slots:
             env = self.envs[i]
             slot_obs, reward, terminated, truncated, info = step_env(env, self._env_id, env_actions[i])
             if replay_logs is not None:
                 replay_logs[i][1].append(env_actions[i])
-            elapsed[i] += 1
+            elapsed_steps[i] += 1
             returns[i] += reward
             rewards[i] = reward
             if self._uses_relative_reward:
                 rewards[i], self._previous_rewards[i] = reward - self._previous_rewards[i], reward
             if info and (success := success_of(self._env_id, info)) is not None:
                 infos.setdefault("success", np.zeros(n, bool))[i] = success
-                self._succeeded[i] |= success
+                self._has_succeeded[i] |= success
             if terminated and self._ignore_terminations:
                 terminated = False
-            if limit and elapsed[i] >= limit:
+            if limit and elapsed_steps[i] >= limit:
                 truncated = True
             if terminated or truncated:
                 terminations[i], truncations[i] = terminated, truncated and not terminated
@@ -327,7 +333,7 @@ class GymnasiumVectorEnv(VectorEnv):
                 slot_obs = self._reset(i)
                 self._previous_rewards[i] = 0.0
                 if not is_life_lost:
-                    elapsed[i], returns[i], self._succeeded[i] = 0, 0.0, False
+                    elapsed_steps[i], returns[i], self._has_succeeded[i] = 0, 0.0, False
             write(obs, i, slot_obs)
         if self._reward_scale != 1.0:
             rewards *= self._reward_scale
@@ -350,7 +356,7 @@ class GymnasiumVectorEnv(VectorEnv):
         episode["return"][i] = np.asarray(episode_return).item()  # some rewards are arrays with one number
         episode["length"][i], episode["mask"][i] = self._elapsed_steps[i], is_counted
         if (success := success_of(self._env_id, info)) is not None:
-            for key, is_success in (("success_once", self._succeeded[i]), ("success_at_end", success)):
+            for key, is_success in (("success_once", self._has_succeeded[i]), ("success_at_end", success)):
                 episode.setdefault(key, np.zeros(self.num_envs, np.float64))[i] = float(is_success)
         self._num_episodes[i] += 1
 
@@ -369,7 +375,7 @@ class GymnasiumVectorEnv(VectorEnv):
                     "return": self._returns[i],
                     "episodes": self._num_episodes[i],
                     "before": self._previous_rewards[i],
-                    "once": self._succeeded[i],
+                    "once": self._has_succeeded[i],
                 }
                 for i, env in enumerate(self.envs)
             ]
@@ -384,7 +390,7 @@ class GymnasiumVectorEnv(VectorEnv):
                 self._replay_logs[i] = replay_log
             self._elapsed_steps[i], self._returns[i] = int(slot["elapsed"]), float(slot["return"])
             self._num_episodes[i] = int(slot["episodes"])
-            self._previous_rewards[i], self._succeeded[i] = (
+            self._previous_rewards[i], self._has_succeeded[i] = (
                 float(slot.get("before", 0.0)),
                 bool(slot.get("once", False)),
             )

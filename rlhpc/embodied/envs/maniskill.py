@@ -29,7 +29,7 @@ from rlhpc.embodied.envs.maniskill_data import (
 from rlhpc.embodied.envs.observations import join
 from rlhpc.runtime.devices import accelerator
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
@@ -95,7 +95,7 @@ def load_maniskill() -> bool:
     Raises:
         ConfigError: ManiSkill is not installed.
     """
-    required("sapien.render", *_REQUIREMENT)
+    require_package("sapien.render", *_REQUIREMENT)
     import sapien
 
     if sapien.render.RenderMaterial is not _StubMaterial:
@@ -107,7 +107,7 @@ def load_maniskill() -> bool:
                 # Replaces the class also in modules that have already imported it, such as SAPIEN's loader of robots.
                 if getattr(module, "__dict__", {}).get("RenderMaterial") is material_class:
                     vars(module)["RenderMaterial"] = _StubMaterial
-    required("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
+    require_package("mani_skill.envs", *_REQUIREMENT)  # registers the tasks
     return sapien.render.RenderMaterial is not _StubMaterial
 
 
@@ -143,8 +143,9 @@ class ManiSkillVectorEnv(VectorEnv):
     `state` (the part that the task reveals to the policy), `rgb` uint8 `[N, H, W, 3 x cameras]` and `depth` float32 in
     metres. sim_backend and render_backend `auto` (default) use a GPU if torch finds one.
 
-    (seed, slot, number of the episode) determine an episode. On a GPU, ManiSkill draws jointly for all slots that reset
-    together, so that this holds only with `group_size` > 1 or fixed reset states.
+    (seed, slot, number of the episode) determine an episode. On a GPU, all slots of a reset start in one call, with each
+    slot's numbers from its own seed. There, this holds for what a task draws with one row per slot; with fixed reset states
+    slots start one after the other, and it holds for all.
 
     A slot keeps the values that its task draws at construction (such as the size of a peg), except with
     `reconfiguration_freq`.
@@ -183,11 +184,11 @@ class ManiSkillVectorEnv(VectorEnv):
         has_images = _has_images(self._kwargs["obs_mode"])
         limit = cfg.max_episode_steps if cfg.max_episode_steps is not None else spec.max_episode_steps
         self.episodes = EpisodeTracker(cfg, num_envs, slot_offset, seed, int(limit or 0))
-        draws_jointly = self._uses_gpu and cfg.group_size == 1 and not cfg.use_fixed_reset_state_ids
+        resets_jointly = self._uses_gpu and not cfg.use_fixed_reset_state_ids
         # On the CPU, image observations and scenes that are rebuilt for every episode need a simulation per slot.
         self._is_separate = not self._uses_gpu and (has_images or bool(self._kwargs.get("reconfiguration_freq")))
         self._build_seeds = [build_seed(seed, (slot_offset + i) // cfg.group_size) for i in range(num_envs)]
-        self._simulations = self._build(spec, seeded=not draws_jointly)
+        self._simulations = self._build(spec, is_seeded=not resets_jointly)
         self._spec = spec
         self._camera: Any = None
         #: Arguments of `gym.make` that rebuild the task, for recordings.
@@ -201,7 +202,7 @@ class ManiSkillVectorEnv(VectorEnv):
         self.observation_space = space_of(row)
         self._action_log = ActionLog(num_envs, int(np.prod(self.action_space.shape)))
 
-    def _build(self, spec: Any, seeded: bool) -> list[Any]:
+    def _build(self, spec: Any, is_seeded: bool) -> list[Any]:
         """Builds one simulation per slot (`_is_separate`), or one for all slots."""
         from rlhpc.embodied.envs.maniskill_tasks import seeded_task
 
@@ -210,7 +211,7 @@ class ManiSkillVectorEnv(VectorEnv):
         kwargs = {**self._kwargs, "render_backend": "none"} if is_batched else self._kwargs
         try:
             for start in range(0, self.num_envs, size):
-                task = seeded_task(spec.cls, is_batched, seeded, self._build_seeds[start : start + size])
+                task = seeded_task(spec.cls, is_batched, is_seeded, self._build_seeds[start : start + size])
                 with torch.inference_mode():
                     simulations.append(task(num_envs=size, **kwargs))
         except (TypeError, ValueError, KeyError, AssertionError, NotImplementedError, RuntimeError) as error:
@@ -258,18 +259,18 @@ class ManiSkillVectorEnv(VectorEnv):
 
     def _execute_chunk(self, actions: np.ndarray) -> Step:
         n, chunk = self.num_envs, actions.shape[1]
-        chunk_rewards, executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
+        chunk_rewards, is_executed = np.zeros((n, chunk), np.float32), np.zeros((n, chunk), bool)
         terminations, truncations = np.zeros(n, bool), np.zeros(n, bool)
         final_obs: Any = None
         success: np.ndarray | None = None
         for i in range(chunk):
-            active = ~(terminations | truncations)
-            if not active.any():
+            is_active = ~(terminations | truncations)
+            if not is_active.any():
                 break
-            obs, rewards, failed, success = self._simulate(actions[:, i])
+            obs, rewards, is_terminal, success = self._simulate(actions[:, i])
             self._action_log.add(actions[:, i])
-            chunk_rewards[:, i], terminated, truncated = self.episodes.add(rewards, failed, success, active)
-            executed[:, i] = active
+            chunk_rewards[:, i], terminated, truncated = self.episodes.add(rewards, is_terminal, success, is_active)
+            is_executed[:, i] = is_active
             terminations |= terminated
             truncations |= truncated
             has_just_ended = terminated | truncated
@@ -285,7 +286,7 @@ class ManiSkillVectorEnv(VectorEnv):
                 infos["final_env_states"] = self.env_states()
             obs = self._begin_episodes(np.flatnonzero(is_done))
         if chunk > 1:
-            infos["chunk"] = {"rewards": chunk_rewards, "mask": executed}
+            infos["chunk"] = {"rewards": chunk_rewards, "mask": is_executed}
         return obs, chunk_rewards.sum(1), terminations, truncations, infos
 
     def _simulate(self, actions: np.ndarray) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray | None]:
@@ -339,18 +340,18 @@ class ManiSkillVectorEnv(VectorEnv):
         for i, slot in enumerate(slots):
             self.episodes.replay(i, slot)
         actions = np.zeros((self.num_envs, int(np.prod(self.action_space.shape))), np.float32)
-        for remaining in range(int(lengths.max()), -1, -1):
-            starting_slots = np.flatnonzero(lengths == remaining)
+        for num_remaining in range(int(lengths.max()), -1, -1):
+            starting_slots = np.flatnonzero(lengths == num_remaining)
             if starting_slots.size:
                 self._begin_episodes(starting_slots)
-            if not remaining:
+            if not num_remaining:
                 return
-            active = lengths >= remaining
-            for slot in np.flatnonzero(active).tolist():
-                actions[slot] = saved_actions[slot][lengths[slot] - remaining]
+            is_active = lengths >= num_remaining
+            for slot in np.flatnonzero(is_active).tolist():
+                actions[slot] = saved_actions[slot][lengths[slot] - num_remaining]
             self._action_log.add(actions)
-            _, rewards, failed, success = self._simulate(actions)
-            self.episodes.add(rewards, failed, success, active)
+            _, rewards, is_terminal, success = self._simulate(actions)
+            self.episodes.add(rewards, is_terminal, success, is_active)
 
     def env_states(self) -> dict[str, Any]:
         """Returns ManiSkill's `get_state_dict` of all slots: nested dicts of arrays `[N, ...]`."""
@@ -400,9 +401,9 @@ class ManiSkillVectorEnv(VectorEnv):
         self._simulations, self._camera = [], None
 
 
-def build_seed(seed: int, group: int) -> int:
+def build_seed(seed: int, group_index: int) -> int:
     """Returns the seed of the values that a slot's task draws at construction, which differs from the seeds of episodes."""
-    return int(np.random.SeedSequence([seed, group, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
+    return int(np.random.SeedSequence([seed, group_index, 0, 1]).generate_state(1)[0]) & 0x7FFFFFFF
 
 
 def _has_images(obs_mode: str) -> bool:

@@ -96,9 +96,10 @@ def row_of(state: Any, slot: int) -> Any:
 def to_rows(values: Sequence[Any], n: int) -> list[np.ndarray]:
     """Converts each value to an array `[n]`, float32 or bool; a single copy fetches all values from an accelerator."""
     tensors = [torch.as_tensor(value).reshape(-1).expand(n) for value in values]
-    stacked = torch.stack([tensor.to(tensors[0].device, torch.float32) for tensor in tensors]).cpu().numpy()
+    stacked_rows = torch.stack([tensor.to(tensors[0].device, torch.float32) for tensor in tensors]).cpu().numpy()
     return [
-        row.astype(bool) if tensor.dtype == torch.bool else row for tensor, row in zip(tensors, stacked, strict=True)
+        row.astype(bool) if tensor.dtype == torch.bool else row
+        for tensor, row in zip(tensors, stacked_rows, strict=True)
     ]
 
 

@@ -35,20 +35,20 @@ class _PhysxBuffer:
     def __init__(self, *shape: int) -> None:
         self.tensor = torch.zeros(*shape)
         self.array = self.tensor.numpy()
-        self.synced = self.array.copy()
+        self.synced_array = self.array.copy()
 
     def torch(self) -> torch.Tensor:
         return self.tensor
 
     def pop_changed_rows(self, columns: slice = slice(None)) -> list[int]:
         """Returns the rows that were written since they were last read or applied."""
-        rows = np.flatnonzero((self.array[:, columns] != self.synced[:, columns]).any(1))
-        self.synced[:, columns] = self.array[:, columns]
+        rows = np.flatnonzero((self.array[:, columns] != self.synced_array[:, columns]).any(1))
+        self.synced_array[:, columns] = self.array[:, columns]
         changed_rows: list[int] = rows.tolist()
         return changed_rows
 
     def mark_synced(self) -> None:
-        self.synced[...] = self.array
+        self.synced_array[...] = self.array
 
 
 class _ContactQuery:
@@ -148,7 +148,7 @@ class BatchedPhysx:
     # -- from the simulators ----------------------------------------------------------------------------------------
 
     def _fetch_bodies(self, bodies: list[tuple[int, Any]]) -> None:
-        body_data, synced_rows = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.synced
+        body_data, synced_rows = self.cuda_rigid_body_data.array, self.cuda_rigid_body_data.synced_array
         for row, body in bodies:
             pose, body_row = body.entity_pose, body_data[row]
             body_row[:3], body_row[3:7] = pose.p, pose.q
@@ -191,8 +191,8 @@ class BatchedPhysx:
 
     def gpu_apply_rigid_dynamic_data(self) -> None:
         body_data, bodies = self.cuda_rigid_body_data, self._bodies
-        for row in np.flatnonzero((body_data.array != body_data.synced).any(1) & self._is_free).tolist():
-            new_row, synced_row, body = body_data.array[row], body_data.synced[row], bodies[row]
+        for row in np.flatnonzero((body_data.array != body_data.synced_array).any(1) & self._is_free).tolist():
+            new_row, synced_row, body = body_data.array[row], body_data.synced_array[row], bodies[row]
             if (new_row[:7] != synced_row[:7]).any():
                 body.entity.pose = sapien.Pose(new_row[:3], new_row[3:7])
             if not body.kinematic and (new_row[7:] != synced_row[7:]).any():
@@ -202,7 +202,7 @@ class BatchedPhysx:
     def gpu_apply_articulation_root_pose(self) -> None:
         body_data = self.cuda_rigid_body_data
         for row, articulation in self._roots:
-            new_pose, synced_pose = body_data.array[row, :7], body_data.synced[row, :7]
+            new_pose, synced_pose = body_data.array[row, :7], body_data.synced_array[row, :7]
             if (new_pose != synced_pose).any():
                 articulation.root_pose = sapien.Pose(new_pose[:3], new_pose[3:])
                 synced_pose[:] = new_pose
@@ -210,7 +210,7 @@ class BatchedPhysx:
     def gpu_apply_articulation_root_velocity(self) -> None:
         body_data = self.cuda_rigid_body_data
         for row, articulation in self._roots:
-            new_velocity, synced_velocity = body_data.array[row, 7:], body_data.synced[row, 7:]
+            new_velocity, synced_velocity = body_data.array[row, 7:], body_data.synced_array[row, 7:]
             if (new_velocity != synced_velocity).any():
                 articulation.set_root_linear_velocity(new_velocity[:3])
                 articulation.set_root_angular_velocity(new_velocity[3:])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,96 @@ import sapien.render
 import torch
 from mani_skill.envs.utils.randomization.batched_rng import BatchedRNG
 from sapien import physx
+from torch.overrides import TorchFunctionMode
 
 from rlhpc.embodied.envs.maniskill_physx import BatchedScene, clear_contacts
+from rlhpc.embodied.envs.tensor_env import combine_seeds, draw_normal, draw_uniform
+
+
+class SlotDraws(TorchFunctionMode):
+    """Random numbers of the slots that reset together, each slot's from its own seed, in one call and on their device.
+
+    Within this context, torch's draws with one row per slot, such as `torch.rand((b, 3))`, return numbers that follow from the
+    row's seed and the number of the draw. Slots with equal seeds draw the same numbers. Draws of other shapes remain torch's.
+
+    Args:
+        seeds: Seeds of the slots that reset, int64 `[b]` on the simulation's device.
+        all_seeds: Seeds of all slots, for tasks that draw for all whichever reset.
+    """
+
+    def __init__(self, seeds: torch.Tensor, all_seeds: torch.Tensor) -> None:
+        super().__init__()
+        self._seeds = {len(all_seeds): all_seeds, len(seeds): seeds}
+        self._num_draws = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replaces the numbers of a draw (`TorchFunctionMode`)."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in (torch.rand, torch.randn):
+            rows = self.rows(tuple(result.shape), is_normal=func is torch.randn)
+            return result if rows is None else rows.to(result)
+        if func is torch.normal:
+            mean, std = (kwargs.get(name, args[i] if len(args) > i else None) for i, name in enumerate(("mean", "std")))
+            rows = self.rows(tuple(result.shape), is_normal=True)
+            return result if rows is None else (mean + (1.0 if std is None else std) * rows.to(result)).to(result)
+        if func is torch.randint:
+            low, high = _integer_bounds(args, kwargs)
+            rows = self.rows(tuple(result.shape), is_normal=False) if high - low <= 1 << 24 else None
+            return result if rows is None else (low + (rows.double() * (high - low)).floor()).to(result)
+        if func == torch.Tensor.uniform_:
+            rows = self.rows(tuple(result.shape), is_normal=False)
+            first, last = (
+                kwargs.get(name, args[i] if len(args) > i else i - 1) for i, name in ((1, "from"), (2, "to"))
+            )
+            return result if rows is None else result.copy_(first + (last - first) * rows)
+        return result
+
+    def rows(self, shape: tuple[int, ...], *, is_normal: bool) -> torch.Tensor | None:
+        """Draws uniform or standard normal numbers, float32; None if `shape` has no row per slot."""
+        if not shape or shape[0] not in self._seeds:
+            return None
+        self._num_draws += 1
+        seeds = combine_seeds(self._seeds[shape[0]], self._num_draws)
+        return (draw_normal if is_normal else draw_uniform)(seeds, math.prod(shape[1:])).reshape(shape)
+
+
+def _integer_bounds(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Returns the bounds of a call of `torch.randint`, whose first argument is `high` if it is the only number."""
+    numbers = [value for value in args if isinstance(value, int)]
+    low = kwargs.get("low", numbers[0] if len(numbers) > 1 else 0)
+    return int(low), int(kwargs["high"] if "high" in kwargs else numbers[-1])
+
+
+class SlotGenerator:
+    """NumPy generator of the slots that reset together: `SlotDraws` for `normal` and `uniform` with one row per slot.
+
+    Everything else is drawn by the generator of the first slot.
+
+    Args:
+        draws: Draws of the slots.
+        first: Generator of the first slot.
+    """
+
+    def __init__(self, draws: SlotDraws, build_first: Callable[[], np.random.RandomState]) -> None:
+        self._draws, self._build_first = draws, build_first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._build_first(), name)
+
+    def normal(self, loc: Any = 0.0, scale: Any = 1.0, size: Any = None) -> Any:
+        """Draws normal numbers (`numpy.random.RandomState.normal`)."""
+        rows = self._draws.rows(size, is_normal=True) if isinstance(size, tuple) else None
+        return (
+            self._build_first().normal(loc, scale, size) if rows is None else loc + scale * rows.double().cpu().numpy()
+        )
+
+    def uniform(self, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+        """Draws uniform numbers (`numpy.random.RandomState.uniform`)."""
+        rows = self._draws.rows(size, is_normal=False) if isinstance(size, tuple) else None
+        if rows is None:
+            return self._build_first().uniform(low, high, size)
+        return low + (np.asarray(high) - low) * rows.double().cpu().numpy()
 
 
 class Generators(Sequence[np.random.RandomState]):
@@ -81,8 +170,8 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
     Args:
         task: Subclass of `BaseEnv`.
         batched: True allows `num_envs > 1` with `sim_backend="physx_cpu"`, without rendering.
-        seeded: True draws the first state of each slot from the slot's seed. False draws jointly for all slots that
-            reset together, from the seed of the first slot.
+        seeded: True resets one slot after the other, each with generators of its seed. False resets all slots of a reset in
+            one call (`SlotDraws`).
         build_seeds: Seeds of the values that tasks draw at construction (the size of a peg), one per slot.
     """
 
@@ -106,7 +195,7 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             return self.reset(seed=seeds_to_use, options=options)[0]
 
         def reset(self, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
-            """Resets as ManiSkill does; the constructor's own call uses `build_seeds`."""
+            """Resets the task (ManiSkill's `reset`); the call in the constructor uses `build_seeds`."""
             is_built = self._slot_seeds is not None
             return super().reset(seed=seed if is_built else build_seeds, options=options)
 
@@ -118,11 +207,15 @@ def seeded_task(task: type, batched: bool, seeded: bool, build_seeds: list[int])
             seed_torch = torch.manual_seed if self.device.type == "cuda" else torch.default_generator.manual_seed
             if not seeded:
                 first_slot = int(env_idx[0])
-                self._batched_episode_rng = BatchedRNG.from_rngs(Generators(self._slot_seeds))
-                self._episode_rng = self._batched_episode_rng[first_slot]
-                with torch.random.fork_rng():
+                generators = BatchedRNG.from_rngs(Generators(self._slot_seeds))
+                all_seeds = torch.tensor(self._slot_seeds, device=self.device)
+                draws = SlotDraws(all_seeds[env_idx], all_seeds)
+                self._batched_episode_rng = generators
+                self._episode_rng = SlotGenerator(draws, lambda: generators[first_slot])
+                with torch.random.fork_rng(), draws:
                     seed_torch(self._slot_seeds[first_slot])
                     super()._initialize_episode(env_idx, options)
+                self._episode_rng = generators[first_slot]
                 return
             mask = self.scene._reset_mask
             for slot in env_idx.tolist():

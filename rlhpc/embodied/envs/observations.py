@@ -51,10 +51,10 @@ def bad_rows(array: Any, lead: int = 1) -> np.ndarray:
     return is_nonfinite
 
 
-def cleaned(obs: Any) -> Any:
+def replace_nonfinite(obs: Any) -> Any:
     """Returns an observation (or another array) with 0 in place of non-finite numbers."""
     if isinstance(obs, dict):
-        return {key: cleaned(array) for key, array in obs.items()}
+        return {key: replace_nonfinite(array) for key, array in obs.items()}
     if is_finite(obs):
         return obs
     return obs.where(obs.isfinite(), 0) if is_tensor(obs) else np.where(np.isfinite(obs), obs, obs.dtype.type(0))
@@ -158,7 +158,7 @@ _ORDERS: dict[str, tuple[slice, ...]] = {
 }
 
 
-def oriented(picture: np.ndarray, orientation: str) -> np.ndarray:
+def orient(picture: np.ndarray, orientation: str) -> np.ndarray:
     """Returns an image `[H, W, C]` of a MuJoCo renderer in the orientation that policies expect.
 
     Policies released for LIBERO and MetaWorld were trained with `rotate_180` (OpenVLA, openpi, LeRobot and RLinf all
@@ -222,8 +222,8 @@ def _to_number_list(array: np.ndarray) -> Any:
     """Returns a list of the numbers, or a single number if all are equal. JSON has no infinity, so the result contains
     the word `inf` or `-inf` instead, which numpy reads.
     """
-    flat = [float(x) if np.isfinite(x) else str(float(x)) for x in array.reshape(-1)]
-    return flat[0] if flat and all(x == flat[0] for x in flat) else flat
+    numbers = [float(x) if np.isfinite(x) else str(float(x)) for x in array.reshape(-1)]
+    return numbers[0] if numbers and all(x == numbers[0] for x in numbers) else numbers
 
 
 def require_bounded(space: Any) -> None:

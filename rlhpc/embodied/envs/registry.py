@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.config.typed import changed
-from rlhpc.embodied.config import EnvSideConfig
+from omegaconf import OmegaConf
+
+from rlhpc.config.typed import plain, typed, with_value
+from rlhpc.embodied.config import BcConfig, EnvSideConfig
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.runtime.plugins import Registry
 
@@ -18,8 +20,10 @@ ENVS: Registry[Callable[..., VectorEnv]] = Registry(
         "gymnasium": "rlhpc.embodied.envs.gymnasium_env:GymnasiumVectorEnv",
         "libero": "rlhpc.embodied.envs.libero:LiberoVectorEnv",
         "maniskill": "rlhpc.embodied.envs.maniskill:ManiSkillVectorEnv",
+        "rlinf": "rlhpc.embodied.envs.rlinf_env:RlinfVectorEnv",
         "robot": "rlhpc.embodied.robots.robot_env:RobotVectorEnv",
         "metaworld": "rlhpc.embodied.envs.metaworld:MetaWorldVectorEnv",
+        "tensors": "rlhpc.embodied.envs.tensor_env:TensorVectorEnv",
     },
 )  # fmt: skip
 register_env = ENVS.register
@@ -27,6 +31,7 @@ register_env = ENVS.register
 ENV_OPTIONS = {
     "libero": "rlhpc.embodied.envs.libero:LiberoOptions",
     "metaworld": "rlhpc.embodied.envs.metaworld:MetaWorldOptions",
+    "rlinf": "rlhpc.embodied.envs.rlinf_env:RlinfOptions",
 }
 
 
@@ -50,8 +55,18 @@ def make_env(cfg: EnvSideConfig, num_envs: int, slot_offset: int = 0, seed: int 
     if getattr(factory, "takes_stage", False):
         env_arguments["stage"] = stage
     if processes := process_count(cfg, factory, num_envs):
-        return ProcessVectorEnv(factory, cfg, **env_arguments, processes=processes)
+        return ProcessVectorEnv(factory, cfg, **env_arguments, num_processes=processes)
     return factory(cfg, **env_arguments)
+
+
+def environment_of(cfg: BcConfig) -> EnvSideConfig:
+    """Returns the configuration of the environment that a cloning run's demonstrations are of, from `env.train`."""
+    task = cfg.env.train
+    env_cfg = EnvSideConfig(
+        env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
+        wrappers=plain(task.wrappers), ignore_terminations=task.ignore_terminations, simulator_python=task.simulator_python,
+    )  # fmt: skip
+    return typed(EnvSideConfig, OmegaConf.structured(env_cfg))
 
 
 def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
@@ -71,10 +86,10 @@ def check_env(cfg: EnvSideConfig, python: str | None = None) -> tuple[Any, Any]:
         ConfigError: The environment cannot be built.
     """
     if python is not None and cfg.simulator_python is None:
-        cfg = changed(cfg, "simulator_python", python)
+        cfg = with_value(cfg, "simulator_python", python)
     factory = ENVS.find(cfg.env_type)
     if isinstance(factory, type) and issubclass(factory, VectorEnv) and factory.uses_accelerator(cfg):
-        cfg = changed(cfg, "simulators", 1)
+        cfg = with_value(cfg, "simulators", 1)
     env = make_env(cfg, cfg.group_size, slot_offset=0, seed=0, stage="train")
     try:
         return env.observation_space, env.action_space

@@ -48,7 +48,7 @@ class _Simulator:
     def __init__(self, slots: range, on_wait: Callable[[str], None]) -> None:
         self.slots = slots
         self._on_wait = on_wait
-        self.failures = 0
+        self.num_failures = 0
         self.holds_hardware = False
         self._timeout_s = _START_S
 
@@ -113,8 +113,8 @@ class _Simulator:
                 exit_code = self.process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 exit_code = None
-            cause = f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
-            raise SimulatorFailed(f"died ({cause})") from None
+            cause_text = f"signal {-exit_code}" if exit_code is not None and exit_code < 0 else f"exit code {exit_code}"
+            raise SimulatorFailed(f"died ({cause_text})") from None
 
     def stop(self) -> None:
         """Ends the process in any state. A process with hardware first gets time to stop and close the hardware."""
@@ -154,7 +154,7 @@ class ProcessVectorEnv(VectorEnv):
         num_envs: int,
         slot_offset: int,
         seed: int,
-        processes: int,
+        num_processes: int,
         stage: str | None = None,
     ) -> None:
         self._stage_kwargs = {} if stage is None else {"stage": stage}
@@ -170,7 +170,7 @@ class ProcessVectorEnv(VectorEnv):
         self._cfg = cfg
         self._timeout_s = cfg.simulator_timeout_s
         self._wait_reason = ""
-        bounds = np.linspace(0, num_envs, min(processes, num_envs) + 1).astype(int).tolist()
+        bounds = np.linspace(0, num_envs, min(num_processes, num_envs) + 1).astype(int).tolist()
         self._simulators = [_Simulator(range(start, stop), self._on_robot_wait) for start, stop in pairwise(bounds)]
         #: First observations of simulators that were restarted between steps, by index.
         self._restarted_obs: dict[int, Any] = {}
@@ -239,7 +239,7 @@ class ProcessVectorEnv(VectorEnv):
         failed_slots = np.zeros(self.num_envs, bool)
         for i, simulator in enumerate(self._simulators):
             if isinstance(answers[i], tuple):
-                simulator.failures = 0
+                simulator.num_failures = 0
                 self._count_reported(simulator.slots, answers[i][4])
                 continue
             num_slots, env_slots = len(simulator.slots), simulator.slots
@@ -275,6 +275,16 @@ class ProcessVectorEnv(VectorEnv):
             return None
         self._last_obs = self._call_all("refresh", lambda slots: (), recover=lambda obs: obs)
         return join(self._last_obs)
+
+    def hold(self) -> None:
+        """Makes hardware hold still (`VectorEnv.hold`)."""
+        if self.holds_hardware:
+            self._call_all("hold", lambda slots: (), recover=lambda obs: None)
+
+    def stop(self, reason: str) -> None:
+        """Stops hardware for safety (`VectorEnv.stop`)."""
+        if self.holds_hardware:
+            self._call_all("stop", lambda slots: (reason,), recover=lambda obs: None)
 
     @property
     def _repeats_episodes(self) -> bool:
@@ -323,14 +333,14 @@ class ProcessVectorEnv(VectorEnv):
             RlhpcError: The simulator has failed too many times in a row.
         """
         while True:
-            simulator.failures += 1
+            simulator.num_failures += 1
             env_slots = simulator.slots
-            slots = f"{self._offset + env_slots.start}-{self._offset + env_slots.stop - 1}"
-            if simulator.failures > _MAX_FAILURES:
+            slots_text = f"{self._offset + env_slots.start}-{self._offset + env_slots.stop - 1}"
+            if simulator.num_failures > _MAX_FAILURES:
                 raise RlhpcError(
-                    f"the simulator of slots {slots} failed {_MAX_FAILURES + 1} times in a row: it {failure}"
+                    f"the simulator of slots {slots_text} failed {_MAX_FAILURES + 1} times in a row: it {failure}"
                 )
-            log.warning("the simulator of slots %s %s; their episodes are lost, it starts again", slots, failure)
+            log.warning("the simulator of slots %s %s; their episodes are lost, it starts again", slots_text, failure)
             self.restarts += 1
             simulator.stop()
             try:
@@ -348,7 +358,7 @@ class ProcessVectorEnv(VectorEnv):
     # -- state and images ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the slots' state for a checkpoint (`VectorEnv.state_dict`), which a run with another number of
+        """Returns the slots' state for a checkpoint (`VectorEnv.state_dict`), which a run with a different number of
         processes can load.
         """
         while True:
@@ -420,31 +430,31 @@ def process_count(cfg: EnvSideConfig, factory: Any, num_envs: int) -> int:
     """Returns the number of processes for an environment's slots (`env.train.simulators`); 0 means that the slots run
     in this process.
     """
-    processes = cfg.simulators
+    num_processes = cfg.simulators
     # A robot gets a separate process, which stops the robot however this process ends.
-    if processes is None and (cfg.simulator_python is not None or moves_hardware(factory)):
+    if num_processes is None and (cfg.simulator_python is not None or moves_hardware(factory)):
         return 1
-    if processes is None:
+    if num_processes is None:
         is_env = isinstance(factory, type) and issubclass(factory, VectorEnv)
         if not is_env or not factory.gains_by_processes or factory.uses_accelerator(cfg):
             return 0
         # OMP_NUM_THREADS is the launcher's limit for this rank, which CPU affinity does not show on a shared machine.
-        cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
-        processes = cores if cores > 1 else 0
-    return min(processes, num_envs)
+        num_cores = min(int(os.environ.get("OMP_NUM_THREADS") or 1 << 16), len(os.sched_getaffinity(0)))
+        num_processes = num_cores if num_cores > 1 else 0
+    return min(num_processes, num_envs)
 
 
 def _merge_infos(infos_by_simulator: list[dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
     """Concatenates the infos of the simulators. If a simulator's infos lack a key, its rows are 0."""
-    merged: dict[str, Any] = {}
+    merged_infos: dict[str, Any] = {}
     for name in {name: None for infos in infos_by_simulator for name in infos}:
         values = [infos.get(name) for infos in infos_by_simulator]
         first_value = next(value for value in values if value is not None)
         if isinstance(first_value, dict):
-            merged[name] = _merge_infos([value or {} for value in values], sizes)
+            merged_infos[name] = _merge_infos([value or {} for value in values], sizes)
         else:
             zero_arrays = [np.zeros((n, *np.shape(first_value)[1:]), np.asarray(first_value).dtype) for n in sizes]
-            merged[name] = np.concatenate(
+            merged_infos[name] = np.concatenate(
                 [zeros if array is None else array for array, zeros in zip(values, zero_arrays, strict=True)]
             )
-    return merged
+    return merged_infos

@@ -144,7 +144,7 @@ class _SlotCalls:
 #: Attributes of an environment that the parent's `ProcessVectorEnv` copies.
 ENV_PROPERTIES = (
     "observation_space", "action_space", "supports_state", "max_episode_steps", "record_kwargs", "holds_hardware",
-    "control_hz",
+    "control_hz", "task_names",
 )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def parse_entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
     """Returns the name and the settings of an entry.
 
     Raises:
-        ConfigError: The entry has another form.
+        ConfigError: The entry has a different form.
     """
     if isinstance(item, str):
         return item, {}

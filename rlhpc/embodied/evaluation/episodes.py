@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.nonfinite import bad_tensors, format_names, skips
-from rlhpc.config.typed import changed, mapping
+from rlhpc.config.typed import mapping, with_value
 from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig, RealTimeConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import count_rows
 from rlhpc.embodied.models.base import Guide, Obs, Policy, noise_of_episodes, overlap_weights
-from rlhpc.metrics.statistics import mean_interval, wilson
+from rlhpc.metrics.statistics import mean_interval, wilson_interval
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
 
@@ -35,9 +35,9 @@ class RealTime:
         max_weight: Maximum weight of the guidance; 0 disables guidance.
     """
 
-    def __init__(self, policy: Policy, delay: int, executed: int, max_weight: float) -> None:
-        self._policy, self._delay, self._executed, self._max_weight = policy, delay, executed, max_weight
-        self._weights = overlap_weights(policy.horizon, executed, delay)
+    def __init__(self, policy: Policy, delay: int, num_executed: int, max_weight: float) -> None:
+        self._policy, self._delay, self._num_executed, self._max_weight = policy, delay, num_executed, max_weight
+        self._weights = overlap_weights(policy.horizon, num_executed, delay)
         self._plan: Tensor | None = None
         self._has_previous = np.zeros(0, bool)
 
@@ -46,25 +46,29 @@ class RealTime:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Returns actions `[B, s, dim]`, like a policy. The first d actions are from the previous chunk, if any."""
         del mode
-        delay, executed, previous, policy = self._delay, self._executed, self._plan, self._policy
+        inference_delay, num_executed, previous_plan, policy = self._delay, self._num_executed, self._plan, self._policy
         with torch.inference_mode(False), torch.no_grad():  # guidance needs a gradient
-            self._plan = plan = policy.plan(_copy_arrays(obs), self._guide(), None if noise is None else noise.clone())
-            actions = policy.played(plan, slice(0, executed)).clone()
-            if previous is not None and delay:
+            self._plan = plan = policy.plan(
+                _copy_arrays(obs), self._build_guide(), None if noise is None else noise.clone()
+            )
+            actions = policy.played(plan, slice(0, num_executed)).clone()
+            if previous_plan is not None and inference_delay:
                 has_previous = torch.from_numpy(self._has_previous)
-                actions[has_previous, :delay] = policy.played(previous, slice(executed, executed + delay))[has_previous]
+                actions[has_previous, :inference_delay] = policy.played(
+                    previous_plan, slice(num_executed, num_executed + inference_delay)
+                )[has_previous]
         self._has_previous = np.ones(count_rows(obs), bool)
         return actions, {}
 
-    def on_episode_end(self, done: np.ndarray) -> None:
+    def on_episode_end(self, is_done: np.ndarray) -> None:
         """Marks slots (indices) in which an episode has ended, so that the previous chunk does not guide the next chunk."""
-        self._has_previous[done] = False
+        self._has_previous[is_done] = False
 
-    def _guide(self) -> Guide | None:
+    def _build_guide(self) -> Guide | None:
         if self._plan is None or not self._max_weight or not self._has_previous.any():
             return None
         remainder = torch.zeros_like(self._plan)
-        remainder[:, : -self._executed] = self._plan[:, self._executed :]
+        remainder[:, : -self._num_executed] = self._plan[:, self._num_executed :]
         weights = torch.zeros(remainder.shape[1])
         weights[: len(self._weights)] = self._weights
         slot_weights = torch.from_numpy(self._has_previous).float()[:, None] * weights
@@ -88,22 +92,28 @@ def real_time(policy: Any, env_cfg: EvalEnvConfig) -> RealTime | None:
     section: RealTimeConfig | None = mapping(env_cfg).get("real_time_chunking")
     if section is None:
         return None
-    delay, executed, max_weight = section.inference_delay, section.execution_horizon, section.max_guidance_weight
-    if delay is None:
+    inference_delay, num_executed, max_weight = (
+        section.inference_delay,
+        section.execution_horizon,
+        section.max_guidance_weight,
+    )
+    if inference_delay is None:
         return None
     horizon = policy.horizon if isinstance(policy, Policy) else 0
     if not horizon:
         raise ConfigError(
-            f"{_KEY}.inference_delay is {delay}; chunks are guided where a policy acts by a flow (flow, pi0, and lerobot's "
+            f"{_KEY}.inference_delay is {inference_delay}; chunks are guided where a policy acts by a flow (flow, "
+            f"pi0, and lerobot's "
             f"smolvla, pi0 and pi05), which {type(policy).__name__} does not"
         )
-    executed = min(policy.chunk, horizon - delay) if executed is None else executed
-    if not delay <= executed or executed < 1 or executed + delay > horizon:
+    num_executed = min(policy.chunk, horizon - inference_delay) if num_executed is None else num_executed
+    if not inference_delay <= num_executed or num_executed < 1 or num_executed + inference_delay > horizon:
         raise ConfigError(
-            f"{_KEY}: inference_delay is {delay} and execution_horizon {executed}; the former may be no more than the latter, "
+            f"{_KEY}: inference_delay is {inference_delay} and execution_horizon {num_executed}; the former may be no "
+            f"more than the latter, "
             f"and both together no more than the {horizon} actions that the policy predicts at once"
         )
-    return RealTime(policy, delay, executed, max_weight)
+    return RealTime(policy, inference_delay, num_executed, max_weight)
 
 
 def _copy_arrays(obs: Obs) -> Obs:
@@ -121,14 +131,14 @@ _MAX_WITHOUT_LIMIT = 20_000
 _MAX_FAILURES = 20
 
 #: A row of results for each episode of a part of an evaluation; None if a return is not finite.
-EvaluationRows = list[dict[str, float]] | None
+EvaluationRows = list[dict[str, Any]] | None
 #: Function called after each decision with the numbers of complete episodes and of environment steps so far.
 _ProgressCallback = Callable[[int, int], None]
 #: Function from each slot's episode index and decision index to noise `[N, ...]`.
 _Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
 
 
-class Watch:
+class StepObserver:
     """Observer of the steps of `play`."""
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
@@ -141,13 +151,13 @@ class Watch:
         """Handles the outcome of a step. `slots`, bool `[N]`, marks the slots with episodes that count."""
 
 
-def quotas(episodes: int, slots: int) -> np.ndarray:
+def quotas(num_episodes: int, num_slots: int) -> np.ndarray:
     """Returns the number of episodes for each slot. The numbers are fixed in advance, because using the first finished
     episodes would favour short episodes.
     """
-    counts = np.full(slots, episodes // slots)
-    counts[: episodes % slots] += 1
-    return counts
+    episode_counts = np.full(num_slots, num_episodes // num_slots)
+    episode_counts[: num_episodes % num_slots] += 1
+    return episode_counts
 
 
 def eval_seed(env_cfg: EnvSideConfig, seed: int) -> int:
@@ -182,7 +192,7 @@ def evaluate_policy(
     seed: int,
     episodes: int | None = None,
     device: torch.device | str = "cpu",
-    watch: Callable[[VectorEnv], Watch] | None = None,
+    build_observer: Callable[[VectorEnv], StepObserver] | None = None,
     on_progress: _ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Evaluates a policy on the first episodes of every slot of a vector environment.
@@ -193,7 +203,7 @@ def evaluate_policy(
         seed: Seed of the run (`eval_seed`).
         episodes: Number of episodes; default `env.eval.num_episodes`.
         device: Device of the policy.
-        watch: Builds an observer for the environment.
+        build_observer: Builds an observer for the environment.
         on_progress: Function called with the progress.
 
     Raises:
@@ -201,7 +211,8 @@ def evaluate_policy(
 
     Returns:
         return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id and seed; also
-        success_once, success_at_end and their `…_ci95` if the environment reports success.
+        success_once, success_at_end and their `…_ci95` if the environment reports success; in a suite also `tasks`: episodes,
+        return_mean and success_once by task.
     """
     num_episodes = env_cfg.num_episodes if episodes is None else episodes
     if num_episodes < 1:
@@ -212,7 +223,7 @@ def evaluate_policy(
         eval_seed(env_cfg, seed),
         num_episodes,
         torch.device(device),
-        watch=watch,
+        build_observer=build_observer,
         on_progress=on_progress,
     )
     return _summarize(rows, env_cfg, seed)
@@ -225,12 +236,12 @@ def _play_part(
     seed: int,
     num_episodes: int,
     device: torch.device,
-    part: int = 0,
-    parts: int = 1,
+    part_index: int = 0,
+    num_parts: int = 1,
     *,
-    watch: Callable[[VectorEnv], Watch] | None = None,
+    build_observer: Callable[[VectorEnv], StepObserver] | None = None,
     on_progress: _ProgressCallback | None = None,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Plays the episodes of a part of an evaluation's slots; returns a row for each episode (`play`).
 
     A slot's episodes are the same in any part, because its number among all slots seeds its environment and noise.
@@ -239,20 +250,20 @@ def _play_part(
         NonFinite: A return is not finite.
     """
     num_slots = min(env_cfg.num_envs, num_episodes)
-    slots = np.array_split(np.arange(num_slots), parts)[part]
+    slots = np.array_split(np.arange(num_slots), num_parts)[part_index]
     if not slots.size:
         return []
     delayed_policy = real_time(policy, env_cfg)
     # An environment that enumerates its episodes counts in slots over all ranks.
-    side = changed(env_cfg, "num_envs", num_slots)
-    env = make_env(side, len(slots), slot_offset=int(slots[0]), seed=seed, stage="eval")
+    env_section = with_value(env_cfg, "num_envs", num_slots)
+    env = make_env(env_section, len(slots), slot_offset=int(slots[0]), seed=seed, stage="eval")
     try:
         rows = play(
             delayed_policy or policy,
             env,
             quotas(num_episodes, num_slots)[slots],
             device,
-            watch=watch(env) if watch else None,
+            observer=build_observer(env) if build_observer else None,
             on_progress=on_progress,
             on_episode_end=None if delayed_policy is None else delayed_policy.on_episode_end,
             noise=eval_noise(policy, env_cfg, seed, int(slots[0])),
@@ -261,17 +272,19 @@ def _play_part(
         env.close()
     if bad_episodes := [index for index, row in enumerate(rows) if not math.isfinite(row["return"])]:
         bad_weights = bad_tensors(policy.state_dict().items()) if isinstance(policy, torch.nn.Module) else []
-        cause = f"so is {format_names(bad_weights)} of the policy" if bad_weights else "the policy's weights are finite"
+        cause_text = (
+            f"so is {format_names(bad_weights)} of the policy" if bad_weights else "the policy's weights are finite"
+        )
         raise NonFinite(
             f"{len(bad_episodes)} of {len(rows)} episodes of {env_cfg.env_id} have a return that is not finite (the first is "
-            f"episode {bad_episodes[0]}; {cause}): there is no mean to report. Evaluate another checkpoint, or look at "
+            f"episode {bad_episodes[0]}; {cause_text}): there is no mean to report. Evaluate another checkpoint, or look at "
             "what the environment gives"
         )
     return rows
 
 
 def evaluation_rows(
-    cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device, part: int, parts: int
+    cfg: EmbodiedConfig, policy: Any, seed: int, device: torch.device, part_index: int, num_parts: int
 ) -> EvaluationRows:
     """Plays a rank's part of an evaluation on `env.eval` during training.
 
@@ -280,14 +293,16 @@ def evaluation_rows(
         policy: Policy in eval mode, on `device`.
         seed: Seed of the run.
         device: Device of the policy.
-        part, parts: Index of the rank among those that evaluate, and their number.
+        part_index, num_parts: Index of the rank among those that evaluate, and their number.
 
     Returns:
         A row for each episode, for `evaluation_metrics`; None if a return is not finite and `runner.on_nonfinite` is skip.
     """
     env_cfg = cfg.env.eval
     try:
-        return _play_part(policy, env_cfg, eval_seed(env_cfg, seed), env_cfg.num_episodes, device, part, parts)
+        return _play_part(
+            policy, env_cfg, eval_seed(env_cfg, seed), env_cfg.num_episodes, device, part_index, num_parts
+        )
     except NonFinite as error:
         if not skips(cfg):
             raise
@@ -300,7 +315,7 @@ def evaluation_metrics(cfg: EmbodiedConfig, parts: Sequence[EvaluationRows]) -> 
 
     An evaluation with non-finite returns has only the metric `nonfinite`.
     """
-    rows = list[dict[str, float]]()
+    rows = list[dict[str, Any]]()
     for part_rows in parts:
         if part_rows is None:
             return {"nonfinite": 1.0}
@@ -316,11 +331,11 @@ def play(
     device: torch.device,
     *,
     mode: str = "eval",
-    watch: Watch | None = None,
+    observer: StepObserver | None = None,
     on_progress: _ProgressCallback | None = None,
     on_episode_end: Callable[[np.ndarray], None] | None = None,
     noise: _Noise | None = None,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Plays the first `quota[i]` episodes of each slot i, starting from a reset. If the simulator or robot
     fails in an episode, another episode replaces it.
 
@@ -330,18 +345,19 @@ def play(
         quota: Number of episodes by slot.
         device: Device of the policy.
         mode: "eval" or "train" (`Policy.predict_action_batch`).
-        watch: Observer of the steps.
+        observer: Observer of the steps.
         on_progress: Function called with the progress.
         on_episode_end: Function called with the slots in which an episode has ended.
         noise: Source of the policy's starting noise (`eval_noise`).
 
     Returns:
-        One row per episode, ordered by slot and time: return, length, and success_once and success_at_end if known.
+        One row per episode, ordered by slot and time: return, length, success_once and success_at_end if known, and in a suite
+        the name of the task.
 
     Raises:
         RlhpcError: An episode does not end, or simulators fail repeatedly.
     """
-    rows: list[tuple[int, int, dict[str, float]]] = []  # slot, number of its episode, row
+    rows: list[tuple[int, int, dict[str, Any]]] = []  # slot, number of its episode, row
     num_finished, steps_since_reset = np.zeros_like(quota), np.zeros_like(quota)
     failures, episodes = np.zeros_like(quota), np.zeros_like(quota)
     max_decisions = _MAX_DECISIONS if env.max_episode_steps != 0 else _MAX_WITHOUT_LIMIT
@@ -351,11 +367,11 @@ def play(
         noise_kwargs = {} if noise is None else {"noise": noise(episodes, steps_since_reset).to(device)}
         actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **noise_kwargs)
         actions_array = actions.cpu().numpy()
-        if watch is not None:
-            watch.before(obs, actions_array)
+        if observer is not None:
+            observer.before(obs, actions_array)
         obs, rewards, terminations, truncations, infos = env.chunk_step(actions_array)
-        if watch is not None:
-            watch.after(num_finished < quota, rewards, terminations, truncations, infos)
+        if observer is not None:
+            observer.after(num_finished < quota, rewards, terminations, truncations, infos)
         ended_slots = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         has_failed = env_failed(infos, len(quota))
         failures += has_failed
@@ -374,7 +390,7 @@ def play(
         episode: dict[str, Any] = infos.get("episode", {}) if ended_slots.size else {}
         for slot in ended_slots.tolist() if episode else ():
             if num_finished[slot] < quota[slot] and episode["mask"][slot] and not has_failed[slot]:
-                rows.append((slot, int(num_finished[slot]), _episode_row(episode, slot)))
+                rows.append((slot, int(num_finished[slot]), _make_episode_row(episode, slot, env.task_names)))
                 num_finished[slot] += 1
         if on_progress is not None:
             on_progress(len(rows), num_env_steps)
@@ -387,8 +403,10 @@ def play(
     )
 
 
-def _episode_row(episode: dict[str, Any], slot: int) -> dict[str, float]:
-    row = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
+def _make_episode_row(episode: dict[str, Any], slot: int, task_names: Sequence[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"return": float(episode["return"][slot]), "length": float(episode["length"][slot])}
+    if len(task_names) > 1 and "task" in episode:
+        row["task"] = task_names[int(episode["task"][slot])]
     for name in ("success_once", "success_at_end"):
         # Environments that report `success` report it only at the end.
         column = episode.get(name, episode.get("success"))
@@ -403,8 +421,8 @@ def _summarize(rows: list[dict[str, float]], env_cfg: EvalEnvConfig, seed: int) 
     The interval of the mean return is Student's; the intervals of success rates are Wilson's.
     """
     episode_returns = np.asarray([row["return"] for row in rows], np.float64)
-    mean, count = float(episode_returns.mean()), len(episode_returns)
-    std = float(episode_returns.std(ddof=1)) if count > 1 else 0.0
+    mean, num_episodes = float(episode_returns.mean()), len(episode_returns)
+    std = float(episode_returns.std(ddof=1)) if num_episodes > 1 else 0.0
     statistics: dict[str, Any] = {
         "return_mean": mean,
         "return_std": std,
@@ -412,11 +430,22 @@ def _summarize(rows: list[dict[str, float]], env_cfg: EvalEnvConfig, seed: int) 
         "return_max": float(episode_returns.max()),
         "return_ci95": list(mean_interval(episode_returns)),
         "length_mean": float(np.mean([row["length"] for row in rows])),
-        "episodes": count,
+        "episodes": num_episodes,
     }
     for name in ("success_once", "success_at_end"):
         successes = [row[name] for row in rows if name in row]
-        if len(successes) == count:
+        if len(successes) == num_episodes:
             statistics[name] = float(np.mean(successes))
-            statistics[f"{name}_ci95"] = list(wilson(sum(successes), count))
+            statistics[f"{name}_ci95"] = list(wilson_interval(sum(successes), num_episodes))
+    if tasks := list(dict.fromkeys(row["task"] for row in rows if "task" in row)):
+        statistics["tasks"] = {
+            task: _summarize_task([row for row in rows if row.get("task") == task]) for task in sorted(tasks)
+        }
     return {**statistics, "env_id": env_cfg.env_id, "seed": eval_seed(env_cfg, seed)}
+
+
+def _summarize_task(rows: list[dict[str, Any]]) -> dict[str, float]:
+    summary = {"episodes": len(rows), "return_mean": float(np.mean([row["return"] for row in rows]))}
+    if all("success_once" in row for row in rows):
+        summary["success_once"] = float(np.mean([row["success_once"] for row in rows]))
+    return summary

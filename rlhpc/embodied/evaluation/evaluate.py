@@ -1,12 +1,12 @@
-"""Offline evaluation of a checkpoint's policy by `rlhpc eval`, in one process."""
+"""Offline evaluation of a checkpoint's policy or success model by `rlhpc eval`, in one process."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -18,18 +18,24 @@ from rlhpc import __version__
 from rlhpc.checkpoint import read_manifest, require_valid
 from rlhpc.checkpoint.start import find_weights
 from rlhpc.config.typed import mapping, plain, select, typed
-from rlhpc.embodied.config import EmbodiedConfig, PpoConfig
+from rlhpc.embodied.config import BcConfig, EmbodiedConfig, PpoConfig
 from rlhpc.embodied.data.datasets import WriteOptions
+from rlhpc.embodied.data.demonstrations import DemoEpisode, held_out_of, index_demos
+from rlhpc.embodied.data.frames import FramePool, load_obs
+from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.data.video import add_border, shrink, tile, write_video
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
-from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
-from rlhpc.embodied.evaluation.intervention import find_intervention
+from rlhpc.embodied.envs.gymnasium_env import row_spec, to_env_actions, write_row
+from rlhpc.embodied.envs.observations import boxes_of, encode_text, take
+from rlhpc.embodied.evaluation.episodes import StepObserver, evaluate_policy
 from rlhpc.embodied.evaluation.recorder import record
 from rlhpc.embodied.export import load_exported
+from rlhpc.embodied.interventions.sources import find_intervention
+from rlhpc.embodied.models.base import Policy, noise_of_episodes
 from rlhpc.embodied.models.registry import load_policy
 from rlhpc.jobs.paths import CONFIG
 from rlhpc.metrics import ProgressBar
-from rlhpc.runs.device import device_of, evaluation_device, settle
+from rlhpc.runs.device import device_of, evaluation_device, place_policy, to_tensors
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home, read_yaml, replace_durably
@@ -55,30 +61,104 @@ class ExpertPolicy:
         return torch.from_numpy(actions.reshape(len(actions), 1, -1)), {}
 
 
-def load_actor(source: str, key: str, trust: Trust | None = None) -> Any:
+def load_actor(policy_source: str, key: str, code_trust: Trust | None = None) -> Any:
     """Loads an expert from `module:function`, or the policy of a checkpoint, export folder or run folder.
 
     Args:
-        source: Text from the user: `module:function`, or a path.
+        policy_source: Text from the user: `module:function`, or a path.
         key: Name of the option in messages.
-        trust: Trust settings for code that a folder names.
+        code_trust: Trust settings for code that a folder names.
 
     Raises:
         ConfigError, CheckpointError: The source cannot be loaded.
     """
-    if ":" in source and not expand_home(source).exists():
-        return ExpertPolicy(load_attribute(source, key))
-    folder = find_weights(source, key)
+    if ":" in policy_source and not expand_home(policy_source).exists():
+        return ExpertPolicy(load_attribute(policy_source, key))
+    folder = find_weights(policy_source, key)
     if not any((folder / name).is_file() for name in ("config.json", "model.json")):
         raise CheckpointError(f"{folder} says nothing of the network (no model.json, no config.json)")
-    return load_exported(folder, trust=trust)
+    return load_exported(folder, trust=code_trust)
+
+
+class ActingPolicy:
+    """Policy that acts on single observations of one environment, deterministically as in `rlhpc eval`.
+
+    Args:
+        policy: Policy in eval mode, on the CPU.
+        seed: Seed of the noise from which a flow policy begins.
+    """
+
+    def __init__(self, policy: Policy, seed: int = 0) -> None:
+        self.policy, self._seed, self._num_decisions = policy, seed, 0
+
+    def act(self, observation: Any) -> Any:
+        """Returns the action for an observation, as `env.step` accepts it; of a chunk of actions, the first.
+
+        Raises:
+            ConfigError: The observation does not fit the policy's observation space.
+        """
+        return self.actions(observation)[0]
+
+    def actions(self, observation: Any) -> list[Any]:
+        """Returns all actions that the policy chooses for an observation, in the order in which they are executed.
+
+        Raises:
+            ConfigError: The observation does not fit the policy's observation space.
+        """
+        rows = self._rows(observation)
+        noise: dict[str, Any] = {}
+        if self.policy.start_shape:
+            noise["noise"] = noise_of_episodes(self.policy.sample_start, self._seed, [0], [self._num_decisions])
+        self._num_decisions += 1
+        with torch.no_grad():
+            chunk = self.policy.predict_action_batch(rows, mode="eval", **noise)[0][0].numpy()
+        return [to_env_actions(self.policy.action_space, action[None])[0] for action in chunk]
+
+    def _rows(self, observation: Any) -> Any:
+        """Returns an observation as tensors with a batch dimension of one."""
+        space = self.policy.observation_space
+        rows = {}
+        for key, box in boxes_of(space).items():
+            try:
+                array = observation[key] if key else observation
+                if isinstance(array, str):
+                    array = encode_text(array, box.shape[0])
+                shape, dtype = row_spec(box, 1)
+                row = np.zeros(shape, dtype)
+                write_row(row, 0, array)
+            except (KeyError, IndexError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"the observation does not fit the policy{f' at {key!r}' if key else ''}: {error}; "
+                    f"the policy's observation space is {space}"
+                ) from None
+            rows[key] = torch.from_numpy(row)
+        return rows if isinstance(getattr(space, "spaces", None), Mapping) else rows[""]
+
+    def close(self) -> None:
+        """Does nothing; a policy that acts holds no resources."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load_acting_policy(checkpoint: Path, *, seed: int, trust_code: bool) -> ActingPolicy:
+    """Loads the policy of a checkpoint.
+
+    Raises:
+        CheckpointError: Files are missing, or the weights do not fit.
+        ConfigError: The checkpoint names code that is not trusted.
+    """
+    return ActingPolicy(load_exported(checkpoint, trust_code=trust_code), seed)
 
 
 #: Maximum number of frames in a video.
 MAX_FRAMES = 1500
 
 
-class Film(Watch):
+class Film(StepObserver):
     """Video of an evaluation, with one frame before each step that shows the slots side by side. After its episode,
     a slot keeps the last image, with a border.
 
@@ -87,15 +167,15 @@ class Film(Watch):
         episodes: Number of slots to show.
     """
 
-    def __init__(self, env: VectorEnv, episodes: int) -> None:
-        self._env, self._slots = env, list(range(min(episodes, env.num_envs)))
+    def __init__(self, env: VectorEnv, num_episodes: int) -> None:
+        self._env, self._slots = env, list(range(min(num_episodes, env.num_envs)))
         self._last_pictures: dict[int, np.ndarray] = {}
         self._pictures: np.ndarray | None = None
         self.frames: list[np.ndarray] = []
         self.available = True
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Renders the slots (`Watch.before`)."""
+        """Renders the slots (`StepObserver.before`)."""
         if not self.available or len(self._last_pictures) == len(self._slots) or len(self.frames) >= MAX_FRAMES:
             return
         frames = self._env.render(self._slots)
@@ -115,7 +195,7 @@ class Film(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the last image of each slot in which an episode ended, with a border (`Watch.after`)."""
+        """Stores the last image of each slot in which an episode ended, with a border (`StepObserver.after`)."""
         episode = infos.get("episode", {})
         success = next((episode[name] for name in ("success_once", "success") if name in episode), None)
         has_ended = (terminations | truncations) & ~env_failed(infos, len(slots))
@@ -125,14 +205,14 @@ class Film(Watch):
                     self._pictures[index], success is not None and bool(success[slot])
                 )
 
-    def write(self, path: Path, fps: int) -> None:
+    def write(self, path: Path, frames_per_second: int) -> None:
         """Writes the video as an mp4 file. The last frame is shown for half a second."""
         if self._pictures is None:
             return
         last_frame = tile(
             np.stack([self._last_pictures.get(slot, self._pictures[index]) for index, slot in enumerate(self._slots)])
         )
-        write_video(path, [*self.frames, *[last_frame] * max(1, fps // 2)], fps)
+        write_video(path, [*self.frames, *[last_frame] * max(1, frames_per_second // 2)], frames_per_second)
 
 
 def evaluate_checkpoint(
@@ -165,7 +245,7 @@ def evaluate_checkpoint(
     require_valid(folder, hint="or evaluate another checkpoint")
     cfg = _load_config(folder, Trust(trust_code)) if cfg is None else cfg
     env_cfg, seed = cfg.env.eval, cfg.runner.seed
-    policy = settle(load_policy(folder, Trust.of(plain(cfg), trust_code)), evaluation_device(cfg))
+    policy = place_policy(load_policy(folder, Trust.of(plain(cfg), trust_code)), evaluation_device(cfg))
     films: list[Film] = []
 
     def film(env: VectorEnv) -> Film:
@@ -175,12 +255,12 @@ def evaluate_checkpoint(
     # A checkpoint of an older version has no such key in its configuration.
     build_film = film if output is not None and mapping(env_cfg).get("video_episodes", 0) else None
     num_episodes = env_cfg.num_episodes if episodes is None else episodes
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         with ProgressBar(num_episodes, name="eval", unit="episode") as progress_bar:
 
-            def update_bar(done: int, steps: int) -> None:
-                progress_bar.update(done, {"time/env_steps_per_s": steps / (time.perf_counter() - start)})
+            def update_bar(num_done: int, num_steps: int) -> None:
+                progress_bar.update(num_done, {"time/env_steps_per_s": num_steps / (time.perf_counter() - start_time)})
 
             evaluation = evaluate_policy(
                 policy,
@@ -188,7 +268,7 @@ def evaluate_checkpoint(
                 seed=seed,
                 episodes=episodes,
                 device=device_of(policy),
-                watch=build_film,
+                build_observer=build_film,
                 on_progress=update_bar,
             )
     except RuntimeError as error:
@@ -218,7 +298,7 @@ def write_result(output: Path, result: dict[str, Any]) -> None:
 
 
 def record_episodes(
-    source: str,
+    policy_source: str,
     cfg: EmbodiedConfig,
     output: Path,
     *,
@@ -235,11 +315,11 @@ def record_episodes(
     """Records episodes of `env.eval` as trajectories.
 
     Args:
-        source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
+        policy_source: A checkpoint, an export folder, a run folder, or an expert as `module:function`.
         cfg: Configuration.
         output, episodes, only_success, mode: See `record`.
         seed: Seed instead of `runner.seed`.
-        teacher: Policy that labels the episodes: its actions replace the executed actions. Same forms as `source`.
+        teacher: Policy that labels the episodes: its actions replace the executed actions. Same forms as `policy_source`.
         intervene: Source of interventions (`find_intervention`).
         only_taken, options: See `record`.
         trust_code: Import code that a checkpoint or export names as `module:Class`, even if `cfg` does not name it.
@@ -247,11 +327,13 @@ def record_episodes(
     Returns:
         See `record`.
     """
-    trust = Trust.of(plain(cfg), trust_code)
-    actor = _settled(load_actor(source, "--expert" if ":" in source else "--checkpoint", trust), cfg)
-    teacher_policy = None if teacher is None else _settled(load_actor(teacher, "--teacher", trust), cfg)
+    code_trust = Trust.of(plain(cfg), trust_code)
+    actor = _place_actor(
+        load_actor(policy_source, "--expert" if ":" in policy_source else "--checkpoint", code_trust), cfg
+    )
+    teacher_policy = None if teacher is None else _place_actor(load_actor(teacher, "--teacher", code_trust), cfg)
     seed = cfg.runner.seed if seed is None else seed
-    provenance = {"source": source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
+    provenance = {"source": policy_source, "teacher": teacher, "mode": mode, "seed": seed, "rlhpc_version": __version__}
     provenance |= {} if intervene is None else {"intervene": intervene}
     if teacher is not None and intervene is not None:
         raise ConfigError("--teacher and --intervene: either the one labels what is played, or the other acts")
@@ -262,31 +344,104 @@ def record_episodes(
         return record(
             actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
             teacher=teacher_policy, intervention=intervention, only_taken=only_taken, source_type=source_type,
-            source_desc=source, extra={"rlhpc": provenance}, options=options,
+            source_desc=policy_source, extra_facts={"rlhpc": provenance}, options=options,
         )  # fmt: skip
     except RuntimeError as error:
         raise ConfigError(
-            f"env.eval.env_id={cfg.env.eval.env_id} does not fit the policy of {source}: {error}"
+            f"env.eval.env_id={cfg.env.eval.env_id} does not fit the policy of {policy_source}: {error}"
         ) from error
 
 
-def _settled(actor: Any, cfg: EmbodiedConfig) -> Any:
+def _place_actor(actor: Any, cfg: EmbodiedConfig) -> Any:
     """Moves a policy to the device of evaluations; returns an expert's function unchanged."""
-    return settle(actor, evaluation_device(cfg)) if isinstance(actor, nn.Module) else actor
+    return place_policy(actor, evaluation_device(cfg)) if isinstance(actor, nn.Module) else actor
 
 
-def _load_config(folder: Path, trust: Trust) -> EmbodiedConfig:
+def _load_config(folder: Path, code_trust: Trust) -> EmbodiedConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{path}: missing; pass the run's configuration with --config")
     try:
-        content = read_yaml(path.read_bytes())
+        config_content = read_yaml(path.read_bytes())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("env"), dict):
+    if not isinstance(config_content, dict) or not isinstance(config_content.get("env"), dict):
         raise CheckpointError(f"{path}: no configuration of a policy in an environment (no section env)")
-    cfg = OmegaConf.create(content if trust.everything else without_variables(content, trust, str(path)))
-    trust.check(plain(cfg), str(path))
+    cfg = OmegaConf.create(
+        config_content if code_trust.everything else without_variables(config_content, code_trust, str(path))
+    )
+    code_trust.check(plain(cfg), str(path))
     if missing_keys := [key for key in ("env.eval", "runner.seed") if select(cfg, key) is None]:
         raise CheckpointError(f"{path}: no {missing_keys[0]}; pass a configuration")
     return typed(PpoConfig, cfg)  # every task type has these same sections
+
+
+def evaluate_judge(cfg: BcConfig, checkpoint: Path, suite: str, episodes: int | None, output: Path | None) -> str:
+    """Evaluates a success model on every step of the held-out episodes (`demos.holdout`), or of all episodes if no episode is
+    held out.
+
+    Args:
+        cfg: Configuration.
+        checkpoint: Checkpoint of the model.
+        suite: Name of the evaluation.
+        episodes: Maximum number of episodes.
+        output: Path of the JSON file, which is written atomically.
+
+    Returns:
+        A line of text with the model's accuracy.
+
+    Raises:
+        CheckpointError: The checkpoint has faults.
+        ConfigError: The episodes cannot be read, or the file cannot be written.
+    """
+    require_valid(checkpoint, hint="or evaluate another checkpoint")
+    model, demos = place_policy(load_policy(checkpoint, Trust()), evaluation_device(cfg)), index_demos(cfg)
+    held_out = held_out_of(len(demos), cfg)
+    episodes_to_judge = [demo for index, demo in enumerate(demos) if index in held_out or not held_out][:episodes]
+    judgement = score_predictions(model, _load(episodes_to_judge)) | {
+        "suite": suite, "episodes": len(episodes_to_judge), "held_out": bool(held_out), "checkpoint": str(checkpoint),
+        "global_step": int(read_manifest(checkpoint)["global_step"]),
+    }  # fmt: skip
+    if output is not None:
+        write_result(output, judgement)
+    split_name = "held-out" if held_out else "trained-on"
+    return (
+        f"{judgement['accuracy']:.1%} of {judgement['steps']} steps of {len(episodes_to_judge)} {split_name} episodes judged "
+        f"rightly; of {judgement['successes']} steps with success {judgement['recall']:.1%}, of the others "
+        f"{judgement['specificity']:.1%}"
+    )
+
+
+def _load(demos: Iterable[DemoEpisode]) -> Iterator[Trajectory]:
+    """Yields the episodes with their images, one after the other."""
+    pool = FramePool()
+    for demo in demos:
+        trajectory = demo.read()
+        yield {**trajectory, "obs": load_obs(trajectory["obs"], pool)}
+    pool.close()
+
+
+@torch.no_grad()
+def score_predictions(model: Policy, trajectories: Iterable[Trajectory]) -> dict[str, Any]:
+    """Compares predictions (probability above one half) with the simulator's success label of each step.
+
+    Returns:
+        steps, successes (steps with success), accuracy, recall (accuracy on steps with success) and specificity (accuracy on
+        the other steps); a rate over no steps is 1.
+    """
+    device = device_of(model)
+    is_correct, labels = np.zeros(0, bool), np.zeros(0, bool)
+    for trajectory in trajectories:
+        predicted_success = model.value(to_tensors(take(trajectory["obs"], slice(1, None)), device)).cpu().numpy() > 0.5
+        is_correct, labels = (
+            np.append(is_correct, predicted_success == trajectory["success"]),
+            np.append(labels, trajectory["success"]),
+        )
+
+    def rate(mask: np.ndarray) -> float:
+        return float(is_correct[mask].mean()) if mask.any() else 1.0
+
+    return {
+        "steps": len(labels), "successes": int(labels.sum()), "accuracy": rate(np.ones(len(labels), bool)),
+        "recall": rate(labels), "specificity": rate(~labels),
+    }  # fmt: skip

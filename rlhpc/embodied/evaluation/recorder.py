@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.embodied.config import EvalEnvConfig
-from rlhpc.embodied.data.datasets import WriteOptions
-from rlhpc.embodied.data.lerobot_info import DatasetFacts
+from rlhpc.embodied.data.datasets import DatasetFacts, WriteOptions
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.data.trajectory import EpisodeWriter
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv, env_failed
 from rlhpc.embodied.envs.registry import ENVS
 from rlhpc.embodied.envs.subprocess_env import moves_hardware
-from rlhpc.embodied.evaluation.episodes import Watch, eval_noise, eval_seed, has_inference_delay, play, quotas
-from rlhpc.embodied.evaluation.intervention import Gated, Intervention
+from rlhpc.embodied.evaluation.episodes import StepObserver, eval_noise, eval_seed, has_inference_delay, play, quotas
+from rlhpc.embodied.interventions.intervention_env import InterventionEnv
+from rlhpc.embodied.interventions.sources import Intervention
 from rlhpc.runs.device import device_of, to_tensors
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -29,7 +29,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 MAX_ATTEMPTS = 20
 
 
-class EpisodeRecorder(Watch):
+class EpisodeRecorder(StepObserver):
     """Observer of `play` that writes complete episodes.
 
     Args:
@@ -39,7 +39,7 @@ class EpisodeRecorder(Watch):
         num_episodes: Number of episodes to write.
         teacher: Policy that labels the episodes (DAgger): its actions replace the executed actions. Rewards are then
             omitted, because they belong to the executed actions.
-        gated: Policy with interventions, which reports the slots in which its actions were replaced.
+        has_interventions: Whether `env` is an `InterventionEnv`, whose infos have the executed actions.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class EpisodeRecorder(Watch):
         only_success: bool,
         num_episodes: int,
         teacher: Any = None,
-        gated: Gated | None = None,
+        has_interventions: bool = False,
     ) -> None:
-        self._teacher, self._gated = teacher, gated
+        self._teacher, self._has_interventions = teacher, has_interventions
         self._writer, self._env, self._only_success, self._num_episodes = writer, env, only_success, num_episodes
-        self._before: dict[str, Any] = {}
+        self._last_inputs: dict[str, Any] = {}
         self._open_steps: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
-        self.played = 0
+        self.num_played = 0
         self.success_known = False
 
     def forget(self) -> None:
@@ -64,12 +64,12 @@ class EpisodeRecorder(Watch):
         self._open_steps = [[] for _ in self._open_steps]
 
     @property
-    def missing(self) -> int:
+    def num_missing(self) -> int:
         """Number of episodes that must still be played."""
         return self._num_episodes - len(self._writer)
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Stores observation and actions of the step (`Watch.before`)."""
+        """Stores observation and actions of the step (`StepObserver.before`)."""
         if actions.shape[1] != 1:
             raise ConfigError(
                 f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks); episodes of single actions "
@@ -78,24 +78,24 @@ class EpisodeRecorder(Watch):
         if self._teacher is not None:
             teacher_obs = to_tensors(obs, device_of(self._teacher))
             actions = self._teacher.predict_action_batch(teacher_obs, mode="eval")[0].cpu().numpy()
-        self._before = {"obs": copy.deepcopy(obs), "actions": actions}
-        if (states := self._env.env_states()) is not None:
-            self._before["env_states"] = states
+        self._last_inputs = {"obs": copy.deepcopy(obs), "actions": actions}
+        if (simulator_states := self._env.env_states()) is not None:
+            self._last_inputs["env_states"] = simulator_states
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the step's result (`Watch.after`). Episodes whose simulator or robot failed are not recorded."""
+        """Stores the step's result (`StepObserver.after`). Episodes whose simulator or robot failed are not recorded."""
         has_failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
             if has_failed[slot]:
                 self._open_steps[slot] = []
                 continue
-            step = {name: _row(column, slot) for name, column in self._before.items()}
+            step = {name: _select_slot(column, slot) for name, column in self._last_inputs.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
-            if self._gated is not None:
-                step["taken"] = bool(self._gated.intervened[slot])
+            if self._has_interventions:
+                step |= {"actions": infos["executed_actions"][slot], "taken": bool(infos["intervened"][slot].any())}
             if "success" in infos:
                 step["success"] = bool(infos["success"][slot])
             self._open_steps[slot].append(step)
@@ -104,30 +104,30 @@ class EpisodeRecorder(Watch):
 
     def _write_episode(self, slot: int, infos: Mapping[str, Any]) -> None:
         steps, self._open_steps[slot] = self._open_steps[slot], []
-        self.played += 1
+        self.num_played += 1
         episode = infos.get("episode", {})
         flags = [step.get("success") for step in steps]  # some environments report success only at the end
-        success = None if flags[-1] is None else np.array([bool(flag) for flag in flags])
+        success = None if flags[-1] is None else np.array([bool(success_flag) for success_flag in flags])
         success_at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
         if success is None and success_at_end is not None:
             success = np.zeros(len(steps), bool)
             success[-1] = bool(success_at_end[slot])
         self.success_known |= success is not None
-        has_success = success is not None and bool(success.any() or _flag(episode, "success_once", slot))
+        has_success = success is not None and bool(success.any() or _read_flag(episode, "success_once", slot))
         if len(self._writer) >= self._num_episodes or (self._only_success and not has_success):
             return
         final_state = infos.get("final_env_states")
         self._writer.add({
-            "source": f"episode {self.played} of the recording",
-            "obs": _stack([*(step["obs"] for step in steps), _row(infos["final_obs"], slot)]),
+            "source": f"episode {self.num_played} of the recording",
+            "obs": _stack([*(step["obs"] for step in steps), _select_slot(infos["final_obs"], slot)]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
             **{name: np.array([step[name] for step in steps]) for name in ("terminations", "truncations")},
             "rewards": np.array([step["rewards"] for step in steps]) if self._teacher is None else None,
             "success": success,
-            "taken": None if self._gated is None else np.array([step["taken"] for step in steps]),
+            "taken": np.array([step["taken"] for step in steps]) if self._has_interventions else None,
             "env_states": None
             if final_state is None
-            else _stack([*(step["env_states"] for step in steps), _row(final_state, slot)]),
+            else _stack([*(step["env_states"] for step in steps), _select_slot(final_state, slot)]),
         })  # fmt: skip
 
 
@@ -136,49 +136,46 @@ class InterventionRecorder(EpisodeRecorder):
     control.
 
     Args:
-        writer, env, gated: See `EpisodeRecorder`.
+        writer, env: See `EpisodeRecorder`; `env` is an `InterventionEnv`.
         num_episodes: Number of episodes to watch, regardless of the number of interventions.
     """
 
-    def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, num_episodes: int, gated: Gated) -> None:
-        super().__init__(writer, env, only_success=False, num_episodes=num_episodes, gated=gated)
-        self._gated: Gated = gated
-        self.taken_steps = 0
+    def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, num_episodes: int) -> None:
+        super().__init__(writer, env, only_success=False, num_episodes=num_episodes, has_interventions=True)
+        self.num_intervention_steps = 0
 
     @property
-    def missing(self) -> int:
+    def num_missing(self) -> int:
         """Number of episodes that must still be watched."""
-        return self._num_episodes - self.played
+        return self._num_episodes - self.num_played
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the steps of interventions (`Watch.after`). If the simulator or robot fails, the step is dropped,
+        """Stores the steps of interventions (`StepObserver.after`). If the simulator or robot fails, the step is dropped,
         and the earlier steps of the intervention are written.
         """
         is_done, has_failed = terminations | truncations, env_failed(infos, len(slots))
-        intervened = self._gated.intervened & ~has_failed
+        is_intervened = infos["intervened"].any(1) & ~has_failed
         for slot in np.flatnonzero(slots).tolist():
             steps = self._open_steps[slot]
-            if intervened[slot]:
-                step = {name: _row(self._before[name], slot) for name in ("obs", "actions")}
+            if is_intervened[slot]:
+                step = {"obs": _select_slot(self._last_inputs["obs"], slot), "actions": infos["executed_actions"][slot]}
                 steps.append(step | {"rewards": rewards[slot], "terminations": terminations[slot]})
-                self.taken_steps += 1
-            if steps and (is_done[slot] or not intervened[slot]):
+                self.num_intervention_steps += 1
+            if steps and (is_done[slot] or not is_intervened[slot]):
                 self._write_intervention(
-                    slot, _row(infos["final_obs"] if intervened[slot] else self._before["obs"], slot)
+                    slot, _select_slot(infos["final_obs"] if is_intervened[slot] else self._last_inputs["obs"], slot)
                 )
-            self.played += int(is_done[slot] and not has_failed[slot])
-        if is_done.any():
-            self._gated.intervention.end_episodes(is_done)
+            self.num_played += int(is_done[slot] and not has_failed[slot])
 
     def _write_intervention(self, slot: int, final_obs: Any) -> None:
         steps, self._open_steps[slot] = self._open_steps[slot], []
         truncations = np.zeros(len(steps), bool)
         truncations[-1] = not steps[-1]["terminations"]
         self._writer.add({
-            "source": f"a part of episode {self.played + 1} of the recording",
+            "source": f"a part of episode {self.num_played + 1} of the recording",
             "obs": _stack([*(step["obs"] for step in steps), final_obs]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
             **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations")},
@@ -186,14 +183,14 @@ class InterventionRecorder(EpisodeRecorder):
         })  # fmt: skip
 
 
-def _flag(episode: Mapping[str, Any], name: str, slot: int) -> bool:
+def _read_flag(episode: Mapping[str, Any], name: str, slot: int) -> bool:
     return name in episode and bool(episode[name][slot])
 
 
-def _row(value: Any, slot: int) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _row(array, slot) for name, array in value.items()}
-    return np.array(value[slot])
+def _select_slot(data: Any, slot: int) -> Any:
+    if isinstance(data, Mapping):
+        return {name: _select_slot(array, slot) for name, array in data.items()}
+    return np.array(data[slot])
 
 
 def _stack(rows: list[Any]) -> Any:
@@ -202,11 +199,23 @@ def _stack(rows: list[Any]) -> Any:
     return np.stack(rows)
 
 
+def _wrap_for_intervention(
+    env: VectorEnv, intervention_source: Intervention, env_cfg: EvalEnvConfig, num_slots: int, seed: int
+) -> VectorEnv:
+    """Returns the environment in which `intervention_source` may act; closes both if they do not fit."""
+    try:
+        return InterventionEnv(env, intervention_source, env_cfg, range(num_slots), seed, key="env.eval.num_envs")
+    except BaseException:
+        env.close()
+        intervention_source.close()
+        raise
+
+
 @torch.inference_mode()
 def record(
     actor: Any, env_cfg: EvalEnvConfig, output: Path, *, episodes: int, seed: int, only_success: bool = False,
     mode: str = "eval", teacher: Any = None, intervention: Intervention | None = None, only_taken: bool = False,
-    source_type: str = "rl", source_desc: str = "", extra: Mapping[str, Any] | None = None,
+    source_type: str = "rl", source_desc: str = "", extra_facts: Mapping[str, Any] | None = None,
     options: WriteOptions | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Plays episodes and writes them as trajectories.
@@ -222,7 +231,7 @@ def record(
         teacher: See `EpisodeRecorder`.
         intervention: Observer that may act instead of the actor.
         only_taken: Write only interventions; `episodes` then counts the watched episodes (`InterventionRecorder`).
-        source_type, source_desc, extra: See `TrajectoryWriter`; LeRobot's format does not store them.
+        source_type, source_desc, extra_facts: See `TrajectoryWriter`; LeRobot's format does not store them.
         options: Format of the output; ManiSkill's HDF5 by default.
 
     Returns:
@@ -240,15 +249,17 @@ def record(
     num_slots, seed = min(env_cfg.num_envs, episodes), eval_seed(env_cfg, seed)
     # Simulator states are read in the simulator's process, so it runs in this process if possible.
     separate_process = env_cfg.simulator_python is not None or moves_hardware(ENVS.find(env_cfg.env_type))
-    recording_cfg = changed(env_cfg, "num_envs", num_slots)
+    recording_cfg = with_value(env_cfg, "num_envs", num_slots)
     env = make_env(
-        recording_cfg if separate_process else changed(recording_cfg, "simulators", 0),
+        recording_cfg if separate_process else with_value(recording_cfg, "simulators", 0),
         num_slots,
         slot_offset=0,
         seed=seed,
         stage="eval",
     )
     env.keep_states = True
+    if intervention is not None:
+        env = _wrap_for_intervention(env, intervention, env_cfg, num_slots, seed)
     kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
     step_limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
     dataset_facts = DatasetFacts(fps=env.control_hz)
@@ -261,34 +272,37 @@ def record(
         else:
             episode_writer = TrajectoryWriter(
                 output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=step_limit, source_type=source_type,
-                source_desc=source_desc, extra=extra, facts=dataset_facts.to_json(),
+                source_desc=source_desc, extra_facts=extra_facts, facts=dataset_facts.to_json(),
             )  # fmt: skip
         with torch.random.fork_rng(devices=[]), episode_writer as writer:
             torch.manual_seed(seed)  # makes samples reproducible
-            gated_policy, student, num_attempts = None, actor, -1
-            if intervention is not None:
-                gated_policy = actor = Gated(actor, intervention, env)
+            num_attempts = -1
             recorder = EpisodeRecorder(
-                writer, env, only_success=only_success, num_episodes=episodes, teacher=teacher, gated=gated_policy
+                writer,
+                env,
+                only_success=only_success,
+                num_episodes=episodes,
+                teacher=teacher,
+                has_interventions=intervention is not None,
             )
-            if only_taken and gated_policy is not None:
-                recorder = InterventionRecorder(writer, env, num_episodes=episodes, gated=gated_policy)
-            while (num_missing := recorder.missing) > 0:
-                if recorder.played and only_success and not recorder.success_known:
+            if only_taken and intervention is not None:
+                recorder = InterventionRecorder(writer, env, num_episodes=episodes)
+            while (num_missing := recorder.num_missing) > 0:
+                if recorder.num_played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
-                if recorder.played >= MAX_ATTEMPTS * episodes:
+                if recorder.num_played >= MAX_ATTEMPTS * episodes:
                     raise RlhpcError(
-                        f"of {recorder.played} episodes only {len(writer)} succeeded; {episodes} were wanted"
+                        f"of {recorder.num_played} episodes only {len(writer)} succeeded; {episodes} were wanted"
                     )
                 num_attempts += 1
-                noise = eval_noise(student, env_cfg, seed + num_attempts) if mode == "eval" else None
+                noise = eval_noise(actor, env_cfg, seed + num_attempts) if mode == "eval" else None
                 rows = play(
                     actor,
                     env,
                     quotas(num_missing, num_slots),
-                    device_of(student),
+                    device_of(actor),
                     mode=mode,
-                    watch=recorder,
+                    observer=recorder,
                     noise=noise,
                 )
                 recorder.forget()
@@ -298,16 +312,14 @@ def record(
             num_written = len(writer)
     finally:
         env.close()
-        if intervention is not None:
-            intervention.close()
     summary: dict[str, Any] = {
         "episodes": num_written,
-        "played": recorder.played,
+        "played": recorder.num_played,
         "steps": num_steps,
         "return_mean": float(np.mean(returns)),
     }
     if successes:
         summary["success_once"] = float(np.mean(successes))
     if isinstance(recorder, InterventionRecorder):
-        summary["taken_steps"] = recorder.taken_steps
+        summary["taken_steps"] = recorder.num_intervention_steps
     return summary | {"env_id": env_cfg.env_id, "output": str(output)}

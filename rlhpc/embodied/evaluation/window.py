@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.config.typed import changed, plain
+from rlhpc.config.typed import plain, with_value
 from rlhpc.embodied.config import EmbodiedConfig
 from rlhpc.embodied.data.video import pyav
 from rlhpc.embodied.envs.base import VectorEnv
-from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
+from rlhpc.embodied.evaluation.episodes import StepObserver, evaluate_policy
 from rlhpc.embodied.evaluation.evaluate import Film
 from rlhpc.embodied.models.registry import load_policy
-from rlhpc.runs.device import device_of, evaluation_device, settle
+from rlhpc.runs.device import device_of, evaluation_device, place_policy
 from rlhpc.runs.run_folder import note
 from rlhpc.runs.task_type import PlayOptions
 from rlhpc.runtime.errors import ConfigError
@@ -34,7 +34,7 @@ class _WindowClosed(Exception):
     """Exception raised when the user closes the window."""
 
 
-class EnvWindow(Watch):
+class EnvWindow(StepObserver):
     """Window that shows slot 0 of an environment at a fixed frame rate. Escape, q or the window's close button ends it.
 
     Args:
@@ -55,7 +55,7 @@ class EnvWindow(Watch):
         self.available = True
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Draws the current state (`Watch.before`)."""
+        """Draws the current state (`StepObserver.before`)."""
         frames = self._env.render([0]) if self.available else None
         self.available = frames is not None
         if frames is None:
@@ -66,7 +66,7 @@ class EnvWindow(Watch):
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Updates return and episode number in the title (`Watch.after`)."""
+        """Updates return and episode number in the title (`StepObserver.after`)."""
         self._return += float(np.asarray(rewards)[0].sum())
         if bool(np.asarray(terminations)[0] | np.asarray(truncations)[0]):
             self._episode, self._return = self._episode + 1, 0.0
@@ -74,11 +74,11 @@ class EnvWindow(Watch):
     def _show(self, picture: np.ndarray) -> None:
         pygame = self._pygame
         height, width = picture.shape[:2]
-        factor = max(1, -(-_MIN_SIDE // min(height, width)))
+        enlargement = max(1, -(-_MIN_SIDE // min(height, width)))
         if self._surface is None:
-            self._surface = pygame.display.set_mode((width * factor, height * factor))
+            self._surface = pygame.display.set_mode((width * enlargement, height * enlargement))
         self._surface.blit(
-            pygame.transform.scale_by(pygame.surfarray.make_surface(picture.swapaxes(0, 1)), factor), (0, 0)
+            pygame.transform.scale_by(pygame.surfarray.make_surface(picture.swapaxes(0, 1)), enlargement), (0, 0)
         )
         pygame.display.set_caption(f"{self._name}: episode {self._episode}, return {self._return:.1f}")
         pygame.display.flip()
@@ -128,23 +128,23 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
         ConfigError: The environment cannot be built or rendered, or does not fit the policy.
     """
     folder = expand_home(checkpoint).absolute()
-    policy = settle(load_policy(folder, Trust.of(plain(cfg), options.trust_code)), evaluation_device(cfg))
+    policy = place_policy(load_policy(folder, Trust.of(plain(cfg), options.trust_code)), evaluation_device(cfg))
     episodes = _DEFAULT_EPISODES if options.episodes is None else options.episodes
     in_window = has_display()
     if not in_window:
         pyav()
-    env_cfg = changed(cfg.env.eval, "num_envs", 1 if in_window else episodes)
+    env_cfg = with_value(cfg.env.eval, "num_envs", 1 if in_window else episodes)
     if options.seed is not None:
-        env_cfg = changed(env_cfg, "seed", options.seed)
-    watches: list[EnvWindow | Film] = []
+        env_cfg = with_value(env_cfg, "seed", options.seed)
+    observers: list[EnvWindow | Film] = []
 
-    def watch(env: VectorEnv) -> Watch:
-        watches.append(EnvWindow(env, env_cfg.env_id, env_cfg.video_fps) if in_window else Film(env, episodes))
-        return watches[0]
+    def build_observer(env: VectorEnv) -> StepObserver:
+        observers.append(EnvWindow(env, env_cfg.env_id, env_cfg.video_fps) if in_window else Film(env, episodes))
+        return observers[0]
 
-    def check_pictures(done: int, steps: int) -> None:
-        del done, steps
-        if not watches[0].available:
+    def check_pictures(num_done: int, num_steps: int) -> None:
+        del num_done, num_steps
+        if not observers[0].available:
             raise ConfigError(f"{env_cfg.env_id} cannot be rendered here, so there is nothing to show; see rlhpc eval")
 
     evaluation: dict[str, Any] = {}
@@ -155,7 +155,7 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
             seed=cfg.runner.seed,
             episodes=episodes,
             device=device_of(policy),
-            watch=watch,
+            build_observer=build_observer,
             on_progress=check_pictures,
         )
     except _WindowClosed:
@@ -163,10 +163,10 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={env_cfg.env_id} does not fit {folder}'s policy: {error}") from error
     finally:
-        for open_watch in watches:
-            if isinstance(open_watch, EnvWindow):
-                open_watch.close()
-    if watches and isinstance(watches[0], Film):
-        watches[0].write(options.film, env_cfg.video_fps)
+        for observer in observers:
+            if isinstance(observer, EnvWindow):
+                observer.close()
+    if observers and isinstance(observers[0], Film):
+        observers[0].write(options.film, env_cfg.video_fps)
         evaluation["video"] = str(options.film)
     return evaluation

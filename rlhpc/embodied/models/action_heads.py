@@ -20,12 +20,12 @@ _LOG_STD = (-5.0, 2.0)
 LEVELS = ("token_level", "action_level", "chunk_level")
 
 
-def sum_to_level(components: Tensor, level: str, chunk: int) -> Tensor:
+def sum_to_level(components: Tensor, logprob_level: str, chunk: int) -> Tensor:
     """Sums values per component, `[B, chunk · d]` or `[B, chunk, d]`, to one of `LEVELS`."""
-    if level == "chunk_level":
+    if logprob_level == "chunk_level":
         return components.flatten(1).sum(-1)
     chunk_components = components.reshape(components.shape[0], chunk, -1)
-    return chunk_components.sum(-1) if level == "action_level" else chunk_components
+    return chunk_components.sum(-1) if logprob_level == "action_level" else chunk_components
 
 
 class CategoricalHead(nn.Module):
@@ -43,7 +43,7 @@ class CategoricalHead(nn.Module):
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draws Gumbel noise `[*shape, sum(sizes)]`; argmax(logits + noise) is a sample (Gumbel-max trick)."""
-        uniform = torch.rand((*shape, self.inputs), generator=generator).clamp_(min=1e-20)
+        uniform = torch.rand((*shape, self.inputs), generator=generator, device=generator.device).clamp_(min=1e-20)
         return -torch.log((-torch.log(uniform)).clamp_(min=1e-20))
 
     def act(self, logits: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
@@ -51,40 +51,40 @@ class CategoricalHead(nn.Module):
         actions.
         """
         actions, logprobs, offset = [], [], 0
-        for size in self.sizes:
-            component_logits = logits[:, offset : offset + size]
-            index = (component_logits if noise is None else component_logits + noise[:, offset : offset + size]).argmax(
-                -1, keepdim=True
-            )
+        for num_choices in self.sizes:
+            component_logits = logits[:, offset : offset + num_choices]
+            index = (
+                component_logits if noise is None else component_logits + noise[:, offset : offset + num_choices]
+            ).argmax(-1, keepdim=True)
             logprobs.append(torch.log_softmax(component_logits, -1).gather(-1, index))
             actions.append(index)
-            offset += size
+            offset += num_choices
         chunk_actions = (actions[0] if len(actions) == 1 else torch.cat(actions, -1)).reshape(
             logits.shape[0], self.chunk, -1
         )
         return chunk_actions, self._sum_to_level(logprobs, level)
 
     def evaluate(
-        self, logits: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+        self, logits: Tensor, actions: Tensor, compute_entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
+        """Returns the log-probabilities of `actions` and, if `compute_entropy`, the entropies, both at `level`."""
         flat_actions, offset = actions.reshape(actions.shape[0], -1), 0
         logprobs, entropies = [], []
-        for i, size in enumerate(self.sizes):
-            component_logprobs = torch.log_softmax(logits[:, offset : offset + size], -1)
+        for i, num_choices in enumerate(self.sizes):
+            component_logprobs = torch.log_softmax(logits[:, offset : offset + num_choices], -1)
             logprobs.append(component_logprobs.gather(-1, flat_actions[:, i : i + 1]))
-            if entropy:
+            if compute_entropy:
                 entropies.append(-(component_logprobs.exp() * component_logprobs).sum(-1, keepdim=True))
-            offset += size
-        return self._sum_to_level(logprobs, level), self._sum_to_level(entropies, level) if entropy else None
+            offset += num_choices
+        return self._sum_to_level(logprobs, level), self._sum_to_level(entropies, level) if compute_entropy else None
 
-    def _sum_to_level(self, columns: list[Tensor], level: str) -> Tensor:
-        if level == "chunk_level":  # adds the few columns one by one
+    def _sum_to_level(self, columns: list[Tensor], logprob_level: str) -> Tensor:
+        if logprob_level == "chunk_level":  # adds the few columns one by one
             column_sum = columns[0].squeeze(-1)
             for column in columns[1:]:
                 column_sum = column_sum + column.squeeze(-1)
             return column_sum
-        return sum_to_level(torch.cat(columns, -1), level, self.chunk)
+        return sum_to_level(torch.cat(columns, -1), logprob_level, self.chunk)
 
 
 class GaussianHead(nn.Module):
@@ -102,7 +102,7 @@ class GaussianHead(nn.Module):
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draws standard normal noise `[*shape, chunk · d]`."""
-        return torch.randn((*shape, self.inputs), generator=generator)
+        return torch.randn((*shape, self.inputs), generator=generator, device=generator.device)
 
     def act(self, mean: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
         """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the mean."""
@@ -112,12 +112,12 @@ class GaussianHead(nn.Module):
         return actions.reshape(mean.shape[0], self.chunk, -1), logprobs
 
     def evaluate(
-        self, mean: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+        self, mean: Tensor, actions: Tensor, compute_entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
+        """Returns the log-probabilities of `actions` and, if `compute_entropy`, the entropies, both at `level`."""
         noise = (actions.reshape(mean.shape) - mean) * (-self.log_std).exp()
         logprobs = sum_to_level(-0.5 * noise**2 - self.log_std - 0.5 * _LOG_2PI, level, self.chunk)
-        if not entropy:
+        if not compute_entropy:
             return logprobs, None
         return logprobs, sum_to_level((self.log_std + 0.5 + 0.5 * _LOG_2PI).unsqueeze(0), level, self.chunk).expand(
             logprobs.shape
@@ -148,9 +148,9 @@ class BoundedHead(nn.Module):
         require_bounded(space)
         self.dim = chunk * math.prod(space.shape)
         self.chunk = chunk
-        for name, bound in (("low", space.low), ("high", space.high)):
+        for name, space_bound in (("low", space.low), ("high", space.high)):
             self.register_buffer(
-                name, torch.as_tensor(bound, dtype=torch.float32).reshape(-1).repeat(chunk), persistent=False
+                name, torch.as_tensor(space_bound, dtype=torch.float32).reshape(-1).repeat(chunk), persistent=False
             )
 
     @property
@@ -165,7 +165,7 @@ class BoundedHead(nn.Module):
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draws standard normal noise `[*shape, chunk · d]`."""
-        return torch.randn((*shape, self.dim), generator=generator)
+        return torch.randn((*shape, self.dim), generator=generator, device=generator.device)
 
     def act(self, inputs: Tensor, noise: Tensor | None, level: str = "chunk_level") -> tuple[Tensor, Tensor]:
         """Returns actions `[B, chunk, d]` and their log-probabilities at `level`. Without noise, takes the
@@ -174,9 +174,9 @@ class BoundedHead(nn.Module):
         raise NotImplementedError
 
     def evaluate(
-        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+        self, inputs: Tensor, actions: Tensor, compute_entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
+        """Returns the log-probabilities of `actions` and, if `compute_entropy`, the entropies, both at `level`."""
         raise NotImplementedError
 
     def uniform_actions(self, noise: Tensor) -> Tensor:
@@ -213,24 +213,24 @@ class SquashedGaussianHead(BoundedHead):
         )
 
     def evaluate(
-        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+        self, inputs: Tensor, actions: Tensor, compute_entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies of the Gaussian before tanh, both
-        at `level`.
+        """Returns the log-probabilities of `actions` and, if `compute_entropy`, the entropies of the Gaussian before tanh,
+        both at `level`.
         """
         mean, log_std = self._split(inputs)
         # Keeps a small distance from the bounds, where atanh is infinite.
         unit_actions = self.scale_to_unit(actions).clamp(-1 + 1e-6, 1 - 1e-6)
         noise = (torch.atanh(unit_actions) - mean) * (-log_std).exp()
         logprobs = sum_to_level(self._logprobs(unit_actions, noise, log_std), level, self.chunk)
-        return logprobs, sum_to_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if entropy else None
+        return logprobs, sum_to_level(log_std + 0.5 + 0.5 * _LOG_2PI, level, self.chunk) if compute_entropy else None
 
     def _split(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         mean, log_std = inputs.chunk(2, -1)
         return mean, _LOG_STD[0] + 0.5 * (_LOG_STD[1] - _LOG_STD[0]) * (torch.tanh(log_std) + 1)
 
-    def _logprobs(self, squashed: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
-        log_det = torch.log(self.scale * (1 - squashed**2) + 1e-6)
+    def _logprobs(self, squashed_actions: Tensor, noise: Tensor, log_std: Tensor) -> Tensor:
+        log_det = torch.log(self.scale * (1 - squashed_actions**2) + 1e-6)
         return -0.5 * noise**2 - log_std - 0.5 * _LOG_2PI - log_det
 
 
@@ -266,13 +266,13 @@ class DeterministicHead(BoundedHead):
         return self.offset_actions(inputs, self.std * noise), sum_to_level(self._logprobs(noise), level, self.chunk)
 
     def evaluate(
-        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+        self, inputs: Tensor, actions: Tensor, compute_entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
+        """Returns the log-probabilities of `actions` and, if `compute_entropy`, the entropies, both at `level`."""
         logprobs = sum_to_level(
             self._logprobs((self.scale_to_unit(actions) - torch.tanh(inputs)) / self.std), level, self.chunk
         )
-        if not entropy:
+        if not compute_entropy:
             return logprobs, None
         entropies = (self.std * self.scale).log() + 0.5 + 0.5 * _LOG_2PI
         return logprobs, sum_to_level(entropies.expand_as(inputs), level, self.chunk)
@@ -301,13 +301,13 @@ class BoundedGaussianHead(BoundedHead):
         return actions, sum_to_level(self._logprobs(noise, log_std), level, self.chunk)
 
     def evaluate(
-        self, inputs: Tensor, actions: Tensor, entropy: bool, level: str = "chunk_level"
+        self, inputs: Tensor, actions: Tensor, compute_entropy: bool, level: str = "chunk_level"
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the log-probabilities of `actions` and, if `entropy`, the entropies, both at `level`."""
+        """Returns the log-probabilities of `actions` and, if `compute_entropy`, the entropies, both at `level`."""
         mean, log_std = self._split(inputs)
         noise = (self.scale_to_unit(actions) - mean) * (-log_std).exp()
         logprobs = sum_to_level(self._logprobs(noise, log_std), level, self.chunk)
-        if not entropy:
+        if not compute_entropy:
             return logprobs, None
         return logprobs, sum_to_level(log_std + self.scale.log() + 0.5 + 0.5 * _LOG_2PI, level, self.chunk)
 

@@ -6,7 +6,7 @@ That Learns From Experience"). The policy is trained on all episodes, good and b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,10 @@ from gymnasium import spaces
 from torch import Tensor
 
 from rlhpc.checkpoint.start import find_weights
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.embodied.config import BcConfig, PolicyConfig
 from rlhpc.embodied.config.model_options import ConditionedOptions, model_options
-from rlhpc.embodied.data.trajectory import Trajectory
-from rlhpc.embodied.envs.observations import count_rows, space_to_json, take
+from rlhpc.embodied.envs.observations import space_to_json
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.registry import build_model, load_policy
 from rlhpc.runs.device import to_tensors
@@ -41,15 +40,16 @@ class ConditionedPolicy(Policy):
     """
 
     has_head = False
+    start_options = ("weights",)
 
     def __init__(self, cfg: PolicyConfig, observation_space: Any, action_space: Any) -> None:
         super().__init__(cfg, observation_space, action_space)
-        option_names = {option.name for option in dataclasses.fields(ConditionedOptions)}
-        inner_options = {name: value for name, value in cfg.kwargs.items() if name not in option_names}
-        outer_options = {name: value for name, value in cfg.kwargs.items() if name in option_names}
-        options = model_options(ConditionedOptions, changed(cfg, "kwargs", outer_options))
+        option_names = {option_field.name for option_field in dataclasses.fields(ConditionedOptions)}
+        inner_options = {name: option_value for name, option_value in cfg.kwargs.items() if name not in option_names}
+        outer_options = {name: option_value for name, option_value in cfg.kwargs.items() if name in option_names}
+        options = model_options(ConditionedOptions, with_value(cfg, "kwargs", outer_options))
         self.unconditioned = options.unconditioned
-        inner_cfg = changed(changed(cfg, "model_type", options.of), "kwargs", inner_options)
+        inner_cfg = with_value(with_value(cfg, "model_type", options.of), "kwargs", inner_options)
         self.inner = build_model(inner_cfg, _with_improvement(observation_space), action_space)
         self.mixed_precision = self.inner.mixed_precision
 
@@ -117,8 +117,6 @@ def _add_improvement(obs: Obs, improvement: Tensor | None = None) -> dict[str, T
 
 
 KEY = "algorithm.value_model"
-#: Batch size of the value computation.
-_BATCH_SIZE = 1024
 
 
 def load_value_model(cfg: BcConfig, observation_space: object) -> Policy:
@@ -135,20 +133,20 @@ def load_value_model(cfg: BcConfig, observation_space: object) -> Policy:
     return policy
 
 
-def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, steps: int) -> np.ndarray:
+def advantages(rewards: np.ndarray, values: np.ndarray, gamma: float, horizon: int) -> np.ndarray:
     """Returns the n-step advantage of each step of an episode, `[T]`; values after the last step are 0.
 
     Args:
         rewards: Rewards `[T]`.
         values: Values of the observations before the steps, `[T]`.
         gamma: Discount of a step.
-        steps: Number of rewards before the bootstrap value from `values`.
+        horizon: Number of rewards before the bootstrap value from `values`.
     """
     T = len(rewards)
-    padded_values = np.concatenate([values, np.zeros(steps)])
-    advantage = gamma**steps * padded_values[steps : steps + T] - values
-    padded_rewards = np.concatenate([rewards, np.zeros(steps)])
-    for k in range(min(steps, T)):
+    padded_values = np.concatenate([values, np.zeros(horizon)])
+    advantage = gamma**horizon * padded_values[horizon : horizon + T] - values
+    padded_rewards = np.concatenate([rewards, np.zeros(horizon)])
+    for k in range(min(horizon, T)):
         advantage += gamma**k * padded_rewards[k : k + T]
     return advantage
 
@@ -162,29 +160,27 @@ def improvements(episode_advantages: Sequence[np.ndarray], fraction: float) -> l
 
 
 @torch.no_grad()
-def label_improvements(
-    cfg: BcConfig, trajectories: Sequence[Trajectory], model: Policy, device: torch.device
-) -> list[np.ndarray]:
-    """Returns the improvement labels of the steps of each trajectory (`improvements`)."""
-    algorithm, scale = cfg.algorithm, cfg.env.train.reward_scale
-    model.to(device)
+def episode_advantages(
+    cfg: BcConfig, batches: Iterable[Mapping[str, Any]], model: Policy, device: torch.device
+) -> np.ndarray:
+    """Returns the advantage of each step of an episode, `[T]` (`advantages`).
 
-    def predict_values(trajectory: Trajectory) -> np.ndarray:
-        count = count_rows(trajectory["obs"]) - 1
-        obs_batches = (
-            take(trajectory["obs"], slice(start, min(start + _BATCH_SIZE, count)))
-            for start in range(0, count, _BATCH_SIZE)
-        )
-        value_batches = [model.value(to_tensors(obs_batch, device)) for obs_batch in obs_batches]
-        return torch.cat([values.reshape(len(values), -1)[:, 0] for values in value_batches]).double().cpu().numpy()
-
-    episode_advantages = [
-        advantages(
-            scale * trajectory["rewards"].astype(np.float64),
-            predict_values(trajectory),
-            algorithm.gamma,
-            algorithm.advantage_steps,
-        )
-        for trajectory in trajectories
-    ]
-    return improvements(episode_advantages, algorithm.improved_fraction)
+    Args:
+        cfg: Configuration.
+        batches: Consecutive parts of the episode: `obs` before each step, and `rewards`.
+        model: Policy whose critic estimates the values, on the device.
+        device: Device.
+    """
+    state_values, rewards = [], []
+    for batch in batches:
+        state_values.append(model.value(to_tensors(batch["obs"], device)))
+        rewards.append(batch["rewards"])
+    return advantages(
+        cfg.env.train.reward_scale * np.concatenate(rewards).astype(np.float64),
+        torch.cat([value_part.reshape(len(value_part), -1)[:, 0] for value_part in state_values])
+        .double()
+        .cpu()
+        .numpy(),
+        cfg.algorithm.gamma,
+        cfg.algorithm.advantage_steps,
+    )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlhpc.embodied.config import PolicyConfig, SacModelConfig
+from rlhpc.embodied.config import EnvSideConfig, PolicyConfig, SacModelConfig
 from rlhpc.embodied.envs.observations import count_rows, space_to_json
 from rlhpc.embodied.models.action_heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.embodied.models.normalization import ObservationNormaliser
@@ -24,14 +24,16 @@ BLOCK = 16
 _Sample = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
-def _seeded_generator(*seeds: int) -> torch.Generator:
+def _make_seeded_generator(*seeds: int, device: str = "cpu") -> torch.Generator:
     """Returns a generator seeded with `seeds`, integers of at least 0."""
-    return torch.Generator().manual_seed(
+    return torch.Generator(device).manual_seed(
         int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0] >> np.uint64(1))
     )
 
 
-def noise_of_slots(sample: _Sample, seeds: Sequence[int], slots: range) -> Tensor:
+def noise_of_slots(
+    sample: _Sample, seeds: Sequence[int], slots: range, block_size: int = BLOCK, device: str = "cpu"
+) -> Tensor:
     """Draws the noise of one decision for `slots`, `[len(slots), ...]`. The noise of a slot does not depend on the
     other slots.
 
@@ -39,11 +41,41 @@ def noise_of_slots(sample: _Sample, seeds: Sequence[int], slots: range) -> Tenso
         sample: `Policy.sample_noise`.
         seeds: Seed, step and decision: integers that identify the decision.
         slots: Global indices of the slots.
+        block_size: Number of slots whose noise one generator draws.
+        device: Device of the generators.
     """
-    blocks = range(slots.start // BLOCK, -(-slots.stop // BLOCK))
-    rows = [sample((BLOCK,), _seeded_generator(*seeds, block)) for block in blocks]
-    first_slot = blocks.start * BLOCK
+    blocks = range(slots.start // block_size, -(-slots.stop // block_size))
+    rows = [sample((block_size,), _make_seeded_generator(*seeds, block, device=device)) for block in blocks]
+    first_slot = blocks.start * block_size
     return torch.cat(rows)[slots.start - first_slot : slots.stop - first_slot]
+
+
+def noise_of_decision(
+    sample: _Sample, seeds: Sequence[int], slots: range, env_cfg: EnvSideConfig, device: torch.device
+) -> Tensor:
+    """Draws the noise of a training decision on the policy's device (`noise_of_slots`). With environments of tensors, one
+    generator on the device draws for all slots of the run, because thousands of slots would need hundreds of blocks.
+
+    Args:
+        sample, seeds, slots: See `noise_of_slots`.
+        env_cfg: Section `env.train`.
+        device: Device of the policy.
+    """
+    if env_cfg.env_type == "tensors":
+        noise = noise_of_slots(sample, seeds, slots, env_cfg.num_envs, _choose_generator_device(device.type))
+    else:
+        noise = noise_of_slots(sample, seeds, slots)
+    return noise.to(device)
+
+
+@functools.cache
+def _choose_generator_device(device_type: str) -> str:
+    """Returns the type of a device, or `cpu` if torch has no random generator for it."""
+    try:
+        torch.Generator(device_type)
+    except RuntimeError:
+        return "cpu"
+    return device_type
 
 
 def noise_of_episodes(
@@ -57,15 +89,15 @@ def noise_of_episodes(
         episodes, decisions: Index of each slot's episode, and of the decision within the episode.
         first_slot: Number of the first slot among those of all ranks.
     """
-    positions = enumerate(zip(episodes, decisions, strict=True), first_slot)
-    return torch.cat([sample((1,), _seeded_generator(seed, slot, e, t)) for slot, (e, t) in positions])
+    slot_positions = enumerate(zip(episodes, decisions, strict=True), first_slot)
+    return torch.cat([sample((1,), _make_seeded_generator(seed, slot, e, t)) for slot, (e, t) in slot_positions])
 
 
-def build_linear(inputs: int, outputs: int, gain: float, orthogonal: bool) -> nn.Linear:
-    """Builds a linear layer. If `orthogonal` is true, its weights are orthogonal and its bias is 0, as usual for PPO."""
-    linear_layer = nn.Linear(inputs, outputs)
-    if orthogonal:
-        nn.init.orthogonal_(linear_layer.weight, gain)
+def build_linear(num_inputs: int, num_outputs: int, init_gain: float, is_orthogonal: bool) -> nn.Linear:
+    """Builds a linear layer. If `is_orthogonal` is true, its weights are orthogonal and its bias is 0, as usual for PPO."""
+    linear_layer = nn.Linear(num_inputs, num_outputs)
+    if is_orthogonal:
+        nn.init.orthogonal_(linear_layer.weight, init_gain)
         nn.init.zeros_(linear_layer.bias)
     return linear_layer
 
@@ -113,6 +145,8 @@ class Policy(nn.Module):
     has_head = True
     #: True for success classifiers. They do not act, and their `bc_loss` gets `success [B]` for the observations after steps.
     is_success_classifier = False
+    #: Options of `actor.model.kwargs` that only a new policy reads; descriptions (`spec`) leave them out.
+    start_options: tuple[str, ...] = ()
     #: Normaliser of observations, if `actor.model.normalize_observations` is true.
     normaliser: ObservationNormaliser | None
     #: Value head of a pretrained network, see `actor.model.add_value_head`.
@@ -188,15 +222,15 @@ class Policy(nn.Module):
         Returns:
             `logprobs` and `entropy` with shapes as in `logprob_type`, and `values` `[B]` or `[B, chunk]`.
         """
-        head_input, values = self.features(inputs["obs"], compute_logprobs or compute_entropy, compute_values)
+        head_input, predicted_values = self.features(inputs["obs"], compute_logprobs or compute_entropy, compute_values)
         outputs: dict[str, Tensor] = {}
         if head_input is not None:
             logprobs, entropy = self.head.evaluate(head_input, inputs["actions"], compute_entropy, self.logprob_type)
             outputs["logprobs"] = logprobs
             if entropy is not None:
                 outputs["entropy"] = entropy
-        if values is not None:
-            outputs["values"] = values
+        if predicted_values is not None:
+            outputs["values"] = predicted_values
         return outputs
 
     @_disable_gradient
@@ -216,11 +250,11 @@ class Policy(nn.Module):
             log-probabilities depend on more than observations and actions, it also has `inputs`, a dict of tensors
             `[B, ...]` that `default_forward` needs.
         """
-        head_input, values = self.features(obs, True, True)
-        assert head_input is not None and values is not None
+        head_input, predicted_values = self.features(obs, True, True)
+        assert head_input is not None and predicted_values is not None
         noise = None if mode == "eval" else self.noise_for(obs, noise, head_input.device)
         actions, logprobs = self.head.act(head_input, noise, self.logprob_type)
-        return actions, {"prev_logprobs": logprobs, "prev_values": values}
+        return actions, {"prev_logprobs": logprobs, "prev_values": predicted_values}
 
     def mean_action(self, obs: Obs) -> Tensor:
         """Returns the actions that `predict_action_batch` chooses in "eval", as differentiable tensors.
@@ -257,7 +291,9 @@ class Policy(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws noise for `predict_action_batch`, `[*shape, ...]`; each row is for one slot and step."""
+        """Draws noise for `predict_action_batch`, `[*shape, ...]`, on the generator's device; each row is for one slot and
+        step.
+        """
         return self.head.sample_noise(shape, generator)
 
     @property
@@ -292,26 +328,32 @@ class Policy(nn.Module):
 
     def value(self, obs: Obs) -> Tensor:
         """Returns values `[B]`, or `[B, chunk]`."""
-        values = self.features(obs, False, True)[1]
-        assert values is not None
-        return values
+        predicted_values = self.features(obs, False, True)[1]
+        assert predicted_values is not None
+        return predicted_values
 
-    def _values(self, hidden: Tensor) -> Tensor:
+    def _values(self, features: Tensor) -> Tensor:
         """Returns the value head's outputs for hidden states, `[B]`, or `[B, value_width]` if the width is above 1.
         Without a value head, returns zeros.
         """
         if self.value_head is None:
             return torch.zeros(
-                (len(hidden), self.value_width) if self.value_width > 1 else len(hidden), device=hidden.device
+                (len(features), self.value_width) if self.value_width > 1 else len(features), device=features.device
             )
-        return self.value_head(hidden)
+        return self.value_head(features)
 
     def spec(self) -> dict[str, Any]:
         """Returns a JSON-serializable description from which `policy_from_spec` builds the same network."""
         from omegaconf import OmegaConf
 
+        model = to_plain(self._cfg) if OmegaConf.is_config(self._cfg) else vars(self._cfg)
+        if self.start_options:
+            options = {
+                name: option_value for name, option_value in model["kwargs"].items() if name not in self.start_options
+            }
+            model = {**model, "kwargs": options}
         return {
-            "model": to_plain(self._cfg) if OmegaConf.is_config(self._cfg) else vars(self._cfg),
+            "model": model,
             "observation_space": space_to_json(self.observation_space),
             "action_space": space_to_json(self.action_space),
         }
@@ -321,19 +363,20 @@ class Policy(nn.Module):
 Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
-def overlap_weights(horizon: int, executed: int, delay: int) -> Tensor:
+def overlap_weights(horizon: int, num_executed: int, inference_delay: int) -> Tensor:
     """Returns the guidance weight of each action of the previous chunk, `[horizon]` (real-time chunking, equation 5).
 
     Args:
         horizon: H, number of actions in a chunk.
-        executed: s, number of actions executed per chunk. The last s actions have no counterpart in the previous chunk, so
+        num_executed: s, number of actions executed per chunk. The last s actions have no counterpart in the previous chunk, so
             their weight is 0.
-        delay: d, number of actions executed before the new chunk is available. Their weight is 1; later weights decrease.
+        inference_delay: d, number of actions executed before the new chunk is available. Their weight is 1; later
+            weights decrease.
     """
     weights = torch.zeros(horizon)
-    weights[:delay] = 1.0
-    for i in range(delay, horizon - executed):
-        overlap_fraction = (horizon - executed - i) / (horizon - executed - delay + 1)
+    weights[:inference_delay] = 1.0
+    for i in range(inference_delay, horizon - num_executed):
+        overlap_fraction = (horizon - num_executed - i) / (horizon - num_executed - inference_delay + 1)
         weights[i] = overlap_fraction * math.expm1(overlap_fraction) / math.expm1(1.0)
     return weights
 
@@ -355,16 +398,16 @@ class Guide:
     def __call__(self, velocity: Velocity) -> Velocity:
         """Returns the corrected velocity."""
 
-        def corrected(x: Tensor, t: Tensor) -> Tensor:
+        def correct_velocity(x: Tensor, t: Tensor) -> Tensor:
             with torch.enable_grad():
                 x_t = x.detach().requires_grad_()
                 flow_velocity = velocity(x_t, t)
                 predicted_actions = x_t - t[:, None, None] * flow_velocity
                 error = ((self.target - predicted_actions) * self.weights).detach()
                 (gradient,) = torch.autograd.grad(predicted_actions, x_t, error)
-            return flow_velocity.detach() - self._weight(t)[:, None, None] * gradient
+            return flow_velocity.detach() - self._compute_guidance_weight(t)[:, None, None] * gradient
 
-        return corrected
+        return correct_velocity
 
-    def _weight(self, t: Tensor) -> Tensor:
+    def _compute_guidance_weight(self, t: Tensor) -> Tensor:
         return (((1 - t) ** 2 + t**2) / (t * (1 - t))).clamp(max=self.max_weight)  # the weight is infinite at t = 1

@@ -28,8 +28,8 @@ _KEY = "actor.model.kwargs.base"
 class DSRLPolicy(SACPolicy):
     """Actor and critics on noise, with the flow policy that maps noise to actions.
 
-    `actor.model.kwargs` are `DsrlOptions`. Checkpoints set `base_spec`, because their weights include the flow policy's
-    weights.
+    `actor.model.kwargs` are `DsrlOptions`; the networks on noise have a separate encoder for images. Checkpoints set
+    `base_spec`, because their weights include the flow policy's weights.
 
     Attributes:
         base: Frozen flow policy.
@@ -37,13 +37,14 @@ class DSRLPolicy(SACPolicy):
 
     base: BaseFlowPolicy
     acting_prefixes = ("actor.", "base.")
+    options_type = DsrlOptions
 
     def build_head(self, cfg: SacModelConfig | BcModelConfig, action_space: Any) -> SquashedGaussianHead:
         """Loads the flow policy and builds a head for its starting noise."""
         options = model_options(DsrlOptions, cfg)
         self.base = self._load_base(options, cfg.num_action_chunks, action_space)
-        limit = np.full(self.base.state_shape, options.noise_bound, np.float32)
-        return SquashedGaussianHead(spaces.Box(-limit, limit), chunk=1)
+        noise_limit = np.full(self.base.state_shape, options.noise_bound, np.float32)
+        return SquashedGaussianHead(spaces.Box(-noise_limit, noise_limit), chunk=1)
 
     def _load_base(self, options: DsrlOptions, chunk: int, action_space: Any) -> BaseFlowPolicy:
         if options.base_spec is not None:
@@ -73,21 +74,21 @@ class DSRLPolicy(SACPolicy):
         """Returns the flow policy's actions for the chosen noise (`ActorCritic.executed`)."""
         velocity, _ = self.base.prepare(obs, True, False)
         assert velocity is not None
-        start = actions.reshape(-1, *self.base.state_shape)
-        return self.base.played(self.base.flow.act(velocity, None, start)[:, -1], slice(self.base.chunk))
+        flow_start = actions.reshape(-1, *self.base.state_shape)
+        return self.base.played(self.base.flow.act(velocity, None, flow_start)[:, -1], slice(self.base.chunk))
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Chooses actions (`Policy.predict_action_batch`); the log-probabilities are computed for the noise."""
-        noise_actions, extras = super().predict_action_batch(obs, mode, noise)
-        return self.executed(obs, noise_actions), extras
+        noise_actions, action_extras = super().predict_action_batch(obs, mode, noise)
+        return self.executed(obs, noise_actions), action_extras
 
     def spec(self) -> dict[str, Any]:
         """Returns the policy's description (`Policy.spec`). The description contains the flow policy's description,
         because the flow policy's folder may be gone when a reader builds the policy.
         """
-        spec = super().spec()
-        model = dict(spec["model"])
+        policy_spec = super().spec()
+        model = dict(policy_spec["model"])
         model["kwargs"] = {**model["kwargs"], "base_spec": self.base.spec()}
-        return {**spec, "model": model}
+        return {**policy_spec, "model": model}

@@ -26,14 +26,14 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-def mlp(sizes: list[int], outputs: int, activation: str, orthogonal: bool, gain: float) -> nn.Sequential:
+def mlp(sizes: list[int], outputs: int, activation: str, is_orthogonal: bool, gain: float) -> nn.Sequential:
     """Builds linear layers with activations between them; `gain` is the gain of the last layer's orthogonal weights."""
     if activation not in ACTIVATIONS:
         raise ConfigError(f"actor.model.activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     layers: list[nn.Module] = []
-    for inputs, hidden in itertools.pairwise(sizes):
-        layers += [build_linear(inputs, hidden, math.sqrt(2), orthogonal), ACTIVATIONS[activation]()]
-    return nn.Sequential(*layers, build_linear(sizes[-1], outputs, gain, orthogonal))
+    for num_inputs, num_outputs in itertools.pairwise(sizes):
+        layers += [build_linear(num_inputs, num_outputs, math.sqrt(2), is_orthogonal), ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers, build_linear(sizes[-1], outputs, gain, is_orthogonal))
 
 
 def normalizes_observations(cfg: PolicyConfig) -> bool:
@@ -77,10 +77,10 @@ class MLPPolicy(Policy):
         inputs = flat_width(observation_space)
         if normalizes_observations(cfg):
             self.normaliser = ObservationNormaliser(inputs)
-        sizes = [inputs, *cfg.hidden_sizes]
-        orthogonal, activation = cfg.ortho_init, cfg.activation
-        self.critic = mlp(sizes, self.value_width, activation, orthogonal, options.critic_gain)
-        self.actor = mlp(sizes, self.head.inputs, activation, orthogonal, options.actor_gain)
+        layer_sizes = [inputs, *cfg.hidden_sizes]
+        is_orthogonal, activation = cfg.ortho_init, cfg.activation
+        self.critic = mlp(layer_sizes, self.value_width, activation, is_orthogonal, options.critic_gain)
+        self.actor = mlp(layer_sizes, self.head.inputs, activation, is_orthogonal, options.actor_gain)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`)."""

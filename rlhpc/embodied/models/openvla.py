@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rlhpc.checkpoint.state import load_tensors
+from rlhpc.config.sections import PolicyAdapterConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.config.model_options import OpenVlaOptions, model_options
 from rlhpc.embodied.envs.observations import boxes_of
@@ -27,6 +29,7 @@ from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.normalization import BOUNDS, Scaling, read_statistics, scaling
 from rlhpc.embodied.models.vlm import (
     PROMPT,
+    DeepValueHead,
     ImagePreprocessing,
     VlmInputs,
     load_vlm,
@@ -37,7 +40,7 @@ from rlhpc.embodied.models.vlm import (
 )
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.training.lora import ADAPTER, adapter_weights, full_weights, is_lora
+from rlhpc.training.lora import ADAPTER, adapter_weights, full_weights, inject_lora, is_lora
 
 if TYPE_CHECKING:
     from rlhpc.embodied.models.prismatic import ActionHead, OpenVLAConfig, ProprioProjector
@@ -62,9 +65,22 @@ class OpenVLAPolicy(TokenPolicy):
         for submodule in self.vlm.modules():
             if isinstance(submodule, ViT):
                 submodule.freeze_unused()
+        if self.value_head is not None and self.options.value_hidden:
+            width = int(self.vlm.config.text_config.hidden_size)
+            self.value_head = DeepValueHead(width, self.value_width, self.options.value_hidden, F.gelu)
         if self.action_head is not None:  # an action head generates no tokens
             self.vlm.language_model.lm_head.requires_grad_(False)
+        if self.options.proprio_adapters:
+            self._adapt_projector()
         _load_extra_weights(self, self.source)
+
+    def _adapt_projector(self) -> None:
+        """Freezes the projector of the state and adds new adapters to it."""
+        if not self.options.lora or self.proprio_projector is None:
+            missing_key = "actor.model.kwargs.proprio: true" if self.options.lora else "actor.lora.rank of 1 or more"
+            raise ConfigError(f"actor.model.kwargs.proprio_adapters is true, which needs {missing_key}")
+        adapters = {**self.options.lora, "target_modules": "all-linear", "path": None}
+        inject_lora(self.proprio_projector, PolicyAdapterConfig(**adapters))
 
     def load(self, cfg: ModelConfig) -> None:
         """Loads the network, its heads, and the statistics (`TokenPolicy.load`)."""
@@ -90,9 +106,14 @@ class OpenVLAPolicy(TokenPolicy):
             components, width, self.dim if self.head_type == "l1" else 0, self.state_width
         )
         if self.head_type == "l1":
+            if options.temperature_train != 1 or options.temperature_eval or options.top_k != -1:
+                raise ConfigError(
+                    "actor.model.kwargs: temperature_train, temperature_eval and top_k are of action tokens, which head l1 "
+                    "does not generate; leave them out, or choose head tokens or parallel"
+                )
             self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
         self.tokens = ActionTokens(int(config.text_config.vocab_size) - int(config.pad_to_multiple_of))
-        self.preprocessing = _image_preprocessing(config, settings, space, options.center_crop)
+        self.preprocessing = _build_image_preprocessing(config, settings, space, options.center_crop)
         # In training, Llama's blank token preceded the first action.
         blank_token = self.tokenizer.convert_tokens_to_ids("▁")
         suffix_ids = [] if blank_token is None or blank_token == self.tokenizer.unk_token_id else [int(blank_token)]
@@ -143,36 +164,38 @@ class OpenVLAPolicy(TokenPolicy):
         ids, mask, pixels = self.inputs(obs)
         features = self.vlm.encode_images(pixels)
         if self.proprio_projector is not None:
-            state = obs["state"].reshape(len(ids), -1).float()
-            state = state if self.state_scaling is None else self.state_scaling.scaled(state)
-            features = torch.cat([features, self.proprio_projector(state)[:, None].to(features.dtype)], 1)
+            proprio_state = obs["state"].reshape(len(ids), -1).float()
+            proprio_state = proprio_state if self.state_scaling is None else self.state_scaling.scaled(proprio_state)
+            features = torch.cat([features, self.proprio_projector(proprio_state)[:, None].to(features.dtype)], 1)
         return self.vlm.embed(ids, features), mask
 
-    def _encode(self, obs: Obs, token_ids: Tensor | None = None, cache: bool = False) -> Any:
+    def _encode(self, obs: Obs, token_ids: Tensor | None = None, use_cache: bool = False) -> Any:
         prompt_embeddings, mask = self._embed_inputs(obs)
         if token_ids is not None:
             prompt_embeddings = torch.cat([prompt_embeddings, self.vlm.get_input_embeddings()(token_ids)], 1)
             mask = torch.cat([mask, torch.ones_like(token_ids)], 1)
         outputs = self._run_body(
-            inputs_embeds=prompt_embeddings, attention_mask=mask, position_ids=position_ids(mask), use_cache=cache
+            inputs_embeds=prompt_embeddings, attention_mask=mask, position_ids=position_ids(mask), use_cache=use_cache
         )
         return outputs, mask
 
     def _run_body(self, **inputs: Any) -> Any:
         return self.vlm.language_model.model(**inputs)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.vlm.language_model.lm_head(hidden)
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        return self.vlm.language_model.lm_head(hidden_states)
 
     def _hidden_states(self, obs: Obs, tokens: Tensor | None) -> Tensor:
         if self.head_type == "tokens":
             return super()._hidden_states(obs, tokens)
         input_embeddings, mask = self._embed_inputs(obs)
-        rows, num_action_tokens = len(mask), self.chunk * self.dim
-        stop = mask.new_full((rows, 1), int(self.vlm.config.text_config.eos_token_id))
-        action_embeddings = input_embeddings.new_zeros(rows, num_action_tokens, input_embeddings.shape[-1])
-        input_embeddings = torch.cat([input_embeddings, action_embeddings, self.vlm.get_input_embeddings()(stop)], 1)
-        mask = torch.cat([mask, mask.new_ones(rows, num_action_tokens + 1)], 1)
+        num_rows, num_action_tokens = len(mask), self.chunk * self.dim
+        stop_ids = mask.new_full((num_rows, 1), int(self.vlm.config.text_config.eos_token_id))
+        action_embeddings = input_embeddings.new_zeros(num_rows, num_action_tokens, input_embeddings.shape[-1])
+        num_stops = int(self.options.stop_token)
+        stop_embeddings = self.vlm.get_input_embeddings()(stop_ids)[:, :num_stops]
+        input_embeddings = torch.cat([input_embeddings, action_embeddings, stop_embeddings], 1)
+        mask = torch.cat([mask, mask.new_ones(num_rows, num_action_tokens + num_stops)], 1)
         padding_bias = torch.finfo(input_embeddings.dtype).min * (1 - mask)[:, None, None, :].to(input_embeddings.dtype)
         bidirectional_mask = padding_bias.expand(-1, -1, mask.shape[1], -1)
         outputs = self._run_body(
@@ -182,20 +205,26 @@ class OpenVLAPolicy(TokenPolicy):
             use_cache=False,
         )
         # As in generated text, the hidden state before a position predicts the token at the position.
-        return outputs.last_hidden_state[:, -num_action_tokens - 2 : -2]
+        first_action = mask.shape[1] - num_stops - num_action_tokens - 1
+        return outputs.last_hidden_state[:, first_action : first_action + num_action_tokens]
 
-    def _sample_tokens(self, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _sample_tokens(self, obs: Obs, noise: Tensor | None, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         if self.head_type == "tokens":
-            return super()._sample_tokens(obs, noise)
-        hidden = self._hidden_states(obs, None)
-        return *self._choose_bins(hidden, noise), hidden[:, 0]
+            return super()._sample_tokens(obs, noise, temperature)
+        hidden_states = self._hidden_states(obs, None)
+        return *self._choose_bins(hidden_states, noise, temperature), hidden_states[:, 0]
+
+    @property
+    def start_shape(self) -> tuple[int, ...]:
+        """Shape of the noise from which an evaluation samples tokens (`TokenPolicy.start_shape`); () for `l1`."""
+        return super().start_shape if self.action_head is None else ()
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
         """Returns the head's input and the values (`Policy.features`); for `l1` the input is the actions in [−1, 1]."""
         if self.action_head is None or not policy:
             return super().features(obs, policy, value)
-        hidden = self._hidden_states(obs, None)
-        return self.action_head(hidden).flatten(1), self._values(hidden[:, 0]) if value else None
+        hidden_states = self._hidden_states(obs, None)
+        return self.action_head(hidden_states).flatten(1), self._values(hidden_states[:, 0]) if value else None
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
         """Runs the training pass (`Policy.default_forward`); for `l1`, `inputs["scaled"]` may hold the actions in
@@ -212,8 +241,8 @@ class OpenVLAPolicy(TokenPolicy):
         """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
         if self.action_head is None:
             return super().predict_action_batch(obs, mode, noise)
-        actions, extras = Policy.predict_action_batch(self, obs, mode, noise)
-        return self.scaling.unscaled(actions), {**extras, "inputs": {"scaled": actions}}
+        actions, action_extras = Policy.predict_action_batch(self, obs, mode, noise)
+        return self.scaling.unscaled(actions), {**action_extras, "inputs": {"scaled": actions}}
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Draws noise for the tokens or for the Gaussian (`Policy.sample_noise`)."""
@@ -249,7 +278,9 @@ class OpenVLAPolicy(TokenPolicy):
                     shutil.copyfile(file, folder / file.name)
         else:
             self.tokenizer.save_pretrained(folder)
-            _write_json(folder / "preprocessor_config.json", _processor_config(self.preprocessing, self.vlm.config))
+            _write_json(
+                folder / "preprocessor_config.json", _build_processor_config(self.preprocessing, self.vlm.config)
+            )
         vlm = self.vlm
         weights = dict(full_weights(vlm, lambda tensor: tensor))
         vlm.config.norm_stats = self.statistics or None
@@ -258,7 +289,7 @@ class OpenVLAPolicy(TokenPolicy):
             _write_json(folder / _STATISTICS, self.statistics)
         for name, module in ((HEAD, self.action_head), (_PROJECTOR, self.proprio_projector)):
             if module is not None:
-                torch.save(module.state_dict(), folder / f"{name}--{step}_checkpoint.pt")
+                torch.save(dict(full_weights(module, lambda tensor: tensor)), folder / f"{name}--{step}_checkpoint.pt")
         if is_lora(vlm):
             adapter = folder / "lora_adapter"
             vlm.peft_config[ADAPTER].save_pretrained(str(adapter))
@@ -314,11 +345,11 @@ def _find_statistics(options: OpenVlaOptions, folder: Path | None, config: Mappi
     Raises:
         ConfigError: A folder has no statistics, so its actions would be scaled differently than in training.
     """
-    source = options.statistics
-    if source == BOUNDS:
+    statistics_source = options.statistics
+    if statistics_source == BOUNDS:
         return {}
-    if source:
-        return read_statistics(expand_home(str(source)))
+    if statistics_source:
+        return read_statistics(expand_home(str(statistics_source)))
     file = None if folder is None else folder / _STATISTICS
     statistics = read_statistics(file) if file is not None and file.is_file() else dict(config.get("norm_stats") or {})
     if not statistics and folder is not None:
@@ -343,15 +374,15 @@ def check_folder(cfg: ModelConfig) -> None:
 
 
 def _load_components(
-    files: dict[str, Path], width: int, dim: int, state: int
+    files: dict[str, Path], width: int, dim: int, state_dim: int
 ) -> tuple[ActionHead | None, ProprioProjector | None]:
     """Builds the action head and the projector, and loads their weights from `files`. The head is None if `dim` is 0;
-    the projector is None if `state` is 0.
+    the projector is None if `state_dim` is 0.
     """
     from rlhpc.embodied.models.prismatic import ActionHead, ProprioProjector
 
     head = _load_weights(ActionHead(width, dim), files.get(HEAD)) if dim else None
-    return head, _load_weights(ProprioProjector(state, width), files.get(_PROJECTOR)) if state else None
+    return head, _load_weights(ProprioProjector(state_dim, width), files.get(_PROJECTOR)) if state_dim else None
 
 
 def _load_weights(module: Any, file: Path | None) -> Any:
@@ -369,28 +400,30 @@ def _load_weights(module: Any, file: Path | None) -> Any:
 def _load_extra_weights(policy: nn.Module, folder: Path | None) -> None:
     """Loads the value head and the log-std from a policy's folder, if their shapes fit the policy."""
     if folder is not None and (folder / _EXTRA_WEIGHTS).is_file():
-        state = policy.state_dict()
+        state_dict = policy.state_dict()
         weights = load_tensors(folder / _EXTRA_WEIGHTS).items()
         matching_weights = {
-            name: weight for name, weight in weights if name in state and state[name].shape == weight.shape
+            name: weight for name, weight in weights if name in state_dict and state_dict[name].shape == weight.shape
         }
         policy.load_state_dict(matching_weights, strict=False)
 
 
-def _image_preprocessing(config: OpenVLAConfig, settings: dict[str, Any], space: Any, crop: bool) -> ImagePreprocessing:
+def _build_image_preprocessing(
+    config: OpenVLAConfig, settings: dict[str, Any], space: Any, has_crop: bool
+) -> ImagePreprocessing:
     """Returns the model's image preprocessing.
 
     Args:
         config: Configuration of the model.
         settings: Settings of the model's image processor.
         space: Observation space; its images must be square unless the model stretches images.
-        crop: True crops to the central 90 % of the area, for models trained on random crops.
+        has_crop: True crops to the central 90 % of the area, for models trained on random crops.
 
     Raises:
         ConfigError: The vision transformers take different image sizes, or images would have to be cropped or padded.
     """
-    sizes = set(config.image_sizes)
-    if len(sizes) > 1:
+    image_sizes = set(config.image_sizes)
+    if len(image_sizes) > 1:
         raise ConfigError(f"the model's config.json has image_sizes {config.image_sizes}; they must be equal")
     strategy = settings.get("image_resize_strategy", getattr(config, "image_resize_strategy", "resize-naive"))
     for key, box in boxes_of(space).items():
@@ -402,19 +435,20 @@ def _image_preprocessing(config: OpenVLAConfig, settings: dict[str, Any], space:
     means, stds = (
         settings.get(f"{name}s") or [getattr(shape, name) for shape in config.shapes] for name in ("mean", "std")
     )
-    return ImagePreprocessing(sizes.pop(), means, stds, bicubic=True, crop_fraction=0.9 if crop else 1.0)
+    return ImagePreprocessing(image_sizes.pop(), means, stds, bicubic=True, crop_fraction=0.9 if has_crop else 1.0)
 
 
-def _processor_config(preprocessing: ImagePreprocessing, config: OpenVLAConfig) -> dict[str, Any]:
+def _build_processor_config(preprocessing: ImagePreprocessing, config: OpenVLAConfig) -> dict[str, Any]:
     """Returns the content of preprocessor_config.json."""
-    count = len(preprocessing.means)
+    num_backbones = len(preprocessing.means)
     return {
         "image_processor_type": "PrismaticImageProcessor", "image_resize_strategy": "resize-naive",
-        "use_fused_vision_backbone": count > 1, "input_sizes": [[3, size, size] for size in config.image_sizes],
-        "interpolations": ["bicubic"] * count, "means": [list(mean) for mean in preprocessing.means],
+        "use_fused_vision_backbone": num_backbones > 1,
+        "input_sizes": [[3, image_size, image_size] for image_size in config.image_sizes],
+        "interpolations": ["bicubic"] * num_backbones, "means": [list(mean) for mean in preprocessing.means],
         "stds": [list(std) for std in preprocessing.stds],
     }  # fmt: skip
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
+def _write_json(file: Path, json_content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(json_content, indent=2) + "\n")

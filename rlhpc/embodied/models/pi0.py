@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.config.sections import LoraConfig
+from rlhpc.config.sections import PolicyAdapterConfig
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.config.model_options import Pi0Options, model_options
 from rlhpc.embodied.envs.observations import boxes_of
@@ -72,17 +72,18 @@ class Pi0Policy(BaseFlowPolicy):
         preprocessing, image = ImagePreprocessing.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
         self.inputs = VlmInputs(observation_space, tokenizer, preprocessing, image, tokens, prompt, image_first=True)
         if self.options.lora:
-            inject_lora(self.model, LoraConfig(**self.options.lora))
+            inject_lora(self.model, PolicyAdapterConfig(**self.options.lora))
         width = int(config.vlm_config.text_config.hidden_size)
         self.value_head = ValueHead(width, self.value_width) if cfg.add_value_head else None
 
     def _read_statistics(self, model_path: str) -> None:
-        source, self.state_stats, self.action_stats = self.options.statistics, None, None
-        self.statistics = read_norm_stats(source, model_path)
+        statistics_source, self.state_stats, self.action_stats = self.options.statistics, None, None
+        self.statistics = read_norm_stats(statistics_source, model_path)
         if self.statistics is None:
             return
         normalisation = self.options.normalisation or "mean_std"
-        source_text = f"actor.model.kwargs.statistics: {source if isinstance(source, str) else model_path}, of"
+        shown_source = statistics_source if isinstance(statistics_source, str) else model_path
+        source_text = f"actor.model.kwargs.statistics: {shown_source}, of"
         self.action_stats = NormStats(
             self.statistics.get("actions"), normalisation, self.dim, f"{source_text} actions,"
         )
@@ -95,9 +96,12 @@ class Pi0Policy(BaseFlowPolicy):
         """Returns the policy's description (`Policy.spec`) with the statistics, because the statistics file may be gone
         when a reader builds the policy.
         """
-        spec = super().spec()
+        policy_spec = super().spec()
         statistics = BOUNDS if self.statistics is None else self.statistics
-        return {**spec, "model": {**spec["model"], "kwargs": {**spec["model"]["kwargs"], "statistics": statistics}}}
+        return {
+            **policy_spec,
+            "model": {**policy_spec["model"], "kwargs": {**policy_spec["model"]["kwargs"], "statistics": statistics}},
+        }
 
     def scaled(self, actions: Tensor) -> Tensor:
         """Normalises actions by the statistics, or by the bounds without statistics (`BaseFlowPolicy.scaled`)."""
@@ -107,9 +111,9 @@ class Pi0Policy(BaseFlowPolicy):
         """Inverts `scaled` (`BaseFlowPolicy.unscaled`)."""
         return super().unscaled(actions) if self.action_stats is None else self.action_stats.unnormalise(actions)
 
-    def draw_times(self, rows: int) -> Tensor:
+    def draw_times(self, num_rows: int) -> Tensor:
         """Draws times from Beta(1.5, 1), most of them near 1, the noise (Black et al. 2024, appendix B; openpi)."""
-        return torch.rand(rows) ** (1 / 1.5) * 0.999 + 0.001
+        return torch.rand(num_rows) ** (1 / 1.5) * 0.999 + 0.001
 
     @property
     def state_shape(self) -> tuple[int, int]:
@@ -131,20 +135,24 @@ class Pi0Policy(BaseFlowPolicy):
             use_cache=policy,
             token_type_ids=torch.zeros_like(ids),
         )
-        cache, state = prefix_outputs.past_key_values, self._state(obs, len(ids)).to(dtype)
+        cache, state_input = prefix_outputs.past_key_values, self._state(obs, len(ids)).to(dtype)
 
-        def velocity(x: Tensor, t: Tensor) -> Tensor:
-            outputs = self.model(state=state, noise=x.to(dtype), timestep=t, attention_mask=mask, past_key_values=cache)
+        def compute_velocity(x: Tensor, t: Tensor) -> Tensor:
+            outputs = self.model(
+                state=state_input, noise=x.to(dtype), timestep=t, attention_mask=mask, past_key_values=cache
+            )
             cache.crop(-(x.shape[1] + 1))  # keeps only the prefix, without this step's state and actions
             return outputs.logits.float()
 
-        return velocity if policy else None, self._values(prefix_outputs.last_hidden_state[:, -1]) if value else None
+        return compute_velocity if policy else None, self._values(
+            prefix_outputs.last_hidden_state[:, -1]
+        ) if value else None
 
-    def _state(self, obs: Any, rows: int) -> Tensor:
-        state = self.low.new_zeros(rows, int(self.model.config.max_state_dim))
+    def _state(self, obs: Any, num_rows: int) -> Tensor:
+        padded_state = self.low.new_zeros(num_rows, int(self.model.config.max_state_dim))
         if self.state_width and "state" in boxes_of(self.observation_space):
-            env_state = obs["state"].reshape(rows, -1).float()
-            state[:, : self.state_width] = (
+            env_state = obs["state"].reshape(num_rows, -1).float()
+            padded_state[:, : self.state_width] = (
                 env_state if self.state_stats is None else self.state_stats.normalise(env_state)
             )
-        return state
+        return padded_state

@@ -56,15 +56,15 @@ _SHAPES = {
 }
 
 
-def vit_shape(name: str, changes: dict[str, Any]) -> _ViTShape:
-    """Returns the shape of a timm model, with `changes` applied.
+def vit_shape(name: str, shape_changes: dict[str, Any]) -> _ViTShape:
+    """Returns the shape of a timm model, with `shape_changes` applied.
 
     Raises:
         ConfigError: The name is not in `_SHAPES`.
     """
     if name not in _SHAPES:
         raise ConfigError(f"the model's config.json has {name!r} in timm_model_ids; supported: {', '.join(_SHAPES)}")
-    return replace(_SHAPES[name], **changes)
+    return replace(_SHAPES[name], **shape_changes)
 
 
 class _LayerScale(nn.Module):
@@ -82,9 +82,9 @@ class _LayerScale(nn.Module):
 class _Attention(nn.Module):
     """Self-attention layer."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = num_heads
         self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ class _Attention(nn.Module):
 class _Mlp(nn.Module):
     """Two-layer perceptron with GELU."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden_size: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden_size), nn.Linear(hidden_size, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns outputs `[..., dim]` for `[..., dim]`."""
@@ -176,9 +176,14 @@ class ViT(nn.Module):
         """Freezes the layers behind the features, and the adapters in these layers. They get no gradient, so that
         weight decay alone would change them.
         """
-        for unused_module in (self.blocks[-1], self.norm, self.attn_pool):
-            if unused_module is not None:
-                unused_module.requires_grad_(False)
+        for layer in self.unused_layers:
+            layer.requires_grad_(False)
+
+    @property
+    def unused_layers(self) -> list[nn.Module]:
+        """Layers behind the features, which no pass runs."""
+        layers: list[nn.Module | None] = [self.blocks[-1], self.norm, self.attn_pool]
+        return [layer for layer in layers if layer is not None]
 
     def forward(self, images: Tensor) -> Tensor:
         """Converts images `[B, 3, size, size]` to patch features `[B, patches, dim]`."""
@@ -251,7 +256,7 @@ class _VisionBackbone(nn.Module):
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
         first_vit, *fused_vits = (
-            ViT(shape, size) for shape, size in zip(config.shapes, config.image_sizes, strict=True)
+            ViT(shape, image_size) for shape, image_size in zip(config.shapes, config.image_sizes, strict=True)
         )
         self.featurizer = first_vit
         self.patches = first_vit.patches
@@ -275,11 +280,11 @@ class _Projector(nn.Module):
     for one.
     """
 
-    def __init__(self, width: int, hidden: int, fused: bool) -> None:
+    def __init__(self, width: int, hidden_size: int, is_fused: bool) -> None:
         super().__init__()
-        inner_width = 4 * width if fused else hidden
-        self.fc1, self.fc2 = nn.Linear(width, inner_width), nn.Linear(inner_width, hidden)
-        self.fc3 = nn.Linear(hidden, hidden) if fused else None
+        inner_width = 4 * width if is_fused else hidden_size
+        self.fc1, self.fc2 = nn.Linear(width, inner_width), nn.Linear(inner_width, hidden_size)
+        self.fc3 = nn.Linear(hidden_size, hidden_size) if is_fused else None
 
     def forward(self, features: Tensor) -> Tensor:
         """Projects features `[..., width]` to `[..., hidden]`."""
@@ -343,13 +348,13 @@ class _ResidualBlock(nn.Module):
 class _ResidualMlp(nn.Module):
     """Residual perceptron of the action head."""
 
-    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+    def __init__(self, num_inputs: int, width: int, num_outputs: int) -> None:
         super().__init__()
-        self.layer_norm1 = nn.LayerNorm(inputs)
-        self.fc1 = nn.Linear(inputs, width)
+        self.layer_norm1 = nn.LayerNorm(num_inputs)
+        self.fc1 = nn.Linear(num_inputs, width)
         self.mlp_resnet_blocks = nn.ModuleList(_ResidualBlock(width) for _ in range(_BLOCKS))
         self.layer_norm2 = nn.LayerNorm(width)
-        self.fc2 = nn.Linear(width, outputs)
+        self.fc2 = nn.Linear(width, num_outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns outputs `[..., outputs]` for `[..., inputs]`."""
@@ -369,9 +374,9 @@ class ActionHead(nn.Module):
         self.dim = dim
         self.model = _ResidualMlp(width * dim, width, dim)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Converts hidden states `[B, chunk · dim, width]` to actions `[B, chunk, dim]`."""
-        return self.model(hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)).float()
+        return self.model(hidden_states.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.dim)).flatten(2)).float()
 
 
 class ProprioProjector(nn.Module):
@@ -379,9 +384,9 @@ class ProprioProjector(nn.Module):
     of its weights.
     """
 
-    def __init__(self, state: int, hidden: int) -> None:
+    def __init__(self, state_dim: int, hidden_size: int) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(state, hidden), nn.Linear(hidden, hidden)
+        self.fc1, self.fc2 = nn.Linear(state_dim, hidden_size), nn.Linear(hidden_size, hidden_size)
 
     def forward(self, state: Tensor) -> Tensor:
         """Projects states `[B, state]` to embeddings `[B, hidden]`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ MODELS: Registry[Any] = Registry(
         "mlp": "rlhpc.embodied.models.mlp:MLPPolicy",
         "cnn": "rlhpc.embodied.models.cnn:CNNPolicy",
         "resnet": "rlhpc.embodied.models.cnn:ResNetPolicy",
+        "resnet10": "rlhpc.embodied.models.resnet10:ResNet10Policy",
         "sac": "rlhpc.embodied.models.off_policy:SACPolicy",
         "crossq": "rlhpc.embodied.models.off_policy:CrossQPolicy",
         "td3": "rlhpc.embodied.models.off_policy:TD3Policy",
@@ -35,7 +36,7 @@ MODELS: Registry[Any] = Registry(
         "dsrl": "rlhpc.embodied.models.dsrl:DSRLPolicy",
         "flow": "rlhpc.embodied.models.flow:FlowPolicy",
         "conditioned": "rlhpc.embodied.models.advantage_conditioned:ConditionedPolicy",
-        "success": "rlhpc.embodied.rewards.success_reward:SuccessModel",
+        "success": "rlhpc.embodied.rewards:SuccessModel",
         "vla": "rlhpc.embodied.models.action_tokens:VLAPolicy",
         "pi0": "rlhpc.embodied.models.pi0:Pi0Policy",
         "openvla": "rlhpc.embodied.models.openvla:OpenVLAPolicy",
@@ -55,39 +56,40 @@ _FOLDER_CHECKS = {
 _SPACE_CHECKS = {"lerobot": "rlhpc.embodied.models.lerobot.checkpoint:describe"}
 
 
-def policy_dtype(actor: EmbodiedActorConfig, bfloat16: bool) -> str:
+def policy_dtype(actor: EmbodiedActorConfig, has_bfloat16: bool) -> str:
     """Returns the dtype of `actor.model.dtype`, with `auto` resolved: "float32" or "bfloat16".
 
     Args:
         actor: Section `actor`.
-        bfloat16: True if the policy's device computes in bfloat16.
+        has_bfloat16: True if the policy's device computes in bfloat16.
     """
     model = actor.model
-    if model.dtype.lower() != "auto":
+    if model.dtype != "auto":
         return model.dtype
     factory = MODELS.find(model.model_type)
     if not getattr(factory, "mixed_precision", False):
         return "float32"
-    if actor.training_backend.lower() == "local" and not actor.lora.rank:
+    if actor.training_backend == "local" and not actor.lora.rank:
         return "float32"  # all weights are trained, by an optimizer without float32 copies
-    return "bfloat16" if bfloat16 else "float32"
+    return "bfloat16" if has_bfloat16 else "float32"
 
 
 def policy_section(actor: EmbodiedActorConfig, device: str | torch.device = "cpu") -> ModelConfig:
     """Returns section `actor.model` for `build_model` on a device. Resolves the dtype (`policy_dtype`) and adds the
     adapters of `actor.lora` to the options.
     """
-    from rlhpc.config.typed import changed, plain
+    from rlhpc.config.sections import PolicyAdapterConfig
+    from rlhpc.config.typed import plain, with_value
     from rlhpc.runtime.devices import computes_bfloat16
 
     model, device_type = actor.model, device if isinstance(device, str) else device.type
     if policy_dtype(actor, computes_bfloat16(device_type)) == "bfloat16" != model.dtype:
-        model = changed(model, "dtype", "bfloat16")  # `build_model` would build float32 for `auto`
+        model = with_value(model, "dtype", "bfloat16")  # `build_model` would build float32 for `auto`
     if not actor.lora.rank:
         return model
-    lora = actor.lora
-    adapters = {"rank": lora.rank, "alpha": lora.alpha, "target_modules": plain(lora.target_modules)}
-    return changed(model, "kwargs", {**model.kwargs, "lora": adapters})
+    adapter_names = [field.name for field in fields(PolicyAdapterConfig)]
+    adapters = {name: plain(getattr(actor.lora, name)) for name in adapter_names}
+    return with_value(model, "kwargs", {**model.kwargs, "lora": adapters})
 
 
 def build_model(cfg: PolicyConfig, observation_space: Any, action_space: Any, seed: int | None = None) -> Policy:
@@ -123,12 +125,12 @@ def check_folder(cfg: PolicyConfig) -> None:
         ConfigError: The type is unknown, or a file is missing; the message names it.
     """
     MODELS.find(cfg.model_type)
-    if (check_path := _FOLDER_CHECKS.get(cfg.model_type.lower())) is not None:
+    if (check_path := _FOLDER_CHECKS.get(cfg.model_type)) is not None:
         load_attribute(check_path, "actor.model.model_type")(cfg)
 
 
 def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: Sequence[str | None]) -> Policy | None:
-    """Builds the policy as a check; returns None without a build if only ranks with a separate Python can build it.
+    """Builds the policy as a check; returns None if only ranks with a separate Python can build it.
 
     Args:
         actor: Section `actor`.
@@ -138,7 +140,7 @@ def check_policy(actor: EmbodiedActorConfig, spaces: tuple[Any, Any], pythons: S
     Raises:
         ConfigError: The policy cannot be built.
     """
-    check_path = _SPACE_CHECKS.get(actor.model.model_type.lower())
+    check_path = _SPACE_CHECKS.get(actor.model.model_type)
     if check_path is None or not all(pythons):
         return build_model(policy_section(actor), *spaces)
     load_attribute(check_path, "actor.model.model_type")(actor.model, *spaces)
@@ -196,26 +198,26 @@ def read_spec(folder: Path) -> tuple[dict[str, Any], Path]:
         CheckpointError: The folder has no description.
     """
     spec_file = folder / "config.json"
-    spec = read_object(spec_file).get("policy") if spec_file.is_file() else None
-    if spec is None:
+    policy_spec = read_object(spec_file).get("policy") if spec_file.is_file() else None
+    if policy_spec is None:
         spec_file = folder / "model.json"
-        spec = read_object(spec_file)
-    return spec, spec_file
+        policy_spec = read_object(spec_file)
+    return policy_spec, spec_file
 
 
-def load_policy(folder: Path, trust: Trust) -> Policy:
+def load_policy(folder: Path, code_trust: Trust) -> Policy:
     """Loads a policy from a folder onto the CPU, in eval mode.
 
     Args:
         folder: Folder of a checkpoint or an export.
-        trust: Trust settings for code that the folder names.
+        code_trust: Trust settings for code that the folder names.
 
     Raises:
         CheckpointError: Files are missing, or the weights do not fit the policy.
         ConfigError: The folder names code that is not trusted.
     """
-    spec, spec_file = read_spec(folder)
-    policy = policy_from_spec(spec, trust, str(spec_file))
+    policy_spec, spec_file = read_spec(folder)
+    policy = policy_from_spec(policy_spec, code_trust, str(spec_file))
     try:
         policy.load_state_dict(load_tensors(folder / MODEL))
     except RuntimeError as error:

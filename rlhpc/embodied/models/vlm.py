@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from torch.nn import functional as F
 
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.envs.observations import boxes_of, decode_text
-from rlhpc.runs.model_names import is_hub_name
+from rlhpc.runs.preflight import is_hub_name
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
+from rlhpc.runtime.text import first_line
 
 TINY = "builtin:tiny"
 PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
@@ -35,16 +37,16 @@ def hugging_face() -> Any:
     Raises:
         ConfigError: The package is not installed.
     """
-    return required("transformers", "vision-language policies need transformers")
+    return require_package("transformers", "vision-language policies need transformers")
 
 
-def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
+def tiny_config(vlm_kind: str, chunk: int, dim: int, state_dim: int) -> Any:
     """Returns the configuration of a model small enough for tests: Llava (SigLIP and Llama) for "vla", π0 for "pi0", or
     OpenVLA.
     """
     package = hugging_face()
     body = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if kind == "openvla":
+    if vlm_kind == "openvla":
         from rlhpc.embodied.models.prismatic import OpenVLAConfig
 
         vit_overrides = {"embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -58,7 +60,7 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
         "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "vision_use_head": False,
     }  # fmt: skip
-    if kind == "vla":
+    if vlm_kind == "vla":
         vocabulary_options = {
             "vocab_size": _TINY_WORDS,
             "num_key_value_heads": 2,
@@ -80,7 +82,7 @@ def tiny_config(kind: str, chunk: int, dim: int, state: int) -> Any:
         vlm_config=vlm.to_dict(),
         dit_config=gemma_options,
         chunk_size=chunk,
-        max_state_dim=max(state, 1),
+        max_state_dim=max(state_dim, 1),
         max_action_dim=dim,
     )
 
@@ -91,9 +93,9 @@ class ByteTokenizer:
     bos_token_id, pad_token_id, unk_token_id = _TINY_BOS, 0, None
     vocab_size = _TINY_WORDS
 
-    def convert_tokens_to_ids(self, word: str) -> int | None:
+    def convert_tokens_to_ids(self, token_text: str) -> int | None:
         """Returns None, because the vocabulary contains no words."""
-        del word
+        del token_text
         return None
 
     def save_pretrained(self, folder: Path) -> None:
@@ -124,50 +126,56 @@ def without_weights() -> Iterator[None]:
         _omits_weights.reset(reset_token)
 
 
-def load_vlm(cfg: ModelConfig, kind: str, chunk: int, dim: int, state: int) -> tuple[nn.Module, Any, Any]:
+def load_vlm(cfg: ModelConfig, vlm_kind: str, chunk: int, dim: int, state_dim: int) -> tuple[nn.Module, Any, Any]:
     """Loads a model. Returns the model, its tokenizer, and the settings of its image processor (a dict).
 
     Args:
         cfg: `actor.model`: model_path (a Hugging Face folder or hub name, or `builtin:tiny`), dtype,
             attn_implementation.
-        kind: "vla", "pi0" or "openvla".
-        chunk, dim, state: Chunk size, width of an action and width of the state, used for a tiny model.
+        vlm_kind: "vla", "pi0" or "openvla".
+        chunk, dim, state_dim: Chunk size, width of an action and width of the state, used for a tiny model.
 
     Raises:
-        ConfigError: The model does not exist, cannot be loaded, or is not a model of `kind`.
+        ConfigError: The model does not exist, cannot be loaded, or is not a model of `vlm_kind`.
     """
     package = hugging_face()
     path = cfg.model_path or TINY
     model_class, config_class = package.AutoModelForImageTextToText, package.AutoConfig
-    if kind == "pi0":
+    if vlm_kind == "pi0":
         model_class = package.PI0ForConditionalGeneration
-    elif kind == "openvla":
+    elif vlm_kind == "openvla":
         from rlhpc.embodied.models import prismatic
 
         model_class, config_class = prismatic.OpenVLAForActionPrediction, prismatic.OpenVLAConfig
-    build = model_class.from_config if kind == "vla" else model_class._from_config
+    build_model = model_class.from_config if vlm_kind == "vla" else model_class._from_config
     if path == TINY:
-        config = tiny_config(kind, chunk, dim, state)
+        config = tiny_config(vlm_kind, chunk, dim, state_dim)
         with torch.device("meta") if _omits_weights.get() else contextlib.nullcontext():
-            return build(config), ByteTokenizer(), {}
+            return build_model(config), ByteTokenizer(), {}
     if path.startswith("builtin:"):
         raise ConfigError(f"actor.model.model_path is {path!r}; the only built-in vision-language model is {TINY}")
     options = {"dtype": _DTYPES.get(cfg.dtype, torch.float32), "attn_implementation": cfg.attn_implementation}
-    trust = cfg.trust_remote_code
+    trusts_code = cfg.trust_remote_code
     try:
         if _omits_weights.get():
-            config = config_class.from_pretrained(path, trust_remote_code=trust)
+            config = config_class.from_pretrained(path, trust_remote_code=trusts_code)
             with torch.device("meta"):
-                model = build(config, **options)
+                model = build_model(config, **options)
         else:
-            model = model_class.from_pretrained(path, **options, trust_remote_code=trust)
-        tokenizer = package.AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
+            model = model_class.from_pretrained(path, **options, trust_remote_code=trusts_code)
+        tokenizer = package.AutoTokenizer.from_pretrained(path, trust_remote_code=trusts_code)
+    except ImportError as error:
+        raise ConfigError(
+            f"actor.model.attn_implementation is {cfg.attn_implementation!r}, which transformers cannot compute here: "
+            f"{first_line(error)}"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"actor.model.model_path is {path!r}, which transformers cannot load: {error}") from error
-    required_type = "llava" if kind == "vla" else kind
+    required_type = "llava" if vlm_kind == "vla" else vlm_kind
     if model.config.model_type != required_type:
         raise ConfigError(
-            f"actor.model.model_path is {path!r}, a {model.config.model_type}; model_type {kind} takes {required_type} models"
+            f"actor.model.model_path is {path!r}, a {model.config.model_type}; model_type {vlm_kind} takes "
+            f"{required_type} models"
         )
     try:
         settings = package.image_processing_base.ImageProcessingMixin.get_image_processor_dict(path)[0]
@@ -183,10 +191,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         ConfigError: The file cannot be read.
     """
     try:
-        content = read_json((folder / "config.json").read_bytes())
+        config_content = read_json((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"actor.model.model_path: {folder}/config.json cannot be read: {error}") from error
-    return content if isinstance(content, dict) else {}
+    return config_content if isinstance(config_content, dict) else {}
 
 
 def require_weights(path: str | None) -> None:
@@ -241,9 +249,9 @@ class ImagePreprocessing:
             images.reshape(rows, height, width, channels // 3, 3).permute(0, 3, 4, 1, 2).flatten(0, 1).float() / 255
         )
         if (height, width) != (self.size, self.size):
-            mode = "bicubic" if self.bicubic else "bilinear"
+            resize_mode = "bicubic" if self.bicubic else "bilinear"
             flat_images = F.interpolate(
-                flat_images, (self.size, self.size), mode=mode, antialias=True, align_corners=False
+                flat_images, (self.size, self.size), mode=resize_mode, antialias=True, align_corners=False
             )
             if self.bicubic:
                 flat_images = (flat_images.clamp(0, 1) * 255).round() / 255
@@ -253,11 +261,11 @@ class ImagePreprocessing:
             )
             grid = F.affine_grid(affine, list(flat_images.shape), align_corners=True)
             flat_images = F.grid_sample(flat_images, grid, mode="bilinear", align_corners=True)
-        camera_images = [
+        normalised_images = [
             (flat_images - flat_images.new_tensor(mean).reshape(3, 1, 1)) / flat_images.new_tensor(std).reshape(3, 1, 1)
             for mean, std in zip(self.means, self.stds, strict=True)
         ]
-        return torch.cat(camera_images, 1).unflatten(0, (rows, channels // 3))
+        return torch.cat(normalised_images, 1).unflatten(0, (rows, channels // 3))
 
 
 class VlmInputs:
@@ -282,7 +290,7 @@ class VlmInputs:
         tokenizer: Any,
         preprocessing: ImagePreprocessing,
         image: int,
-        image_tokens: int,
+        num_image_tokens: int,
         prompt: str,
         *,
         image_first: bool = False,
@@ -307,8 +315,8 @@ class VlmInputs:
         self._preprocessing = preprocessing
         self._suffix_ids = list(suffix_ids)
         self._lowercase = lowercase
-        cameras = sum(boxes[key].shape[2] // 3 for key in self.image_keys)
-        self._image_ids = [image] * (image_tokens * cameras + num_state_tokens)
+        num_cameras = sum(boxes[key].shape[2] // 3 for key in self.image_keys)
+        self._image_ids = [image] * (num_image_tokens * num_cameras + num_state_tokens)
         self._pad_id = int(tokenizer.pad_token_id or 0)
         self._token_cache: dict[bytes, list[int]] = {}
 
@@ -330,8 +338,8 @@ class VlmInputs:
 
     def _tokens(self, instruction: bytes) -> list[int]:
         if instruction not in self._token_cache:
-            task = decode_text(instruction) or "do the task"
-            prompt_text = self._prompt.format(instruction=task.lower() if self._lowercase else task)
+            task_text = decode_text(instruction) or "do the task"
+            prompt_text = self._prompt.format(instruction=task_text.lower() if self._lowercase else task_text)
             bos = [] if self._tokenizer.bos_token_id is None else [int(self._tokenizer.bos_token_id)]
             text_ids = self._tokenizer.encode(prompt_text, add_special_tokens=False)
             prefix_ids = [*self._image_ids, *bos] if self._image_first else [*bos, *self._image_ids]
@@ -341,10 +349,12 @@ class VlmInputs:
 
 def count_image_tokens(vlm: Any, config: Any) -> int:
     """Returns the number of tokens that encode one image."""
-    size = int(config.vision_config.image_size)
+    image_size = int(config.vision_config.image_size)
     dtype, device = next((parameter.dtype, parameter.device) for parameter in vlm.parameters())
     with torch.no_grad():
-        features = vlm.get_image_features(torch.zeros(1, 3, size, size, dtype=dtype, device=device)).pooler_output
+        features = vlm.get_image_features(
+            torch.zeros(1, 3, image_size, image_size, dtype=dtype, device=device)
+        ).pooler_output
     return int(features[0].shape[-2])
 
 
@@ -356,18 +366,52 @@ def position_ids(mask: Tensor) -> Tensor:
 class ValueHead(nn.Module):
     """Value head on a hidden state, computed in the precision of its weights. Its values are 0 initially."""
 
-    def __init__(self, width: int, outputs: int) -> None:
+    def __init__(self, width: int, num_outputs: int) -> None:
         super().__init__()
-        self.hidden, self.out = nn.Linear(width, width), nn.Linear(width, outputs)
+        self.hidden, self.out = nn.Linear(width, width), nn.Linear(width, num_outputs)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns the values of hidden states `[B, width]`: `[B, outputs]`, or `[B]` for a single output."""
-        return self.out(F.gelu(self.hidden(hidden.to(self.hidden.weight.dtype)))).float().squeeze(-1)
+        return self.out(F.gelu(self.hidden(hidden_states.to(self.hidden.weight.dtype)))).float().squeeze(-1)
+
+
+class DeepValueHead(nn.Module):
+    """Value head of several hidden layers, initialised as π_RL's (Chen et al. 2025).
+
+    Args:
+        width: Width of the hidden state.
+        outputs: Number of values.
+        hidden: Widths of the hidden layers.
+        activation: Function after each hidden layer.
+    """
+
+    def __init__(
+        self, width: int, num_outputs: int, hidden_sizes: Sequence[int], activation: Callable[[Tensor], Tensor] = F.relu
+    ) -> None:
+        super().__init__()
+        widths = [width, *hidden_sizes]
+        self.activation = activation
+        self.hidden = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(widths))
+        self.out = nn.Linear(widths[-1], num_outputs)
+        for layer in self.hidden:
+            assert isinstance(layer, nn.Linear)
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.zeros_(layer.bias)
+        nn.init.normal_(self.out.weight, std=0.02)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns the values of hidden states `[..., width]`: `[..., outputs]`, or `[...]` for a single output."""
+        x = hidden_states.to(self.out.weight.dtype)
+        for layer in self.hidden:
+            x = self.activation(layer(x))
+        predicted_values: Tensor = self.out(x).float().squeeze(-1)
+        return predicted_values
 
 
 def state_width(space: Any) -> int:
-    """Returns the number of components of `state` in an observation; 0 without a state."""
+    """Returns the number of components of `state` in an observation; 0 if there is no state."""
     box = boxes_of(space).get("state")
     return 0 if box is None else math.prod(box.shape)

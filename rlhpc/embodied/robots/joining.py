@@ -211,8 +211,8 @@ def _mark_used(folder: Path, slot: int, name: str, check_fit: Callable[[], None]
     replace_durably(path, json.dumps({**key_record, "used": time.time()}).encode(), mode=0o600)
 
 
-def _elapsed_text(when: float) -> str:
-    return f"{max(0.0, time.time() - when):.0f} s"
+def _elapsed_text(start_time: float) -> str:
+    return f"{max(0.0, time.time() - start_time):.0f} s"
 
 
 log = logging.getLogger(__name__)
@@ -245,16 +245,16 @@ class RobotListener:
         slot: Global number of the robot's slot.
         address: Address to listen on.
         run: Name of the run.
-        misfit: Returns the reason why a robot with a description cannot be accepted; empty if the robot fits.
+        describe_misfit: Returns the reason why a robot with a description cannot be accepted; empty if the robot fits.
 
     Attributes:
         place: Published meeting point.
     """
 
     def __init__(
-        self, folder: Path, robot: str, slot: int, address: str, run: str, misfit: Callable[[Any], str]
+        self, folder: Path, robot: str, slot: int, address: str, run: str, describe_misfit: Callable[[Any], str]
     ) -> None:
-        self._folder, self._slot, self._misfit = folder, slot, misfit
+        self._folder, self._slot, self._describe_misfit = folder, slot, describe_misfit
         make_private(folder, parents=True)
         _check_not_waiting(folder, slot)
         listener = TcpListener(address)
@@ -263,7 +263,7 @@ class RobotListener:
             robot, slot, address, port, node_name(), run, connected=False, since=time.time()
         )
         self._condition = threading.Condition()
-        self._unproven = ConnectionTable[socket.socket](_MAX_UNPROVEN)
+        self._unproven_sockets = ConnectionTable[socket.socket](_MAX_UNPROVEN)
         self._unproven_lock = threading.Lock()
         self._connection: RobotConnection | None = None
         self._is_fresh = False
@@ -282,7 +282,7 @@ class RobotListener:
                 if self._connection is not None and not self._connection.loss_reason:
                     is_fresh, self._is_fresh = self._is_fresh, False
                     return self._connection, is_fresh
-                self._publish_presence(connected=False)
+                self._publish_presence(is_connected=False)
                 self._condition.wait(_POLL_S)
             check()
             if time.monotonic() > deadline:
@@ -296,25 +296,25 @@ class RobotListener:
         with contextlib.suppress(OSError):
             self.place.withdraw(self._folder)
 
-    def _publish_presence(self, *, connected: bool) -> None:
+    def _publish_presence(self, *, is_connected: bool) -> None:
         """Publishes whether the robot is connected, if that has changed."""
-        if connected != self.place.connected:
-            self.place = replace(self.place, connected=connected, since=time.time())
+        if is_connected != self.place.connected:
+            self.place = replace(self.place, connected=is_connected, since=time.time())
             self.place.publish(self._folder)
 
     def _accept(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         with self._unproven_lock:
-            oldest = self._unproven.add(sock, host_of(sock))
-        if oldest is not None:
+            oldest_socket = self._unproven_sockets.add(sock, host_of(sock))
+        if oldest_socket is not None:
             with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
+                oldest_socket.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
         threading.Thread(target=self._handle, args=(sock,), name="robot-greeting", daemon=True).start()
 
     def _forget(self, sock: socket.socket) -> None:
         """Removes a socket from the table of unproven connections."""
         with self._unproven_lock:
-            self._unproven.remove(sock)
+            self._unproven_sockets.remove(sock)
 
     def _handle(self, sock: socket.socket) -> None:
         try:
@@ -354,12 +354,12 @@ class RobotListener:
                 self._session = _session_of(secret, nonce, peer_nonce)
                 self._is_fresh = True
             self._connection = RobotConnection(sock, _connection_key(secret, nonce, peer_nonce), b"run", b"robot")
-            self._publish_presence(connected=True)
+            self._publish_presence(is_connected=True)
             self._condition.notify_all()
         log.info("%s %s", self.place.robot, "is back" if is_rejoin else "has joined")
         return True
 
-    def _admit(self, name: str, is_rejoin: bool, about: str) -> None:
+    def _admit(self, name: str, is_rejoin: bool, description: str) -> None:
         if is_rejoin:
             if self._connection is not None:  # the robot reconnects, so it has lost this connection
                 self._connection.close()
@@ -372,7 +372,7 @@ class RobotListener:
         def check_fit() -> None:
             if self._connection is not None and not self._connection.loss_reason:
                 raise RobotRefused("the run has its robot already")
-            if reason := self._misfit(json.loads(about)):
+            if reason := self._describe_misfit(json.loads(description)):
                 raise RobotRefused(reason)
 
         _mark_used(self._folder, self._slot, name, check_fit)
@@ -395,7 +395,7 @@ def _check_not_waiting(folder: Path, slot: int) -> None:
                 )
 
 
-def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[RobotConnection, tuple[str, str]]:
+def join(sock: socket.socket, name: str, secret: str, description: str) -> tuple[RobotConnection, tuple[str, str]]:
     """Joins a run from the robot's side, with a key or with the session of an earlier join.
 
     Returns:
@@ -409,8 +409,8 @@ def join(sock: socket.socket, name: str, secret: str, about: str) -> tuple[Robot
     if greeting.get("rlhpc robot") != _VERSION:
         raise RobotRefused(f"the run speaks another version ({greeting.get('rlhpc robot')!r}): install the run's rlhpc")
     peer_nonce, nonce = str(greeting["nonce"]), secrets.token_hex(32)
-    key_proof = proof(secret, "robot", peer_nonce, nonce, name, about)
-    send_greeting(sock, {"name": name, "nonce": nonce, "about": about, "proof": key_proof})
+    key_proof = proof(secret, "robot", peer_nonce, nonce, name, description)
+    send_greeting(sock, {"name": name, "nonce": nonce, "about": description, "proof": key_proof})
     greeting = receive_greeting(sock, GREETING_S)
     if "refused" in greeting:
         raise RobotRefused(f"the run refuses this robot: {str(greeting['refused'])[:300]}")

@@ -54,8 +54,8 @@ def why_no_max_change(driver: Robot) -> str:
 def nearest_command(
     action: np.ndarray, space: Any, position: np.ndarray | None, max_change: float | None
 ) -> np.ndarray | None:
-    """Returns the command nearest to `action` that is within the bounds of `space` and at most `change` from `here`, in the
-    space's dtype; None if the bounds exclude all such commands.
+    """Returns the command nearest to `action` that is within the bounds of `space` and at most `change` from the position
+    `here`, in the space's dtype; None if the bounds exclude all such commands.
     """
     low, high = np.asarray(space.low, np.float64), np.asarray(space.high, np.float64)
     if max_change is None or position is None:

@@ -1,7 +1,7 @@
 """Notices of robots that must not move: a safety stop, and a process that ended without closing its robot.
 
 A notice is a file of the user on the robot's machine. A robot with a notice holds still until a person withdraws the notice
-(`rlhpc robot resume`), also in a later process.
+(`rlhpc robot resume`), even in a later process.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Notice:
         replace_durably(self._path, json.dumps(record).encode(), mode=0o600, sync=False)
 
     def resumed(self) -> bool:
-        """Returns whether a person has withdrawn exactly this notice."""
+        """Returns whether a person has withdrawn this notice."""
         return self._is_withdrawn(self._id)
 
     def _is_withdrawn(self, number: int) -> bool:

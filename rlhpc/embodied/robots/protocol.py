@@ -31,7 +31,7 @@ LOST_S, SIGN_S = 5.0, 1.0
 _HEAD = struct.Struct("!II")
 _MAC = 32
 #: Maximum bytes of a message's JSON, of its arrays, and of a greeting, which precedes the proof of a key.
-_MAX_JSON_BYTES, _MAX_ARRAY_BYTES, MAX_GREETING = 1 << 20, 1 << 26, 1 << 16
+_MAX_JSON_BYTES, _MAX_ARRAY_BYTES, MAX_GREETING_BYTES = 1 << 20, 1 << 26, 1 << 16
 _DTYPES = {name: np.dtype(name) for name in (
     "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64",
 )}  # fmt: skip
@@ -86,7 +86,7 @@ def unpack_message(text: bytes, body: bytes) -> Message:
 
 def send_greeting(sock: socket.socket, fields: Mapping[str, Any]) -> None:
     """Sends a message of the greeting, whose fields contain the proofs."""
-    sock.sendall(b"".join(pack_message(fields, {}, MAX_GREETING)))
+    sock.sendall(b"".join(pack_message(fields, {}, MAX_GREETING_BYTES)))
 
 
 def receive_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def receive_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
     """
     deadline = time.monotonic() + timeout_s
     sizes = _HEAD.unpack(_receive_exactly(sock, _HEAD.size, deadline))
-    if sizes[0] > MAX_GREETING or sizes[1]:
+    if sizes[0] > MAX_GREETING_BYTES or sizes[1]:
         raise ConnectionLost("what answers there is no robot and no run")
     try:
         return unpack_message(_receive_exactly(sock, sizes[0], deadline), b"").fields
@@ -106,19 +106,19 @@ def receive_greeting(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
 
 
 def _receive_exactly(sock: socket.socket, size: int, deadline: float) -> bytes:
-    received = b""
-    while len(received) < size:
+    received_bytes = b""
+    while len(received_bytes) < size:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            chunk = sock.recv(size - len(received))
+            chunk = sock.recv(size - len(received_bytes))
         except TimeoutError:
             raise ConnectionLost("it did not answer in time") from None
         except OSError as error:
             raise ConnectionLost(str(error.strerror or error)) from None
         if not chunk:
             raise ConnectionLost("it closed the connection")
-        received += chunk
-    return received
+        received_bytes += chunk
+    return received_bytes
 
 
 class RobotConnection:
@@ -207,10 +207,10 @@ class RobotConnection:
                     last_sign = time.monotonic()
                     self.send({"sign": last_sign})
                 if poller.poll(_POLL_S * 1000):
-                    received = self._sock.recv(1 << 18)
-                    if not received:
+                    received_bytes = self._sock.recv(1 << 18)
+                    if not received_bytes:
                         raise ConnectionLost("its connection ended")
-                    buffer += received
+                    buffer += received_bytes
                     last_received = time.monotonic()
                     while (message := self._pop_message(buffer)) is not None:
                         self._handle(message)
@@ -303,21 +303,24 @@ def describe_spaces(observation: Any, action: Any) -> dict[str, Any]:
     return {"observes": observes, "acts": bounds}
 
 
-def misfit(expected: Mapping[str, Any], description: Any) -> str:
+def describe_misfit(expected_facts: Mapping[str, Any], description: Any) -> str:
     """Returns a text about the first difference between a robot's description and the run's configuration; empty if they
     agree.
     """
     for name in ("observes", "acts"):
-        expected_part, robot_part = expected[name], description.get(name) if isinstance(description, Mapping) else None
-        is_same = expected_part == robot_part
-        if name == "acts" and isinstance(robot_part, Mapping):
-            is_same = all(_are_close(expected_part[bound], robot_part.get(bound)) for bound in ("low", "high"))
+        expected_fact, robot_fact = (
+            expected_facts[name],
+            description.get(name) if isinstance(description, Mapping) else None,
+        )
+        is_same = expected_fact == robot_fact
+        if name == "acts" and isinstance(robot_fact, Mapping):
+            is_same = all(_are_close(expected_fact[bound], robot_fact.get(bound)) for bound in ("low", "high"))
         if not is_same:
-            return f"{_KEY}.{name} of the run says {expected_part}, and this robot {robot_part}"
+            return f"{_KEY}.{name} of the run says {expected_fact}, and this robot {robot_fact}"
     return ""
 
 
-def _are_close(expected: list[float], received: Any) -> bool:
-    if not isinstance(received, list) or len(expected) != len(received):
+def _are_close(expected_numbers: list[float], received_numbers: Any) -> bool:
+    if not isinstance(received_numbers, list) or len(expected_numbers) != len(received_numbers):
         return False
-    return bool(np.allclose(expected, np.asarray(received, float)))
+    return bool(np.allclose(expected_numbers, np.asarray(received_numbers, float)))

@@ -16,8 +16,8 @@ from rlhpc.embodied.robots.protocol import (
     Message,
     RobotConnection,
     action_space_of,
+    describe_misfit,
     describe_spaces,
-    misfit,
     observation_space_of,
 )
 from rlhpc.embodied.robots.robot_env import OneRobotEnv, Pace, positive_number
@@ -76,8 +76,8 @@ class DistantRobotVectorEnv(OneRobotEnv):
             action_space_of(kwargs.pop("acts", None)),
         )
         if kwargs:
-            allowed = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
-            raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {allowed}")
+            allowed_names = "observes, acts, hz, stale_s, max_change, late, wait_s, interface, folder"
+            raise ConfigError(f"env.train.kwargs of a distant_robot has {', '.join(kwargs)}; there are {allowed_names}")
         self.max_episode_steps = cfg.max_episode_steps or 0
         settings = {name: getattr(cfg, name) for name in SETTINGS}
         self._settings = settings | {"max_episode_steps": self.max_episode_steps, "slot": slot_offset, **pace.to_json()}
@@ -93,9 +93,9 @@ class DistantRobotVectorEnv(OneRobotEnv):
     def _open_listener(self) -> RobotListener:
         """Returns the listener. The first call opens it, so that a check of the configuration opens nothing."""
         if self._listener is None:
-            from rlhpc.runtime.comm.context import installed
+            from rlhpc.runtime.comm.context import installed_context
 
-            run = installed()
+            run = installed_context()
             if run is None and self._folder is None:
                 raise ConfigError(
                     "a distant_robot joins a run; for commands name the folder in which it is met: "
@@ -103,24 +103,26 @@ class DistantRobotVectorEnv(OneRobotEnv):
                 )
             folder = expand_home(self._folder).absolute() if self._folder else run.registry.root / ROBOTS  # type: ignore[union-attr]
             name = self._folder or run.registry.root.parent.parent.name  # type: ignore[union-attr]
-            self._listener = RobotListener(folder, self._name, self._slot, self._address(), str(name), self._misfit)
+            self._listener = RobotListener(
+                folder, self._name, self._slot, self._address(), str(name), self._describe_misfit
+            )
         return self._listener
 
     def _address(self) -> str:
-        from rlhpc.runtime.comm.context import installed
+        from rlhpc.runtime.comm.context import installed_context
 
         if self._interface is not None:
             return address_of(str(self._interface))
-        run = installed()
+        run = installed_context()
         endpoint = str(run.service.endpoint["tcp"]) if run is not None else ""
         return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]") or "127.0.0.1"
 
-    def _misfit(self, about: Any) -> str:
+    def _describe_misfit(self, description: Any) -> str:
         """Returns the reason why a robot does not fit this environment; empty if it fits."""
         spaces = describe_spaces(self.observation_space, self.action_space)
-        if reason := misfit(spaces, about):
+        if reason := describe_misfit(spaces, description):
             return reason
-        no_max_change = str(about.get("no_max_change", ""))
+        no_max_change = str(description.get("no_max_change", ""))
         return (
             f"kwargs.max_change is {self._max_change:g}; {no_max_change}" if self._max_change and no_max_change else ""
         )
@@ -183,6 +185,20 @@ class DistantRobotVectorEnv(OneRobotEnv):
             self._drop_connection(error)
         return self._obs
 
+    def hold(self) -> None:
+        """Makes the robot hold still (`VectorEnv.hold`)."""
+        self._tell({"do": "hold"})
+
+    def stop(self, reason: str) -> None:
+        """Stops the robot for safety (`VectorEnv.stop`). The next step reports a lost episode and waits for a person."""
+        self._tell({"do": "stop", "reason": reason})
+
+    def _tell(self, fields: dict[str, Any]) -> None:
+        try:
+            self._request(fields, {}, time.monotonic() + self._wait_s)
+        except ConnectionLost as error:  # the robot's side stops it
+            self._drop_connection(error)
+
     def step(self, actions: np.ndarray) -> Step:
         """Executes one step of the robot in real time (`VectorEnv.step`)."""
         space = self.action_space
@@ -200,7 +216,8 @@ class DistantRobotVectorEnv(OneRobotEnv):
 
     def _parse_step(self, answer: Message) -> Step:
         fields, arrays = answer
-        self.timing.add({name: np.asarray(arrays[name], float).reshape(-1) for name in TIMING_NAMES})
+        # a robot with an older version does not measure everything
+        self.timing.add({name: np.asarray(arrays.get(name, ()), float).reshape(-1) for name in TIMING_NAMES})
         self._obs = self._observation_from(answer, "obs")
         rewards = np.array([fields["reward"]], np.float32)
         terminations, truncations = np.array([fields["ended"] is True]), np.array([fields["cut"] is True])

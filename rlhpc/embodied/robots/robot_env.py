@@ -43,13 +43,13 @@ class OneRobotEnv(VectorEnv):
         length = actions.shape[1]
         if length == 1:
             return self.step(actions[:, 0])
-        rewards, executed = np.zeros((1, length), np.float32), np.zeros((1, length), bool)
+        rewards, is_executed = np.zeros((1, length), np.float32), np.zeros((1, length), bool)
         for index in range(length):
             obs, step_rewards, terminations, truncations, infos = self.step(actions[:, index])
-            rewards[:, index], executed[:, index] = step_rewards, "lost" not in infos
-            if not executed[0, index] or terminations[0] or truncations[0]:
+            rewards[:, index], is_executed[:, index] = step_rewards, "lost" not in infos
+            if not is_executed[0, index] or terminations[0] or truncations[0]:
                 break
-        infos["chunk"] = {"rewards": rewards, "mask": executed}
+        infos["chunk"] = {"rewards": rewards, "mask": is_executed}
         return obs, rewards.sum(1), terminations, truncations, infos
 
 
@@ -91,8 +91,9 @@ class RobotVectorEnv(OneRobotEnv):
         self.episodes = EpisodeTracker(cfg, 1, slot_offset, seed, self.max_episode_steps)
         self.timing = self._core.timing
         self.on_wait = check_run
-        self._refusals = 0
+        self._num_refusals = 0
         self._step_start = 0.0
+        self._last_sent: float | None = None  # time of the episode's last command
 
     def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Starts an episode (`VectorEnv.reset`)."""
@@ -103,6 +104,7 @@ class RobotVectorEnv(OneRobotEnv):
     def _begin_episode(self) -> Any:
         """Begins an episode once the robot may move, and returns the first observation."""
         (seed,) = self.episodes.begin(np.array([0]))
+        self._last_sent = None
         for num_stops in range(1 << 62):
             self._core.wait_for_person(self.on_wait)
             try:
@@ -131,7 +133,7 @@ class RobotVectorEnv(OneRobotEnv):
         except BaseException:
             self._core.end()
             raise
-        self._refusals = 0
+        self._num_refusals = 0
         rewards, terminations, truncations = self._record_verdict(verdict)
         obs, infos = self._newest_row(), {}
         if terminations[0] or truncations[0]:
@@ -142,8 +144,8 @@ class RobotVectorEnv(OneRobotEnv):
 
     def _end_lost_episode(self, refusal: RlhpcError) -> Step:
         """Ends the episode after a stop or a rejected command, and begins the next episode."""
-        self._refusals = self._refusals + 1 if isinstance(refusal, StaleObservation) else 0
-        if self._refusals >= _MAX_REFUSALS:
+        self._num_refusals = self._num_refusals + 1 if isinstance(refusal, StaleObservation) else 0
+        if self._num_refusals >= _MAX_REFUSALS:
             raise RlhpcError(
                 f"{refusal}, {_MAX_REFUSALS} times in a row: the policy is slower than stale_s ({self._core.limits.stale_s:g})"
             ) from None
@@ -166,11 +168,23 @@ class RobotVectorEnv(OneRobotEnv):
         sent_time = self._core.command(actions[0], within_s)
         self._step_start = max(step_end, sent_time)
         assert previous_observation is not None
+        if self._last_sent is not None:
+            self.timing.record_period(sent_time - self._last_sent, self._period)
+        self._last_sent = sent_time
         self.timing.record_command(sent_time - previous_observation.taken_at, is_late=sent_time > step_end)
         if (pause_s := self._step_start - time.monotonic()) > 0:
             time.sleep(pause_s)
-        self.timing.record_step(dropped=self._core.observe().taken_at == previous_observation.taken_at)
+        self.timing.record_step(is_dropped=self._core.observe().taken_at == previous_observation.taken_at)
         return self._core.judge()
+
+    def hold(self) -> None:
+        """Makes the robot hold still (`VectorEnv.hold`)."""
+        self._last_sent = None
+        self._core.hold()
+
+    def stop(self, reason: str) -> None:
+        """Stops the robot for safety (`VectorEnv.stop`). The next step reports a lost episode and waits for a person."""
+        self._core.stop(reason)
 
     def _newest_row(self) -> Any:
         observation = self._core.observation

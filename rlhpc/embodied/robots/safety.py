@@ -70,7 +70,7 @@ class SafetyCore:
         self._is_stop_unconfirmed = False  # the driver raised in `stop`
         self._call_lock = threading.RLock()  # serializes all calls except stops
         self._move_lock = threading.RLock()  # locked while a movement begins
-        self._closed, self._released = threading.Event(), threading.Event()
+        self._close_event, self._release_event = threading.Event(), threading.Event()
         try:
             self.set_limits(limits)
             stop = driver.independent_stop()
@@ -86,7 +86,7 @@ class SafetyCore:
     @property
     def state(self) -> State:
         """State of the robot."""
-        return self._states.current
+        return self._states.state
 
     def set_limits(self, limits: CommandLimits) -> None:
         """Replaces the limits.
@@ -242,31 +242,33 @@ class SafetyCore:
         finally:
             self._current_call = None
 
-    def _move(self, name: str, argument: Any, before: State, after: State, until: float | None = None) -> bool:
-        """Makes a call that moves the robot if the robot is still in the state `before`. A stop that arrives during the call
-        is repeated after the call.
+    def _move(
+        self, name: str, argument: Any, old_state: State, new_state: State, end_time: float | None = None
+    ) -> bool:
+        """Makes a call that moves the robot if the robot is still in the state `old_state`. A stop that arrives during the
+        call is repeated after the call.
 
         Returns:
-            Whether the call was made; False if the robot was no longer in the state `before`.
+            Whether the call was made; False if the robot was no longer in the state `old_state`.
         """
         with self._move_lock:
-            self._check_watchdog(moving=True)
-            if not self._states.move(before, after, until):
+            self._check_watchdog(is_moving=True)
+            if not self._states.move(old_state, new_state, end_time):
                 return False
             try:
                 self._call(name, argument)
             finally:
-                if self.state is not after:
+                if self.state is not new_state:
                     self._stop_driver()
         self._states.require()
         return True
 
-    def _check_watchdog(self, *, moving: bool) -> None:
+    def _check_watchdog(self, *, is_moving: bool) -> None:
         """Sends a heartbeat to the watchdog process, if any. Stops the robot if the watchdog process has stopped its
         hardware.
         """
         if self._process is not None:
-            self._process.beat(moving=moving, silence_s=self.limits.stale_s)
+            self._process.beat(is_moving=is_moving, silence_s=self.limits.stale_s)
             if self._process.has_fired():
                 self.stop("the watchdog process has stopped it: this process was blocked, or that one ended")
 
@@ -346,7 +348,7 @@ class SafetyCore:
                     "%s is stopped (%s) and waits for a person who looks at it: %s", self.name, reason, resume_hint
                 )
             check(reason)
-            self._closed.wait(_READY_POLL_S)
+            self._close_event.wait(_READY_POLL_S)
         self._states.require()
 
     def _person_is_ready(self) -> bool:
@@ -359,13 +361,13 @@ class SafetyCore:
             return False
 
     def close(self) -> None:
-        """Stops and releases the robot. Waits at most a few seconds for the driver, also if another thread is closing it."""
+        """Stops and releases the robot. Waits at most a few seconds for the driver, even if another thread is closing it."""
         self.end()
         previous_state = self._states.close()
         if previous_state is State.CLOSED:
-            self._released.wait(_CLOSE_S)
+            self._release_event.wait(_CLOSE_S)
             return
-        self._closed.set()
+        self._close_event.set()
         if self._process is not None:
             self._process.close()
         stays_stopped = self._is_stop_unconfirmed or (
@@ -376,12 +378,12 @@ class SafetyCore:
         close_thread = threading.Thread(target=self.__driver.close, name="robot-close", daemon=True)
         close_thread.start()
         close_thread.join(_CLOSE_S)
-        self._released.set()
+        self._release_event.set()
 
     # -- watchdog -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed.wait(_WATCH_INTERVAL_S):
+        while not self._close_event.wait(_WATCH_INTERVAL_S):
             try:
                 self._check()
             except Exception:
@@ -390,7 +392,7 @@ class SafetyCore:
     def _check(self) -> None:
         """Makes the robot hold still once its last command has expired, and stops it if its driver hangs."""
         now, pending_call = time.monotonic(), self._current_call
-        self._check_watchdog(moving=self.state in (State.RESETTING, State.MOVING))
+        self._check_watchdog(is_moving=self.state in (State.RESETTING, State.MOVING))
         if pending_call is not None and self.state in LIVE and now - pending_call[1] > pending_call[2]:
             self.stop(f"its driver hangs: {pending_call[0]} has not returned for {now - pending_call[1]:.2f} s")
         elif self._states.is_over(now):

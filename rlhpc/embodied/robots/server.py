@@ -76,10 +76,10 @@ class RobotRoute:
             return self._tunnel(Path(folder) / "run")
 
     def _tunnel(self, end: Path) -> socket.socket:
-        target = f"{self._target[0]}:{self._target[1]}"
+        target_address = f"{self._target[0]}:{self._target[1]}"
         # With a session, even an idle one, ssh and sshd send data at once; without one (-W, -N) the end of a message may
         # wait 40 ms for an acknowledgement of its beginning. The session ends with this process, and ssh with the session.
-        options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{target}")
+        options = ("-T", "-o", "ExitOnForwardFailure=yes", "-o", "ControlPath=none", "-L", f"{end}:{target_address}")
         self._child = start_bound_to_parent(
             ["ssh", *options, *self._ssh, "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
         )
@@ -118,7 +118,7 @@ def machine_limits(bounds: Mapping[str, float], resume: str = "person") -> Comma
 
 
 class RobotServer:
-    """Robot that serves a run. Its safety core belongs to this machine: no run can change who ends a safety stop.
+    """Robot that serves a run. Its safety core runs on this machine, so that no run can change who may end a safety stop.
 
     Args:
         robot: The robot, or its safety core.
@@ -130,7 +130,7 @@ class RobotServer:
         self._core = robot if isinstance(robot, SafetyCore) else SafetyCore(robot, machine_limits(bounds))
         self._bounds, self._notify = bounds, notify
         self._env: RobotVectorEnv | None = None
-        self.steps = 0
+        self.num_steps = 0
 
     def serve(self, key: Key, route: RobotRoute, patience_s: float) -> None:
         """Serves a run until it releases the robot.
@@ -148,9 +148,9 @@ class RobotServer:
                 connection, session, reason = self._join(route, name, secret, description)
                 if connection is None:
                     if time.monotonic() > deadline:
-                        state = "has not come back" if has_joined else "could not be reached"
+                        state_text = "has not come back" if has_joined else "could not be reached"
                         raise RlhpcError(
-                            f"{key.place.run} {state} in {patience_s:g} s (--patience), at {route}: {reason}; the "
+                            f"{key.place.run} {state_text} in {patience_s:g} s (--patience), at {route}: {reason}; the "
                             "robot is stopped"
                         )
                     time.sleep(pause)
@@ -161,7 +161,7 @@ class RobotServer:
                     self._notify(f"{key.place.robot} has joined {key.place.run} ({route})")
                 try:
                     if self._serve_requests(connection):
-                        self._notify(f"{key.place.run} has let {key.place.robot} go after {self.steps} steps")
+                        self._notify(f"{key.place.run} has let {key.place.robot} go after {self.num_steps} steps")
                         return
                 except ConnectionLost as error:
                     self._core.end()
@@ -176,7 +176,7 @@ class RobotServer:
             route.close()
 
     def _join(
-        self, route: RobotRoute, name: str, secret: str, about: str
+        self, route: RobotRoute, name: str, secret: str, description: str
     ) -> tuple[RobotConnection | None, tuple[str, str], str]:
         """Returns a connection to the run, the session and "", or None, an empty session and the reason of the failure."""
         try:
@@ -184,7 +184,7 @@ class RobotServer:
         except OSError as error:
             return None, ("", ""), str(error.strerror or error)
         try:
-            return *join(sock, name, secret, about), ""
+            return *join(sock, name, secret, description), ""
         except (OSError, KeyError, TypeError, ValueError) as error:
             sock.close()
             return None, ("", ""), str(error)
@@ -272,9 +272,16 @@ class RobotServer:
                 obs, _ = env.reset(None if fields["seed"] is None else int(fields["seed"]))
             connection.send({"number": fields["number"]}, columns_of("obs", take(obs, 0)))
             return
+        if fields["do"] in ("hold", "stop"):
+            if fields["do"] == "hold":
+                env.hold()
+            else:
+                env.stop(str(fields["reason"])[:500])
+            connection.send({"number": fields["number"]})
+            return
         obs, rewards, terminations, truncations, infos = env.step(message.arrays["action"][None])
-        self.steps += 1
-        answer: dict[str, Any] = {
+        self.num_steps += 1
+        reply: dict[str, Any] = {
             "number": fields["number"],
             "reward": float(rewards[0]),
             "ended": bool(terminations[0]),
@@ -283,8 +290,8 @@ class RobotServer:
         }
         arrays = columns_of("obs", take(obs, 0)) | env.timing.pop_measurements()
         if "episode" in infos:
-            answer["episode"] = {
+            reply["episode"] = {
                 name: float(statistic[0]) for name, statistic in infos["episode"].items() if name != "mask"
             }
             arrays |= columns_of("final_obs", take(infos["final_obs"], 0))
-        connection.send(answer, arrays)
+        connection.send(reply, arrays)

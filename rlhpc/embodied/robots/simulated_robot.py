@@ -34,17 +34,17 @@ class SimulatedRobot(Robot):
         self.observation_space, self.action_space = self._env.observation_space, self._env.action_space
         self._period, self._drop, self._rng = 1.0 / moves_hz, drop, np.random.default_rng(0)
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._close_event = threading.Event()
         self._thread: threading.Thread | None = None
-        self._reward, self._terminated = 0.0, False
+        self._reward, self._is_terminated = 0.0, False
         self.stop()
 
     def _run(self) -> None:
-        while not self._closed.wait(self._period):
+        while not self._close_event.wait(self._period):
             with self._lock:
-                if not self._terminated:
+                if not self._is_terminated:
                     obs, reward, terminated, _, _ = step_env(self._env, self._simulates, self._command)
-                    self._terminated = terminated
+                    self._is_terminated = terminated
                     self._reward += reward
                     if self._rng.random() >= self._drop:
                         self._observation = Observation(obs, time.monotonic())
@@ -53,7 +53,7 @@ class SimulatedRobot(Robot):
         """Resets the environment (`Robot.reset`)."""
         with self._lock:
             self._observation = Observation(reset_env(self._env, self._simulates, seed=seed)[0], time.monotonic())
-            self._reward, self._terminated = 0.0, False
+            self._reward, self._is_terminated = 0.0, False
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="simulated-robot", daemon=True)
             self._thread.start()
@@ -72,7 +72,7 @@ class SimulatedRobot(Robot):
         del obs, action
         with self._lock:
             reward, self._reward = self._reward, 0.0
-            return Verdict(reward, failed=self._terminated)
+            return Verdict(reward, failed=self._is_terminated)
 
     def stop(self) -> None:
         """Sets the command to 0 (`Robot.stop`)."""
@@ -80,7 +80,7 @@ class SimulatedRobot(Robot):
 
     def close(self) -> None:
         """Ends the thread and closes the environment (`Robot.close`)."""
-        self._closed.set()
+        self._close_event.set()
         if self._thread is not None:
             self._thread.join()
         self._env.close()

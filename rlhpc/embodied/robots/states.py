@@ -32,14 +32,14 @@ class StateMachine:
         name: Name of the robot.
 
     Attributes:
-        current: Current state.
+        state: Current state.
         reason: Reason why the robot is stopped; empty if it is not stopped.
     """
 
     def __init__(self, name: str) -> None:
-        self.current, self.reason = State.IDLE, ""
+        self.state, self.reason = State.IDLE, ""
         self._name = name
-        self._until: float | None = None
+        self._end_time: float | None = None
         self._lock = threading.Lock()
 
     def require(self, *states: State) -> None:
@@ -53,65 +53,65 @@ class StateMachine:
             self._require(states)
 
     def _require(self, states: tuple[State, ...]) -> None:
-        if self.current is State.STOPPED:
+        if self.state is State.STOPPED:
             raise RobotStopped(self.reason)
-        if self.current is State.CLOSED:
+        if self.state is State.CLOSED:
             raise RobotStopped("it is closed")
-        if states and self.current not in states:
-            raise RlhpcError(f"{self._name} {self.current.value}")
+        if states and self.state not in states:
+            raise RlhpcError(f"{self._name} {self.state.value}")
 
-    def move(self, before: State, after: State, until: float | None = None) -> bool:
-        """Changes the state from `before` to `after`; returns False if the robot was not in the state `before`.
+    def move(self, old_state: State, new_state: State, end_time: float | None = None) -> bool:
+        """Changes the state from `old_state` to `new_state`; returns False if the robot was not in the state `old_state`.
 
         Args:
-            before, after: Old and new state.
-            until: Time (`time.monotonic`) at which the command expires; None for no command.
+            old_state, new_state: Old and new state.
+            end_time: Time (`time.monotonic`) at which the command expires; None for no command.
 
         Raises:
             RobotStopped: The robot is stopped or closed.
         """
         with self._lock:
             self._require(())
-            if self.current is not before:
+            if self.state is not old_state:
                 return False
-            self.current, self._until = after, until
+            self.state, self._end_time = new_state, end_time
             return True
 
     def hold(self) -> None:
         """Changes the state from `MOVING` to `HELD`."""
         with self._lock:
-            self._until = None
-            if self.current is State.MOVING:
-                self.current = State.HELD
+            self._end_time = None
+            if self.state is State.MOVING:
+                self.state = State.HELD
 
     def end(self) -> None:
         """Ends an episode: changes a state in `LIVE` to `IDLE`."""
         with self._lock:
-            self._until = None
-            if self.current in LIVE:
-                self.current = State.IDLE
+            self._end_time = None
+            if self.state in LIVE:
+                self.state = State.IDLE
 
     def stop(self, reason: str) -> bool:
         """Changes the state to `STOPPED`; returns False if the robot was already stopped or closed."""
         with self._lock:
-            if self.current in (State.STOPPED, State.CLOSED):
+            if self.state in (State.STOPPED, State.CLOSED):
                 return False
-            self.current, self._until, self.reason = State.STOPPED, None, reason
+            self.state, self._end_time, self.reason = State.STOPPED, None, reason
             return True
 
     def resume(self) -> None:
         """Changes the state from `STOPPED` to `IDLE`, after a person has allowed it."""
         with self._lock:
-            if self.current is State.STOPPED:
-                self.current, self.reason = State.IDLE, ""
+            if self.state is State.STOPPED:
+                self.state, self.reason = State.IDLE, ""
 
     def close(self) -> State:
         """Changes the state to `CLOSED`, and returns the previous state."""
         with self._lock:
-            previous_state, self.current, self._until = self.current, State.CLOSED, None
+            previous_state, self.state, self._end_time = self.state, State.CLOSED, None
             return previous_state
 
     def is_over(self, now: float) -> bool:
         """Returns whether the current command has expired."""
         with self._lock:
-            return self._until is not None and now > self._until
+            return self._end_time is not None and now > self._end_time

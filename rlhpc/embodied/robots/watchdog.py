@@ -29,7 +29,7 @@ _START_S = 60.0
 
 
 class WatchdogProcess:
-    """Watchdog process, as the safety core sees it.
+    """Handle with which the safety core controls the watchdog process.
 
     Args:
         stop: Function that stops the robot from another process.
@@ -58,32 +58,32 @@ class WatchdogProcess:
             self.close()
             raise RuntimeError("the robot's watchdog process did not start; its messages are above")
         self._sock.setblocking(False)
-        self._fired = False
+        self._has_fired = False
 
-    def beat(self, *, moving: bool, silence_s: float) -> None:
+    def beat(self, *, is_moving: bool, silence_s: float) -> None:
         """Sends a heartbeat to the process.
 
         Args:
-            moving: Whether the robot may be moving.
+            is_moving: Whether the robot may be moving.
             silence_s: Seconds without a heartbeat after which a moving robot is stopped.
         """
         with contextlib.suppress(BlockingIOError):
             try:
-                self._sock.send(_BEAT.pack(moving, silence_s))
+                self._sock.send(_BEAT.pack(is_moving, silence_s))
             except OSError:
-                self._fired = True
+                self._has_fired = True
 
     def has_fired(self) -> bool:
         """Returns whether the process has stopped the robot since the last call or has ended."""
         with contextlib.suppress(BlockingIOError):
             try:
-                self._fired |= self._sock.recv(64) in (_STOPPED, b"")
+                self._has_fired |= self._sock.recv(64) in (_STOPPED, b"")
             except BlockingIOError:
                 raise
             except OSError:
-                self._fired = True
-        fired, self._fired = self._fired, False
-        return fired
+                self._has_fired = True
+        has_fired, self._has_fired = self._has_fired, False
+        return has_fired
 
     def close(self) -> None:
         """Ends the process."""

@@ -61,14 +61,14 @@ def until_left(group: str, rank: int) -> Callable[[], None]:
     return check
 
 
-def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]) -> Any:
+def get_until_left(channel: Any, key: str, peer: Peer, check_alive: Callable[[], None]) -> Any:
     """Receives an item from a rank through a channel stored by this process.
 
     Args:
         channel: Channel.
         key: Key of the item.
         peer: Sending rank.
-        check: Function from `until_left`.
+        check_alive: Function from `until_left`.
 
     Raises:
         PeerLeft: The rank has gone without sending the item, or the item was lost with it.
@@ -77,26 +77,26 @@ def get_until_left(channel: Any, key: str, peer: Peer, check: Callable[[], None]
     deadline = time.monotonic() + current().wait_deadline
     while True:
         try:
-            with _peer_left_on_error(peer):
+            with _raise_peer_left(peer):
                 return channel.get(key=key, timeout=_CHECK_INTERVAL_S)
         except DeadlineExceeded:
-            check()
+            check_alive()
             if time.monotonic() > deadline:
                 raise
 
 
-def put_until_left(channel: Any, item: Any, key: str, peer: Peer) -> None:
+def put_until_left(channel: Any, sent_item: Any, key: str, peer: Peer) -> None:
     """Sends an item to a rank through a channel that this rank stores.
 
     Raises:
         PeerLeft: The rank has gone.
     """
-    with _peer_left_on_error(peer):
-        channel.put(item, key=key, home_ended=lambda: current().has_left(*peer))
+    with _raise_peer_left(peer):
+        channel.put(sent_item, key=key, home_ended=lambda: current().has_left(*peer))
 
 
 @contextlib.contextmanager
-def _peer_left_on_error(peer: Peer) -> Iterator[None]:
+def _raise_peer_left(peer: Peer) -> Iterator[None]:
     """Converts errors of an exchange with a rank that has gone to `PeerLeft`."""
     try:
         yield
@@ -158,8 +158,8 @@ class EnvLinks:
         Raises:
             DeadlineExceeded: Nothing arrived in time; the message names the peers.
         """
-        start = last_check = time.monotonic()
-        while not (ready := [peer for peer in peers if self._stages[peer[0]][peer[1]][2].ready()]):
+        start_time = last_check = time.monotonic()
+        while not (ready_peers := [peer for peer in peers if self._stages[peer[0]][peer[1]][2].ready()]):
             now = time.monotonic()
             if now - last_check > _CHECK_INTERVAL_S:
                 last_check = now
@@ -167,15 +167,15 @@ class EnvLinks:
                 for stage, index in peers:
                     if current().has_left(self._group, self._stages[stage][index][0]):
                         self.lose(stage, index)
-                if now - start > current().wait_deadline:
+                if now - start_time > current().wait_deadline:
                     ranks = sorted({self._stages[stage][index][0] for stage, index in peers})
                     peer_names = ", ".join(f"{self._group}-{rank}" for rank in ranks)
                     raise DeadlineExceeded(f"waited {current().wait_deadline:.0f} s for observations from {peer_names}")
-            if (waited_s := now - start) < _SPIN_S:
+            if (waited_s := now - start_time) < _SPIN_S:
                 os.sched_yield()
             else:
                 time.sleep(min(waited_s / 20, _MAX_SLEEP_S))
-        return ready
+        return ready_peers
 
     def has_gone(self, stage: int, index: int) -> bool:
         """Returns whether a peer, by its index in the stage, has gone."""
@@ -238,23 +238,23 @@ class MailboxLink:
     """Link through one mailbox per entry of an observation. Actions use the other direction of the first mailbox."""
 
     def __init__(self, boxes: dict[str, Mailbox], is_env: bool) -> None:
-        self._boxes, self._is_env, self._first = boxes, is_env, next(iter(boxes.values()))
+        self._boxes, self._is_env, self._first_box = boxes, is_env, next(iter(boxes.values()))
 
     def put(self, array: Any) -> None:
         """Sends actions or an observation to the other end."""
         if not self._is_env:
-            self._first.put(array)
+            self._first_box.put(array)
             return
         for key, mailbox in self._boxes.items():
             mailbox.put(array[key])
 
     def get(self) -> Any:
         """Waits for an array or a dict of arrays from the other end and returns it."""
-        return self._first.get() if self._is_env else {key: mailbox.get() for key, mailbox in self._boxes.items()}
+        return self._first_box.get() if self._is_env else {key: mailbox.get() for key, mailbox in self._boxes.items()}
 
     def ready(self) -> bool:
         """Returns whether all entries have arrived."""
-        return self._first.ready() if self._is_env else all(mailbox.ready() for mailbox in self._boxes.values())
+        return self._first_box.ready() if self._is_env else all(mailbox.ready() for mailbox in self._boxes.values())
 
 
 #: Two-way link between one env rank and one rollout rank, for one stage. `put` and `get` raise `PeerLeft` if the other end has
@@ -276,7 +276,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = (
     """
     is_env = worker.group_name == slots.env_name
     observations, actions = worker.connect_channel(OBSERVATIONS), worker.connect_channel(ACTIONS)
-    near_by_stage, rank, stages = [], worker.rank, range(slots.stages)
+    near_by_stage, rank, stages = [], worker.rank, range(slots.num_stages)
     if is_env:
         local_device = ConsumerLocation(current().host, address())
         for stage in stages:
@@ -335,19 +335,19 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device
     bytes_a_slot = row_bytes(observation_space)
     peer_group = slots.rollout_name if is_env else slots.env_name
     links_by_stage: list[list[tuple[int, range, EnvLink]]] = []
-    for stage in range(slots.stages):
+    for stage in range(slots.num_stages):
         peers = slots.rollouts_of(stage, worker.rank) if is_env else slots.envs_of(stage, worker.rank)
         links: list[tuple[int, range, EnvLink]] = []
         for (rank, peer_slots), stays_on_device in zip(peers, on_device[stage], strict=True):
-            env, rollout = (worker.rank, rank) if is_env else (rank, worker.rank)
+            env_rank, rollout_rank = (worker.rank, rank) if is_env else (rank, worker.rank)
             link: EnvLink | None = None
-            if env in slots.absent:
+            if env_rank in slots.absent:
                 link = ClosedLink()
             elif not stays_on_device:
-                link = _open_mailboxes(slots, stage, env, rollout, len(peer_slots), bytes_a_slot, is_env)
+                link = _open_mailboxes(slots, stage, env_rank, rollout_rank, len(peer_slots), bytes_a_slot, is_env)
             if link is None:
-                to_rollout = (observations, slots.to_rollout_key(stage, env, rollout))
-                to_env = (actions, slots.to_env_key(stage, env, rollout))
+                to_rollout = (observations, slots.to_rollout_key(stage, env_rank, rollout_rank))
+                to_env = (actions, slots.to_env_key(stage, env_rank, rollout_rank))
                 link = ChannelLink(*((*to_rollout, *to_env) if is_env else (*to_env, *to_rollout)), (peer_group, rank))
             links.append((rank, peer_slots, link))
         links_by_stage.append(links)
@@ -355,26 +355,35 @@ def open_links(worker: Worker, slots: SlotMap, observation_space: Any, on_device
 
 
 def _open_mailboxes(
-    slots: SlotMap, stage: int, env: int, rollout: int, size: int, bytes_a_slot: dict[str, int], is_env: bool
+    slots: SlotMap,
+    stage: int,
+    env_rank: int,
+    rollout_rank: int,
+    num_slot_bytes: int,
+    bytes_a_slot: dict[str, int],
+    is_env: bool,
 ) -> EnvLink | None:
     """Opens the mailboxes of a pair of ranks. Returns None if the ranks are on different hosts or messages are too large; both
     ends come to the same decision.
     """
     context = current()
-    peer = (slots.rollout_name, rollout) if is_env else (slots.env_name, env)
+    peer = (slots.rollout_name, rollout_rank) if is_env else (slots.env_name, env_rank)
     if (
         not available()
         or context.member(*peer)["host"] != context.host
-        or size * sum(bytes_a_slot.values()) > _MAX_MAILBOX_BYTES
+        or num_slot_bytes * sum(bytes_a_slot.values()) > _MAX_MAILBOX_BYTES
     ):
         return None
     mailboxes: dict[str, Mailbox] = {}
-    for index, (key, count) in enumerate(bytes_a_slot.items()):
-        path = context.service.scratch.shm / f"mailbox-{slots.token}-{stage}-{env}-{rollout}{f'-{index}' * bool(key)}"
+    for index, (key, num_arrays) in enumerate(bytes_a_slot.items()):
+        path = (
+            context.service.scratch.shm
+            / f"mailbox-{slots.token}-{stage}-{env_rank}-{rollout_rank}{f'-{index}' * bool(key)}"
+        )
         mailboxes[key] = Mailbox(
             path,
-            size * max(count, 0 if index else _ACTION_BYTES),
-            first=is_env,
+            num_slot_bytes * max(num_arrays, 0 if index else _ACTION_BYTES),
+            is_first=is_env,
             peer=f"{peer[0]}-{peer[1]}",
             deadline=context.wait_deadline,
             check=until_left(*peer),

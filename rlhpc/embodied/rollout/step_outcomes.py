@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhpc.embodied.envs.base import TIMING_NAMES, Timing, concat_timings, env_failed
+from rlhpc.embodied.envs.base import TIMING_NAMES, Timing, concat_timings, env_failed, timing_row
 from rlhpc.embodied.envs.observations import (
     all_finite,
     bad_rows,
     bad_slots,
-    cleaned,
     is_finite,
     join,
     keep_tensors,
+    replace_nonfinite,
     take,
 )
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rlhpc.embodied.config import PlayingConfig, PpoConfig
+    from rlhpc.embodied.config import PpoConfig
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,21 @@ class OutcomeShape:
     chunk: int = 1
     reward_per_action: bool = False
     single_episode: bool = False
-
-
-def shape_of(cfg: PlayingConfig, rewards: str, logprobs: str, single_episode: bool) -> OutcomeShape:
-    """Returns the options for the levels (action or chunk) of rewards and log-probabilities."""
-    is_per_action = rewards == "action_level"
-    keeps_actions = is_per_action or logprobs != "chunk_level"
-    return OutcomeShape(cfg.actor.model.num_action_chunks if keeps_actions else 1, is_per_action, single_episode)
+    interventions: bool = False
+    action_shape: tuple[int, ...] | None = None
 
 
 def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
     """Returns the options of a PPO run. Without `env.train.auto_reset`, each rollout is one episode per slot."""
     algorithm = cfg.algorithm
-    return shape_of(cfg, algorithm.reward_type.lower(), algorithm.logprob_type.lower(), not cfg.env.train.auto_reset)
+    is_per_action = algorithm.reward_type == "action_level"
+    keeps_actions = is_per_action or algorithm.logprob_type != "chunk_level"
+    return OutcomeShape(
+        chunk=cfg.actor.model.num_action_chunks if keeps_actions else 1,
+        reward_per_action=is_per_action,
+        single_episode=not cfg.env.train.auto_reset,
+        interventions=cfg.env.train.intervene.source is not None,
+    )
 
 
 #: Columns of a message whose names differ from the fields of `SlotOutcomes`.
@@ -65,6 +68,8 @@ class SlotOutcomes:
         last_obs: Observations after the rollout, `[n, ...]`.
         final_slot, final_step, final_obs: Slot, decision `[k]` and last observation `[k, ...]` of each ended episode.
         missing: Transitions whose outcome is missing because an env rank left the run, bool; None if none is missing.
+        intervened: Decisions in which a source of interventions chose an action, bool; None if there is no source.
+        executed_actions: Actions that were executed, `[n, T, C, dim]`; None in on-policy runs and without a source.
     """
 
     rewards: np.ndarray
@@ -79,6 +84,8 @@ class SlotOutcomes:
     final_step: np.ndarray
     final_obs: Any
     missing: np.ndarray | None = None
+    intervened: np.ndarray | None = None
+    executed_actions: np.ndarray | None = None
 
     def columns(self) -> dict[str, Any]:
         """Returns the columns of the message by name, without fields that are None."""
@@ -89,7 +96,7 @@ class SlotOutcomes:
 
     def transition_columns(self) -> dict[str, np.ndarray]:
         """Returns the columns of transitions, `[n, T, ...]`."""
-        episode_columns = ("last_obs", "final_slot", "final_step", "final_obs")
+        episode_columns = ("last_obs", "final_slot", "final_step", "final_obs", "executed_actions")
         return {name: column for name, column in self.columns().items() if name not in episode_columns}
 
     @classmethod
@@ -100,9 +107,9 @@ class SlotOutcomes:
         }
         return cls(**arguments)
 
-    def shifted(self, slots: int) -> SlotOutcomes:
-        """Returns the outcomes with `slots` added to `final_slot`."""
-        return replace(self, final_slot=self.final_slot + slots)
+    def shifted(self, num_slots: int) -> SlotOutcomes:
+        """Returns the outcomes with `num_slots` added to `final_slot`."""
+        return replace(self, final_slot=self.final_slot + num_slots)
 
     @staticmethod
     def join(parts: Sequence[SlotOutcomes]) -> SlotOutcomes:
@@ -124,6 +131,8 @@ class Outcomes:
         chunk: Number of actions per decision, if actions are distinguished: `executed [n, T, chunk]` marks executed actions.
         reward_per_action: Store a reward for each action, `[n, T, chunk]`.
         single_episode: Play one episode per slot: `valid [n, T]` excludes the decisions after its end.
+        interventions: Whether `intervened [n, T]` marks the decisions in which a source of interventions chose an action.
+        action_shape: Shape `(C, dim)` of the stored `executed_actions [n, T, C, dim]`; None stores none.
         spoiled: Function called for non-finite values with the quantity ("reward", "observation" or "last observation of an
             episode"), the step and the slots (bool `[n]`). It may raise an error. Otherwise 0 replaces the values, and
             `nonfinite [n, T]` marks their transitions.
@@ -132,29 +141,37 @@ class Outcomes:
     def __init__(
         self,
         share: range,
-        steps: int,
+        num_steps: int,
         *,
         chunk: int = 1,
-        reward_per_action: bool = False,
-        single_episode: bool = False,
-        spoiled: Callable[[str, int, np.ndarray], None] | None = None,
+        has_action_rewards: bool = False,
+        is_single_episode: bool = False,
+        interventions: bool = False,
+        action_shape: tuple[int, ...] | None = None,
+        report_nonfinite: Callable[[str, int, np.ndarray], None] | None = None,
     ) -> None:
         num_slots = len(share)
-        self._on_nonfinite, self._steps = spoiled, steps
-        self._per_action = reward_per_action and chunk > 1
-        self.rewards = np.zeros((num_slots, steps, chunk) if self._per_action else (num_slots, steps), np.float32)
-        self.terminations = np.zeros((num_slots, steps), bool)
-        self.truncations = np.zeros((num_slots, steps), bool)
+        self._on_nonfinite, self._steps = report_nonfinite, num_steps
+        self._per_action = has_action_rewards and chunk > 1
+        self.rewards = np.zeros(
+            (num_slots, num_steps, chunk) if self._per_action else (num_slots, num_steps), np.float32
+        )
+        self.terminations = np.zeros((num_slots, num_steps), bool)
+        self.truncations = np.zeros((num_slots, num_steps), bool)
         self._optional: dict[str, np.ndarray] = {}
         if chunk > 1:
-            self._optional["executed"] = np.ones((num_slots, steps, chunk), bool)
-        if single_episode:
-            self._optional["valid"] = np.ones((num_slots, steps), bool)
-        self._optional["env_failed"] = np.zeros((num_slots, steps), bool)
-        if spoiled is not None:
-            self._optional["nonfinite"] = np.zeros((num_slots, steps), bool)
-        self._alive = np.ones(num_slots, bool) if single_episode else None
-        self._finals: list[tuple[int, np.ndarray, Any]] = []
+            self._optional["executed"] = np.ones((num_slots, num_steps, chunk), bool)
+        if is_single_episode:
+            self._optional["valid"] = np.ones((num_slots, num_steps), bool)
+        self._optional["env_failed"] = np.zeros((num_slots, num_steps), bool)
+        if interventions:
+            self._optional["intervened"] = np.zeros((num_slots, num_steps), bool)
+        if action_shape is not None:
+            self._optional["executed_actions"] = np.zeros((num_slots, num_steps, *action_shape), np.float32)
+        if report_nonfinite is not None:
+            self._optional["nonfinite"] = np.zeros((num_slots, num_steps), bool)
+        self._is_alive = np.ones(num_slots, bool) if is_single_episode else None
+        self._final_obs: list[tuple[int, np.ndarray, Any]] = []
 
     def add(
         self, t: int, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray, infos: dict[str, Any]
@@ -176,6 +193,11 @@ class Outcomes:
             self._optional["executed"][:, t] = infos["chunk"]["mask"]
             if self._per_action:
                 rewards = infos["chunk"]["rewards"]
+        if "intervened" in self._optional:
+            self._optional["intervened"][:, t] = infos["intervened"].any(1)
+        if "executed_actions" in self._optional:
+            column = self._optional["executed_actions"]
+            column[:, t] = infos["executed_actions"].reshape(column[:, t].shape)
         self.rewards[:, t] = rewards
         self.terminations[:, t] = terminations
         self.truncations[:, t] = truncations
@@ -186,14 +208,14 @@ class Outcomes:
                 False,
                 True,
             )
-        if self._alive is not None:
-            self._optional["valid"][:, t] = self._alive
+        if self._is_alive is not None:
+            self._optional["valid"][:, t] = self._is_alive
             for column in (self.rewards, self.terminations, self.truncations, self._optional["env_failed"]):
-                column[~self._alive, t] = 0
-            self._alive &= ~(self.terminations[:, t] | self.truncations[:, t])
+                column[~self._is_alive, t] = 0
+            self._is_alive &= ~(self.terminations[:, t] | self.truncations[:, t])
         if not is_finite(self.rewards[:, t]):
             self._handle_nonfinite("reward", t, bad_rows(self.rewards[:, t]), (t,))
-            self.rewards[:, t] = cleaned(self.rewards[:, t])
+            self.rewards[:, t] = replace_nonfinite(self.rewards[:, t])
         ended_slots = np.flatnonzero(self.terminations[:, t] | self.truncations[:, t])
         if not ended_slots.size:
             return None
@@ -202,15 +224,15 @@ class Outcomes:
             rows = np.zeros(len(self.rewards), bool)
             rows[ended_slots] = bad_slots(final_obs)
             self._handle_nonfinite("last observation of an episode", t, rows, (t,))
-            final_obs = cleaned(final_obs)
-        self._finals.append((t, ended_slots, final_obs))
+            final_obs = replace_nonfinite(final_obs)
+        self._final_obs.append((t, ended_slots, final_obs))
         return ended_slots
 
-    def _handle_nonfinite(self, quantity: str, t: int, rows: np.ndarray, at: tuple[int, ...]) -> None:
+    def _handle_nonfinite(self, quantity_name: str, t: int, rows: np.ndarray, index: tuple[int, ...]) -> None:
         if self._on_nonfinite is None:
             return
-        self._on_nonfinite(quantity, t, rows)
-        for step in at:
+        self._on_nonfinite(quantity_name, t, rows)
+        for step in index:
             if 0 <= step < self._steps:
                 self._optional["nonfinite"][rows, step] = True
 
@@ -219,11 +241,11 @@ class Outcomes:
         if all_finite(obs):
             return obs
         rows = bad_slots(obs)
-        if self._alive is not None:
-            rows &= self._alive  # steps after an episode's end do not train
+        if self._is_alive is not None:
+            rows &= self._is_alive  # steps after an episode's end do not train
         if rows.any():
             self._handle_nonfinite("observation", t, rows, (t - 1, t))
-        return cleaned(obs)
+        return replace_nonfinite(obs)
 
     def part(self, part: slice, last_obs: Any, num_decisions: int | None = None) -> SlotOutcomes:
         """Returns the outcomes of the slots `part`. `final_slot` is relative to the first slot of `part`.
@@ -234,22 +256,24 @@ class Outcomes:
             num_decisions: Number of decisions, if the rollout ended early.
         """
         slots, steps, rows = [], [], []
-        for t, ended_slots, final_obs in self._finals:
+        for t, ended_slots, final_obs in self._final_obs:
             is_in_part = (ended_slots >= part.start) & (ended_slots < part.stop)
             if is_in_part.any():
                 slots.append(ended_slots[is_in_part] - part.start)
                 steps.append(np.full(int(is_in_part.sum()), t))
                 rows.append(take(final_obs, is_in_part))
         no_ends = np.zeros(0, np.int64)
-        optional = {name: column[part, :num_decisions] for name, column in self._optional.items()}
+        optional_columns = {name: column[part, :num_decisions] for name, column in self._optional.items()}
         return SlotOutcomes(
             rewards=self.rewards[part, :num_decisions],
             terminations=self.terminations[part, :num_decisions],
             truncations=self.truncations[part, :num_decisions],
-            executed=optional.get("executed"),
-            valid=optional.get("valid"),
-            env_failed=optional["env_failed"],
-            nonfinite=optional.get("nonfinite"),
+            executed=optional_columns.get("executed"),
+            valid=optional_columns.get("valid"),
+            env_failed=optional_columns["env_failed"],
+            nonfinite=optional_columns.get("nonfinite"),
+            intervened=optional_columns.get("intervened"),
+            executed_actions=optional_columns.get("executed_actions"),
             last_obs=last_obs,
             final_slot=np.concatenate(slots) if slots else no_ends,
             final_step=np.concatenate(steps) if steps else no_ends,
@@ -257,42 +281,45 @@ class Outcomes:
         )
 
 
-def unknown_outcomes(share: range, steps: int, shape: OutcomeShape, last_obs: Any) -> SlotOutcomes:
+def unknown_outcomes(slot_share: range, num_steps: int, shape: OutcomeShape, last_obs: Any) -> SlotOutcomes:
     """Returns placeholder outcomes for slots of an env rank that left the run. The caller must mark them as `missing`."""
     outcomes = Outcomes(
-        share,
-        steps,
+        slot_share,
+        num_steps,
         chunk=shape.chunk,
-        reward_per_action=shape.reward_per_action,
-        single_episode=shape.single_episode,
-        spoiled=lambda *_: None,
+        has_action_rewards=shape.reward_per_action,
+        is_single_episode=shape.single_episode,
+        interventions=shape.interventions,
+        action_shape=shape.action_shape,
+        report_nonfinite=lambda *_: None,
     )
-    return outcomes.part(slice(0, len(share)), last_obs)
+    return outcomes.part(slice(0, len(slot_share)), last_obs)
 
 
 def next_values(
-    values: np.ndarray,
-    last_values: np.ndarray,
-    final_slot: np.ndarray,
-    final_step: np.ndarray,
-    final_values: np.ndarray,
-    executed: np.ndarray | None = None,
-) -> np.ndarray:
-    """Returns the value of the true next observation of each transition, `[n, T]`.
+    values: Any,
+    last_values: Any,
+    final_slot: Any,
+    final_step: Any,
+    final_values: Any,
+    is_executed: Any = None,
+) -> Any:
+    """Returns the value of the true next observation of each transition, `[n, T]`. All arguments are arrays, or all are
+    tensors.
 
     Args:
         values: Values of the observations that were acted on, `[n, T]`, or `[n, T, chunk]` with a value per action.
         last_values: Values of the observations after the rollout, `[n]`, or `[n, chunk]`, of which the first is used.
         final_slot, final_step, final_values: Slot, decision `[k]` and value of the last observation, `[k]` or `[k, chunk]`, of
             each ended episode.
-        executed: Mask of the executed actions, `[n, T, chunk]`; required for values per action.
+        is_executed: Mask of the executed actions, `[n, T, chunk]`; required for values per action.
     """
-    following_values = np.empty_like(values)
+    following_values: Any = np.empty_like(values) if isinstance(values, np.ndarray) else values.new_empty(values.shape)
     if values.ndim == 3:
-        assert executed is not None
+        assert is_executed is not None
         following_values[:, :, :-1] = values[:, :, 1:]
         following_values[:, :-1, -1], following_values[:, -1, -1] = values[:, 1:, 0], last_values[:, 0]
-        following_values[final_slot, final_step, (executed[final_slot, final_step].sum(-1) - 1)] = final_values[:, 0]
+        following_values[final_slot, final_step, (is_executed[final_slot, final_step].sum(-1) - 1)] = final_values[:, 0]
         return following_values
     following_values[:, :-1] = values[:, 1:]
     following_values[:, -1] = last_values
@@ -304,18 +331,27 @@ class EpisodeLog:
     """Log of the episodes that ended during a rollout. Episodes with a non-finite return are only counted.
 
     Attributes:
-        spoiled: Number of episodes with a non-finite return.
-        skipped: Number of actions of chunks that were not executed because the episode had ended.
+        num_nonfinite: Number of episodes with a non-finite return.
+        num_skipped: Number of actions of chunks that were not executed because the episode had ended.
+        num_actions: Number of executed actions, if there is a source of interventions.
+        num_intervention_actions: Number of those actions that the source chose.
     """
 
     def __init__(self) -> None:
         self._rows: list[np.ndarray] = []
-        self.spoiled = self.skipped = 0
+        self.num_nonfinite = self.num_skipped = 0
+        self.num_actions = self.num_intervention_actions = 0
 
-    def count_skipped(self, infos: dict[str, Any], slots: slice = slice(None)) -> None:
-        """Counts the actions of a step's chunks that were not executed in `slots`."""
+    def count_actions(self, infos: dict[str, Any], slots: slice = slice(None)) -> None:
+        """Counts the actions of a step's chunks that were not executed in `slots`, and those of a source of interventions."""
+        num_skipped = 0
         if "chunk" in infos:
-            self.skipped += int((~np.asarray(infos["chunk"]["mask"], bool)[slots]).sum())
+            num_skipped = int((~np.asarray(infos["chunk"]["mask"], bool)[slots]).sum())
+            self.num_skipped += num_skipped
+        if "intervened" in infos:
+            is_intervened = infos["intervened"][slots]
+            self.num_actions += is_intervened.size - num_skipped
+            self.num_intervention_actions += int(is_intervened.sum())
 
     def add(self, t: int, slot_offset: int, infos: dict[str, Any], ended_slots: np.ndarray) -> None:
         """Records the episodes that ended at step `t` in `ended_slots`, which are relative to `slot_offset`."""
@@ -325,29 +361,36 @@ class EpisodeLog:
         finished_slots = ended_slots[np.asarray(episode["mask"])[ended_slots]] if "mask" in episode else ended_slots
         finished_slots = finished_slots[~env_failed(infos, len(episode["return"]))[finished_slots]]
         success = episode.get("success_once", episode.get("success"))
-        rows = np.empty((finished_slots.size, 5))
+        rows = np.empty((finished_slots.size, 6))
         rows[:, 0], rows[:, 1] = t, finished_slots + slot_offset
         rows[:, 2], rows[:, 3] = (
             np.asarray(episode["return"])[finished_slots],
             np.asarray(episode["length"])[finished_slots],
         )
         rows[:, 4] = np.nan if success is None else np.asarray(success)[finished_slots]
+        rows[:, 5] = np.asarray(episode["helped"])[finished_slots] if "helped" in episode else 0
+        self.add_rows(rows)
+
+    def add_rows(self, rows: np.ndarray) -> None:
+        """Records ended episodes, `[k, 6]` in the order of the columns of `arrays`."""
         if not is_finite(rows[:, 2]):
             has_finite_return = np.isfinite(rows[:, 2])
-            self.spoiled += int((~has_finite_return).sum())
+            self.num_nonfinite += int((~has_finite_return).sum())
             rows = rows[has_finite_return]
         self._rows.append(rows)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns `step`, `slot`, `return`, `length`, `success` (nan if the environment does not report it), each `[k]`."""
-        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 5))
-        names = ("step", "slot", "return", "length", "success")
-        return {name: rows[:, i] for i, name in enumerate(names)}
+        """Returns `step`, `slot`, `return`, `length`, `success` (nan if the environment does not report it) and `helped` (1 if
+        a source of interventions chose an action, else 0), each `[k]`.
+        """
+        rows = np.concatenate(self._rows) if self._rows else np.zeros((0, 6))
+        column_names = ("step", "slot", "return", "length", "success", "helped")
+        return {name: rows[:, i] for i, name in enumerate(column_names)}
 
     def report(
         self,
         *,
-        restarts: int = 0,
+        num_restarts: int = 0,
         by_device: int = 0,
         by_host: int = 0,
         busy_s: float = 0.0,
@@ -356,27 +399,88 @@ class EpisodeLog:
         """Returns the rank's report of a rollout: `arrays`, `COUNTS` (each `[1]`), and `concat_timings`.
 
         Args:
-            restarts: Number of simulator processes restarted since the rank started, after they died or hung.
+            num_restarts: Number of simulator processes restarted since the rank started, after they died or hung.
             by_device: Number of observation messages that stayed on the accelerator.
             by_host: Number of observation messages that were produced on the accelerator but copied to the host.
             busy_s: Seconds in which the rank did not wait for actions.
             timing: Timing statistics of the robots.
         """
-        counts = (restarts, self.spoiled, self.skipped, by_device, by_host, busy_s)
+        report_counts = (
+            num_restarts,
+            self.num_nonfinite,
+            self.num_skipped,
+            by_device,
+            by_host,
+            busy_s,
+            self.num_actions,
+            self.num_intervention_actions,
+        )
         return {
             **self.arrays(),
-            **{name: np.array([n]) for name, n in zip(COUNTS, counts, strict=True)},
+            **{name: np.array([n]) for name, n in zip(COUNTS, report_counts, strict=True)},
             **concat_timings(timing),
         }
 
 
 #: Counts in an env rank's report, in addition to episodes and `TIMING_NAMES`; see `EpisodeLog.report`.
-COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s")
+COUNTS = ("restarts", "spoiled", "skipped", "by_device", "by_host", "busy_s", "actions", "led_actions")
 
 
-def merge_reports(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def merge_reports(report_parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Merges the ranks' reports. Orders episodes by step and slot, so that the result does not depend on the placement."""
-    parts = parts or [EpisodeLog().report()]
-    columns = {name: np.concatenate([log_columns[name] for log_columns in parts]) for name in parts[0]}
-    order = np.lexsort((columns["slot"], columns["step"]))
-    return {name: column if name in (*COUNTS, *TIMING_NAMES) else column[order] for name, column in columns.items()}
+    report_parts = report_parts or [EpisodeLog().report()]
+    columns = {name: np.concatenate([log_columns[name] for log_columns in report_parts]) for name in report_parts[0]}
+    episode_order = np.lexsort((columns["slot"], columns["step"]))
+    return {
+        name: column if name in (*COUNTS, *TIMING_NAMES) else column[episode_order] for name, column in columns.items()
+    }
+
+
+def _compute_device_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the timing metrics of robots and, if simulators produce observations on an accelerator, the fraction of
+    observation messages that stayed on the accelerator.
+    """
+    num_device_messages, num_host_messages = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
+    return (
+        {"env/on_device": num_device_messages / (num_device_messages + num_host_messages)}
+        if num_device_messages + num_host_messages
+        else {}
+    ) | timing_row(episodes)
+
+
+def autonomous_episodes(episodes: dict[str, np.ndarray]) -> list[tuple[float, float, float]]:
+    """Returns return, length and success of each episode in which the policy chose all actions."""
+    is_autonomous = episodes["helped"] == 0
+    columns = [episodes[name][is_autonomous].tolist() for name in ("return", "length", "success")]
+    return list(zip(*columns, strict=True))
+
+
+def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns metrics of one step alone: its ended episodes, the share of a source of interventions, the timing of robots, and
+    the share of observations that stayed on an accelerator. Return and success are of episodes without interventions.
+    """
+    num_episodes, rows = len(episodes["return"]), np.array(autonomous_episodes(episodes))
+    metrics: dict[str, float] = {"rollout/episodes": num_episodes}
+    if len(rows):
+        metrics["rollout/episode_return"] = float(rows[:, 0].mean())
+        if not np.isnan(rows[:, 2]).any():
+            metrics["rollout/success_once"] = float(rows[:, 2].mean())
+    if num_actions := int(episodes["actions"].sum()):
+        metrics["rollout/intervention_rate"] = float(episodes["led_actions"].sum() / num_actions)
+        metrics["rollout/helped_episodes"] = float((episodes["helped"] > 0).sum())
+    return metrics | _compute_device_metrics(episodes)
+
+
+def joined_metrics(decisions: Counter[int], chunk: int) -> dict[str, float]:
+    """Returns the number of a step's transitions from joined ranks, in total and for each rank.
+
+    Args:
+        decisions: Number of decisions by rank.
+        chunk: Number of transitions per decision.
+    """
+    if not decisions:
+        return {}
+    by_rank = {
+        f"env/joined_transitions_{rank}": num_decisions * chunk for rank, num_decisions in sorted(decisions.items())
+    }
+    return {"env/joined_transitions": decisions.total() * chunk, **by_rank}

@@ -1,4 +1,5 @@
-"""Training loop of behaviour cloning. A step is `algorithm.update_epochs` passes over the demonstrations."""
+"""Training loop of behaviour cloning. A step is `algorithm.update_epochs` passes over the demonstrations, or
+`algorithm.minibatches_per_step` minibatches of them."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ class BcRunner(Runner[BcConfig]):
         self.samples, self.eval_return = 0, None
 
     def build(self) -> None:
-        """Builds the policy and reads the demonstrations."""
+        """Builds the policy and indexes the demonstrations."""
         self.demos = self.actor.init_worker().wait(self.timeout)[0]
 
     def one_step(self) -> dict[str, float]:
-        """Trains for `update_epochs` passes, evaluates if an evaluation is due, and returns the row of metrics."""
-        timers, begin = PhaseTimers(), active_s()
+        """Trains for a step, evaluates if an evaluation is due, and returns the row of metrics."""
+        timers, start_s = PhaseTimers(), active_s()
         progress = self.step / max(self.folder.total, 1)
         with timers("update"):
             train_metrics = self.actor.imitate(self.step + 1, progress).wait(self.timeout)[0]
         self.step += 1
-        num_samples = int(self.demos["transitions"]) * self.cfg.algorithm.update_epochs
+        num_samples = int(train_metrics.pop("samples"))
         self.samples += num_samples
         row = {f"train/{name}": metric for name, metric in train_metrics.items()}
         row |= {"train/samples": float(self.samples), "train/demonstrations": self.demos["episodes"]}
@@ -53,7 +54,7 @@ class BcRunner(Runner[BcConfig]):
             row.update({f"eval/{name}": metric for name, metric in metrics.items()})
         row.update(timers.pop())
         row["time/samples_per_s"] = num_samples / max(row["time/update_s"], 1e-9)
-        row["time/step_s"] = active_s() - begin
+        row["time/step_s"] = active_s() - start_s
         return row
 
     def state(self) -> dict[str, Any]:

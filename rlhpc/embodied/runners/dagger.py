@@ -21,7 +21,7 @@ from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.lerobot_writer import NothingToWrite
 from rlhpc.embodied.evaluation.evaluate import record_episodes
-from rlhpc.embodied.evaluation.intervention import named_intervention, require_single
+from rlhpc.embodied.interventions.sources import named_intervention
 from rlhpc.embodied.python_env import call_where_importable
 from rlhpc.embodied.task_types import BC
 from rlhpc.jobs.paths import RunPaths
@@ -34,7 +34,7 @@ from rlhpc.runtime.files import read_json
 
 
 def dagger(
-    config: str | Path, overrides: Sequence[str], *, expert: str | None, rounds: int, episodes: int,
+    config: str | Path, overrides: Sequence[str], *, expert: str | None, num_rounds: int, num_episodes: int,
     intervene: str | None = None, trust_code: bool = False, options: WriteOptions | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Trains a policy by DAgger.
@@ -46,8 +46,8 @@ def dagger(
         expert: Expert that labels states, as `module:function` or a checkpoint; None for interventions.
         intervene: Source of interventions (`find_intervention`); only the steps of interventions are cloned. The rounds
             end early after a round without interventions.
-        rounds: Number of rounds in which the policy acts.
-        episodes: Number of episodes per round.
+        num_rounds: Number of rounds in which the policy acts.
+        num_episodes: Number of episodes per round.
         options: Format of the rounds' data; ManiSkill's HDF5 by default.
         trust_code: True imports code that the expert's checkpoint names as `module:Class`, even if the configuration
             does not name the code.
@@ -64,22 +64,29 @@ def dagger(
     user_overrides, overrides = overrides, [*overrides, "workflow.demos_expert=null"]
     if task_type_of(unchecked_cfg := load_config(config, user_overrides, check=False)) is not BC:
         raise ConfigError(f"runner.task_type is {unchecked_cfg.runner.task_type!r}; dagger takes runs of {BC.name}")
-    base_cfg = _load(config, [*overrides, "demos.path=expert.h5"] if not _demos_path(config, overrides) else overrides)
-    if intervene is not None:
-        require_single(base_cfg.actor.model.num_action_chunks)
+    base_cfg = _load(
+        config, [*overrides, "demos.path=expert.h5"] if not _load_demos_path(config, overrides) else overrides
+    )
+    if intervene is not None and (chunk := base_cfg.actor.model.num_action_chunks) != 1:
+        raise ConfigError(
+            f"the policy acts in chunks of {chunk} (actor.model.num_action_chunks); interventions are recorded by single "
+            "actions: allowed is 1"
+        )
     name = base_cfg.runner.name
     folder = RunPaths.of(base_cfg.runner.run_dir, f"{name}-dagger").root
-    demos_path = _demos_path(config, overrides)
+    demos_path = _load_demos_path(config, overrides)
     dataset_paths = [demos_path] if isinstance(demos_path, str) else [str(demo_path) for demo_path in demos_path or ()]
     if not dataset_paths:
         if expert is None:
             raise ConfigError(
                 "demos.path is null; --intervene goes on from a first clone: record demonstrations, and name them"
             )
-        dataset_paths = [_record_round(folder, 0, expert, base_cfg, episodes, None, None, trust_code, options) or ""]
+        dataset_paths = [
+            _record_round(folder, 0, expert, base_cfg, num_episodes, None, None, trust_code, options) or ""
+        ]
     runs: list[dict[str, Any]] = []
     init_overrides: list[str] = []
-    for k in range(rounds + 1):
+    for k in range(num_rounds + 1):
         round_overrides = [
             *overrides,
             f"runner.name={name}-round{k}",
@@ -97,23 +104,23 @@ def dagger(
             checkpoint = newest_valid(paths)
         runs.append({"name": paths.root.name, "checkpoint": str(checkpoint.path), "data": list(dataset_paths)})
         init_overrides = [f"runner.init_from={_quote_path(str(checkpoint.path))}"]
-        if k < rounds:
+        if k < num_rounds:
             round_data = _record_round(
-                folder, k + 1, expert, cfg, episodes, str(checkpoint.path), intervene, trust_code, options
+                folder, k + 1, expert, cfg, num_episodes, str(checkpoint.path), intervene, trust_code, options
             )
             dataset_paths.append(round_data or "")
             if round_data is None:
-                note(f"nobody took over in {episodes} episodes; {runs[-1]['checkpoint']} is the last policy")
+                note(f"nobody took over in {num_episodes} episodes; {runs[-1]['checkpoint']} is the last policy")
                 return runs
     return runs
 
 
-def _load(config: str | Path, overrides: Sequence[str], *, check: bool = True) -> BcConfig:
-    return typed(BcConfig, load_config(config, overrides, check=check))
+def _load(config: str | Path, overrides: Sequence[str], *, checks_config: bool = True) -> BcConfig:
+    return typed(BcConfig, load_config(config, overrides, check=checks_config))
 
 
-def _demos_path(config: str | Path, overrides: Sequence[str]) -> Any:
-    return _load(config, overrides, check=False).demos.path
+def _load_demos_path(config: str | Path, overrides: Sequence[str]) -> Any:
+    return _load(config, overrides, checks_config=False).demos.path
 
 
 def _quote_path(path: str) -> str:
@@ -121,7 +128,13 @@ def _quote_path(path: str) -> str:
 
 
 def _record_round(
-    folder: Path, number: int, expert: str | None, cfg: BcConfig, episodes: int, student: str | None, intervene: str | None,
+    folder: Path,
+    round_number: int,
+    expert: str | None,
+    cfg: BcConfig,
+    num_episodes: int,
+    student: str | None,
+    intervene: str | None,
     trust_code: bool, options: WriteOptions | None,
 ) -> str | None:  # fmt: skip
     """Records the data of a round unless the data exists. Returns the path of the data, or None without interventions.
@@ -129,12 +142,12 @@ def _record_round(
     The data consists of the student's episodes, labelled with the expert's actions. Without a student, it consists of
     the expert's episodes; with `intervene`, it consists of the steps of interventions.
     """
-    file, dataset = folder / f"round_{number}.h5", folder / f"round_{number}"
+    file, dataset = folder / f"round_{round_number}.h5", folder / f"round_{round_number}"
     output = dataset if options is not None and options.to == "lerobot" else file
     output = next((path for path in (file, dataset) if path.exists()), output)  # keeps the format of existing data
     if not output.exists():
         # The seed makes episodes differ from evaluation episodes, and between rounds.
-        seed = cfg.runner.seed + 7919 * (number + 1)
+        seed = cfg.runner.seed + 7919 * (round_number + 1)
         actor = str(student or expert)
         try:
             summary = call_where_importable(
@@ -143,7 +156,7 @@ def _record_round(
                 actor,
                 cfg,
                 output,
-                episodes=episodes,
+                episodes=num_episodes,
                 seed=seed,
                 teacher=expert if student and not intervene else None,
                 intervene=intervene,

@@ -3,7 +3,7 @@
 Each step has four phases: the actors send their weights to the rollout workers, the policy acts in the simulators, the
 actors receive the trajectories, and the actors train on them. The driver issues the calls of a step together and each rank
 executes its own in order, so no phase waits for a round trip to the driver. The loops are `SyncRolloutLoop`,
-`AsyncRolloutLoop` and `ColocatedRolloutLoop`.
+`AsyncRolloutLoop` and `ColocatedRolloutLoop`. Actors that simulate and act themselves have a `TensorRunner`.
 
 With `algorithm.max_staleness: k` the rollout runs up to k steps ahead of the training, with weights at most k versions older
 than in the synchronous loop. It pauses before a checkpoint and before an evaluation, so that a resumed run continues like an
@@ -14,68 +14,31 @@ from __future__ import annotations
 
 import collections
 import secrets
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rlhpc.algorithms.nonfinite import MAX_IN_A_ROW, nonfinite
-from rlhpc.embodied.config import PlayingConfig, PpoConfig, SacConfig
+from rlhpc.embodied.config import PlayingConfig, PpoConfig, acts_in_actor
 from rlhpc.embodied.data.batches import DropReason, RolloutCounts
-from rlhpc.embodied.envs.base import timing_row
 from rlhpc.embodied.evaluation.episodes import EvaluationRows, evaluation_metrics
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.rollout.step_outcomes import merge_reports
-from rlhpc.embodied.rollout.work_sharing import FullRollout, cuts, divisible
+from rlhpc.embodied.rollout.step_outcomes import autonomous_episodes, episode_metrics, joined_metrics, merge_reports
+from rlhpc.embodied.rollout.work_sharing import FullRollout, divisible, num_parts_of
 from rlhpc.embodied.runners.rollout_sources import RolloutSources, wait_all
-from rlhpc.embodied.training.blueprint import check_backend
+from rlhpc.embodied.training import check_backend
 from rlhpc.jobs.signals import StopRequest
 from rlhpc.metrics import PhaseTimers
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.runs.run_folder import RunFolder, note
 from rlhpc.runs.runner import Runner
 from rlhpc.runtime.worker_group import WorkerGroup
-
-
-def device_and_timing_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns the timing metrics of robots and, if simulators produce observations on an accelerator, the fraction of
-    observation messages that stayed on the accelerator.
-    """
-    num_device_messages, num_host_messages = int(episodes["by_device"].sum()), int(episodes["by_host"].sum())
-    return (
-        {"env/on_device": num_device_messages / (num_device_messages + num_host_messages)}
-        if num_device_messages + num_host_messages
-        else {}
-    ) | timing_row(episodes)
-
-
-def episode_metrics(episodes: dict[str, np.ndarray]) -> dict[str, float]:
-    """Returns metrics of only the episodes that ended in this step. The averages over `WINDOW` episodes react more
-    slowly.
-    """
-    num_episodes = len(episodes["return"])
-    metrics: dict[str, float] = {"rollout/episodes": num_episodes}
-    if num_episodes:
-        metrics["rollout/episode_return"] = float(episodes["return"].mean())
-        if not np.isnan(episodes["success"]).any():
-            metrics["rollout/success_once"] = float(episodes["success"].mean())
-    return metrics
-
-
-def joined_metrics(decisions: Counter[int], chunk: int) -> dict[str, float]:
-    """Returns the number of a step's transitions from joined ranks, in total and for each rank.
-
-    Args:
-        decisions: Number of decisions by rank.
-        chunk: Number of transitions per decision.
-    """
-    if not decisions:
-        return {}
-    by_rank = {f"env/joined_transitions_{rank}": count * chunk for rank, count in sorted(decisions.items())}
-    return {"env/joined_transitions": decisions.total() * chunk, **by_rank}
-
+from rlhpc.weights.device_sharing import STAY_ON_ACCELERATORS, weight_sources
+from rlhpc.weights.receiver import transfer_facts
 
 #: Number of training episodes over which `train/episode_return` is averaged.
 WINDOW = 100
@@ -91,15 +54,15 @@ class RolloutStepResults:
     Attributes:
         counts: Counts of the transitions that the actors received.
         episodes: Merged reports of the env ranks (`merge_reports`).
-        act_s, simulate_s: Seconds in which rollout ranks acted and env ranks simulated.
+        act_s, simulate_s: Seconds in which rollout ranks acted and env ranks simulated; None if the actor ranks do both.
         train_metrics: Metrics of the update.
         joined_decisions: Number of decisions made by joined ranks, by rank.
     """
 
     counts: RolloutCounts
     episodes: dict[str, np.ndarray]
-    act_s: float
-    simulate_s: float
+    act_s: float | None
+    simulate_s: float | None
     train_metrics: dict[str, float]
     joined_decisions: Counter[int] = field(default_factory=Counter)
 
@@ -113,12 +76,17 @@ class SyncRolloutLoop:
         actor: Actor ranks.
         receive_phase: Name of the phase in which the actors receive the transitions.
         timeout: Maximum duration of a step, in seconds.
+        weight_sync_interval: `runner.weight_sync_interval`.
     """
 
     sources: RolloutSources
     actor: WorkerGroup
     receive_phase: str
     timeout: float
+    _: KW_ONLY
+    weight_sync_interval: int = 1
+    #: Whether the rollout ranks have received weights since the start or the last restart of ranks.
+    _has_synced: bool = field(default=False, init=False)
 
     def build_policies(self, spaces: tuple[Any, Any]) -> None:
         """Builds the policy on actor and rollout ranks for an observation space and an action space."""
@@ -127,10 +95,12 @@ class SyncRolloutLoop:
 
     def begin(self, step: int) -> None:
         """Starts the loop after `step`, with no steps in progress."""
+        self._has_synced = False
         self.sources.begin(step)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts env and rollout ranks that have ended, and reconnects all ranks."""
+        self._has_synced = False
         self.sources.rebuild(lost_ranks)
 
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
@@ -141,19 +111,29 @@ class SyncRolloutLoop:
             progress: Completed fraction of the run.
             timers: Timers of the phases.
         """
-        weights = self.sources.sync(step - 1)
+        weights = self._sync_if_due(step)
         self.sources.play(step)
-        receiving = self.sources.receive(step)
-        training = self.actor.update(step, progress)
+        receive_call = self.sources.receive(step)
+        update_call = self.actor.update(step, progress)
         with timers("sync"):
             wait_all(weights, self.timeout)
         with timers("rollout"):
             episodes, act_s, simulate_s = self.sources.outcome(step)
         with timers(self.receive_phase):
-            counts = RolloutCounts.sum(receiving.wait(self.timeout))
+            rollout_counts = RolloutCounts.sum(receive_call.wait(self.timeout))
         with timers("update"):
-            train_metrics = training.wait(self.timeout)[0]
-        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
+            train_metrics = update_call.wait(self.timeout)[0]
+        return RolloutStepResults(rollout_counts, episodes, act_s, simulate_s, train_metrics)
+
+    def _sync_if_due(self, step: int) -> list[Any]:
+        """Sends the weights before a step in which a weight sync is due; returns the handles of both sides."""
+        return self.sources.sync(step - 1) if self._is_sync_due(step) else []
+
+    def _is_sync_due(self, step: int) -> bool:
+        """Returns whether the weights are sent before a step: at the start, after a restart of ranks, and at each interval."""
+        is_due = not self._has_synced or (step - 1) % self.weight_sync_interval == 0
+        self._has_synced = True
+        return is_due
 
     def evaluate(self, version: int) -> list[EvaluationRows]:
         """Runs evaluation episodes with the weights of the latest update, sent as `version`; returns the results of the
@@ -168,7 +148,7 @@ class SyncRolloutLoop:
 @dataclass(eq=False)
 class AsyncRolloutLoop(SyncRolloutLoop):
     """Loop of runs whose rollout is up to `algorithm.max_staleness` steps ahead of the training. Ranks may join and
-    leave.
+    leave. With `weight_sync_interval` k, the weights that act are up to `max_staleness` + k - 1 updates old.
 
     Args:
         max_staleness: `algorithm.max_staleness`.
@@ -178,46 +158,47 @@ class AsyncRolloutLoop(SyncRolloutLoop):
 
     max_staleness: int
     last_step_ahead: Callable[[int], int]
-    #: Handles of weight syncs that rollout ranks have not confirmed.
-    _unconfirmed: list[Any] = field(default_factory=list, init=False)
+    #: Handles of weight syncs that rollout ranks have not confirmed, and the rollout ranks of the last step.
+    _unconfirmed_syncs: list[Any] = field(default_factory=list, init=False)
+    _acting_ranks: tuple[int, ...] = field(default=(), init=False)
 
     def begin(self, step: int) -> None:
-        """Starts the loop after `step` (`SyncRolloutLoop.begin`) and drops the steps that were played ahead."""
-        self._unconfirmed = []
+        """Starts the loop after `step` (`SyncRolloutLoop.begin`) and drops the steps that were played before the training
+        needed them.
+        """
+        self._unconfirmed_syncs = []
         super().begin(step)
 
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
-        """Runs a step (`SyncRolloutLoop.step`). Rollout ranks receive weights only after the steps that they are playing, so
-        the loop waits for these steps first.
-        """
+        """Runs a step (`SyncRolloutLoop.step`); rollout ranks receive weights after the steps that they are playing."""
         self.sources.update_ranks(step - 1)
-        weights = self.sources.sync(step - 1)
+        ranks_before, self._acting_ranks = self._acting_ranks, tuple(self.sources.slots.acting_ranks)
+        self._has_synced = self._has_synced and self._acting_ranks == ranks_before  # a joined rank has no weights
+        weights = self._sync_if_due(step)
         self.sources.start_until(min(step + self.max_staleness, self.last_step_ahead(step)))
         with timers("rollout"):
             shards = self.sources.wait_for_shards(step)
-        receiving = self.sources.receive(step, shards)
-        training = self.actor.update(step, progress)
+        receive_call = self.sources.receive(step, shards)
+        update_call = self.actor.update(step, progress)
         confirms = self.sources.plays(step)
         with timers("rollout"):
             episodes, act_s, simulate_s = self.sources.outcome(step, shards)
         with timers("sync"):
             self._await_weights(weights, confirms=confirms)
         with timers(self.receive_phase):
-            counts = RolloutCounts.sum(receiving.wait(self.timeout))
+            rollout_counts = RolloutCounts.sum(receive_call.wait(self.timeout))
         with timers("update"):
-            train_metrics = training.wait(self.timeout)[0]
+            train_metrics = update_call.wait(self.timeout)[0]
         decisions = self.sources.joined_decisions(shards)
-        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics, decisions)
+        return RolloutStepResults(rollout_counts, episodes, act_s, simulate_s, train_metrics, decisions)
 
     def _await_weights(self, weights: list[Any], *, confirms: bool) -> None:
-        """Waits until the rollout ranks have received the weights. Without `confirms`, waits only until the weights are
-        sent, because the rollout ranks are busy with a later step.
-        """
-        self._unconfirmed += weights
-        for handle in self._unconfirmed if confirms else weights[:1]:
-            handle.wait(self.timeout)
+        """Waits until the rollout ranks have received the weights; without `confirms`, until they are sent."""
+        self._unconfirmed_syncs += weights
+        for weights_call in self._unconfirmed_syncs if confirms else weights[:1]:
+            weights_call.wait(self.timeout)
         if confirms:
-            self._unconfirmed = []
+            self._unconfirmed_syncs = []
 
 
 @dataclass(eq=False)
@@ -247,39 +228,52 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         if self.offload_actor:
             self.actor.offload().wait(self.timeout)
         super().rebuild(lost_ranks)
-        self._switch_to_actor()
+        self._give_devices_to_actor()
 
     def step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
         """Runs a step (`SyncRolloutLoop.step`); the actors are offloaded during the rollout."""
         with timers("sync"):
-            wait_all(self.sources.sync(step - 1), self.timeout)
-            self._switch_to_rollout()
+            if self._is_sync_due(step):
+                self._sync(step - 1)
+            self._give_devices_to_rollout()
         self.sources.play(step)
-        receiving = self.sources.receive(step)
+        receive_call = self.sources.receive(step)
         with timers("rollout"):
             episodes, act_s, simulate_s = self.sources.outcome(step)
         with timers(self.receive_phase):
-            counts = RolloutCounts.sum(receiving.wait(self.timeout))
+            rollout_counts = RolloutCounts.sum(receive_call.wait(self.timeout))
         with timers("update"):
-            self._switch_to_actor()
+            self._give_devices_to_actor()
             train_metrics = self.actor.update(step, progress).wait(self.timeout)[0]
-        return RolloutStepResults(counts, episodes, act_s, simulate_s, train_metrics)
+        return RolloutStepResults(rollout_counts, episodes, act_s, simulate_s, train_metrics)
 
     def evaluate(self, version: int) -> list[EvaluationRows]:
         """Runs evaluation episodes (`SyncRolloutLoop.evaluate`) while the actors are offloaded."""
-        wait_all(self.sources.sync(version), self.timeout)
-        self._switch_to_rollout()
-        parts = self.sources.evaluate()()
-        self._switch_to_actor()
-        return parts
+        self._sync(version)
+        self._give_devices_to_rollout()
+        evaluation_parts = self.sources.evaluate()()
+        self._give_devices_to_actor()
+        return evaluation_parts
 
-    def _switch_to_rollout(self) -> None:
+    def _sync(self, version: int) -> None:
+        """Sends the actor's weights, as `version`, while the actors occupy the accelerators.
+
+        A rollout rank that gets the weights within its accelerator first reloads its policy, if there is memory for both.
+        """
+        rollout, timeout_s = self.sources.rollout, self.timeout
+        if self.offload_rollout and self.sources.slots.weight_sources:
+            self.actor.release_cache().wait(timeout_s)
+            if min(rollout.free_beside_update().wait(timeout_s)) > 0:
+                rollout.reload().wait(timeout_s)
+        wait_all(self.sources.sync(version), timeout_s)
+
+    def _give_devices_to_rollout(self) -> None:
         if self.offload_actor:
             self.actor.offload().wait(self.timeout)
         if self.offload_rollout:
             self.sources.rollout.reload().wait(self.timeout)
 
-    def _switch_to_actor(self) -> None:
+    def _give_devices_to_actor(self) -> None:
         self._offload_sources()
         if self.offload_actor:
             self.actor.reload().wait(self.timeout)
@@ -292,168 +286,92 @@ class ColocatedRolloutLoop(SyncRolloutLoop):
         self.sources.env.offload().wait(self.timeout)
 
 
-class PlayingRunner(Runner[Cfg]):
-    """Base of runners whose policies are trained on their own rollouts.
+class RolloutRunner(Runner[Cfg]):
+    """Base of runners whose policies are trained on their own rollouts: counters and metrics of episodes.
 
     Args:
         cfg: Configuration.
-        actor, rollout, env: Launched groups.
+        groups: Launched groups by role.
         run: Run folder; by default the folder given by `runner.run_dir` and `runner.name`.
         stop: Request to end early, checked between steps.
-
-    Raises:
-        ConfigError: The numbers of environments, stages and ranks do not fit together.
     """
 
-    #: Name of the phase in which the actors receive the trajectories.
-    receive_phase = "advantage"
-
     def __init__(
-        self,
-        cfg: Cfg,
-        actor: Any,
-        rollout: Any,
-        env: Any,
-        *,
-        run: RunFolder | None = None,
-        stop: StopRequest | None = None,
+        self, cfg: Cfg, groups: dict[str, Any], *, run: RunFolder | None = None, stop: StopRequest | None = None
     ) -> None:
-        names = {"actor_name": actor.name, "rollout_name": rollout.name, "env_name": env.name}
-        names["token"] = secrets.token_hex(4)
-        slots = SlotMap.from_config(
-            cfg, env=env.world_size, rollout=rollout.world_size, actor=actor.world_size, **names
-        )
-        self.sources = RolloutSources(
-            env,
-            rollout,
-            actor,
-            slots,
-            decisions=cfg.algorithm.rollout_steps,
-            max_ahead=cfg.algorithm.max_staleness,
-            divisible=divisible(cfg),
-            cuts=cuts(cfg),
-            generate=self.generate,
-            has_random_actions=self.has_random_actions,
-            restarts=lambda: self.max_recoveries,
-            timeout=cfg.runner.step_timeout_s,
-        )
-        self.env, self.rollout = self.sources.env, self.sources.rollout
-        super().__init__(cfg, {"actor": actor, "rollout": self.rollout, "env": self.env}, run=run, stop=stop)
-        self.actor = actor
-        self.check()
-        self.env_steps, self.episodes, self._nonfinite_steps = 0, 0, 0
+        super().__init__(cfg, groups, run=run, stop=stop)
+        self.env_steps, self.episodes, self._num_nonfinite_steps = 0, 0, 0
         self.lost_counts: collections.Counter[str] = collections.Counter()
         self.window: collections.deque[tuple[float, float, float]] = collections.deque(maxlen=WINDOW)
         self._recent_steps: collections.deque[tuple[float, int]] = collections.deque(maxlen=_RATE_STEPS)
-        self.loop = self.make_loop()
 
-    @property
-    def slots(self) -> SlotMap:
-        """Current slot map."""
-        return self.sources.slots
+    @abstractmethod
+    def run_step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
+        """Runs a step on the ranks.
 
-    def check(self) -> None:
-        """Checks the configuration before any rank builds its model; subclasses override it."""
+        Args:
+            step: Number of the step.
+            progress: Completed fraction of the run.
+            timers: Timers of the phases.
+        """
 
-    def make_loop(self) -> SyncRolloutLoop:
-        """Builds the loop that runs the steps."""
-        staleness = self.cfg.algorithm.max_staleness
-        if staleness:
-            return AsyncRolloutLoop(
-                self.sources,
-                self.actor,
-                self.receive_phase,
-                self.timeout,
-                max_staleness=staleness,
-                last_step_ahead=self._last_step_ahead,
-            )
-        return SyncRolloutLoop(self.sources, self.actor, self.receive_phase, self.timeout)
+    @abstractmethod
+    def evaluate(self, version: int) -> list[EvaluationRows]:
+        """Runs evaluation episodes with the weights of the latest update, of `version`; returns the results of the parts
+        that the ranks played.
+        """
 
-    # -- start ----------------------------------------------------------------------------------------------------
+    def pop_num_lost(self) -> int:
+        """Returns the number of ranks lost since the last call."""
+        return 0
 
-    def build(self) -> None:
-        """Builds environments and models on all ranks and connects them."""
-        self.loop.build_policies(self.sources.build())
-        self.sources.connect()
-
-    def restored(self, answers: dict[str, list[Any]]) -> None:
-        """Writes a note if some simulators could not be restored and have lost their episodes in progress."""
-        if not all(answers["env"]):
-            note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
-
-    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
-        """Restarts env and rollout ranks that have ended."""
-        self.loop.rebuild(lost_ranks)
-
-    def count_lost(self, ranks: int, before: dict[str, Any]) -> None:
-        """Adds lost ranks, transitions (including those of the step in progress) and episodes to `lost_counts`."""
-        self.lost_counts["ranks"] += ranks
-        self.lost_counts["steps"] += before["env_steps"] - self.env_steps + self._transitions_per_step()
-        self.lost_counts["episodes"] += before["episodes"] - self.episodes
+    def pop_transfer_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the weight updates since the last call."""
+        return {}
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Drops the steps that were played ahead."""
-        self.loop.begin(self.step)
-
     def one_step(self) -> dict[str, float]:
-        """Runs one step (weight sync, rollout, receiving, update) and returns its row of metrics."""
-        step, timers, start = self.step + 1, PhaseTimers(), active_s()
-        outcome = self.loop.step(step, self.step / max(self.folder.total, 1), timers)
-        counts, chunk = outcome.counts, self.cfg.actor.model.num_action_chunks
-        executed = counts.received * chunk - int(outcome.episodes["skipped"].sum())
-        losses = {"ranks": self.sources.pop_num_lost(), "steps": counts.dropped[DropReason.RANK_LOST] * chunk}
-        self.lost_counts.update({name: count for name, count in losses.items() if count})
+        """Runs one step and returns its row of metrics."""
+        step, timers, start_s = self.step + 1, PhaseTimers(), active_s()
+        step_outcome = self.run_step(step, self.step / max(self.folder.total, 1), timers)
+        rollout_counts, chunk = step_outcome.counts, self.cfg.actor.model.num_action_chunks
+        num_executed = rollout_counts.num_received * chunk - int(step_outcome.episodes["skipped"].sum())
+        losses = {"ranks": self.pop_num_lost(), "steps": rollout_counts.dropped[DropReason.RANK_LOST] * chunk}
+        self.lost_counts.update({name: num_lost for name, num_lost in losses.items() if num_lost})
         row = self._build_row(
-            step, start, outcome.train_metrics, outcome.episodes, float(counts.version), executed, timers
+            step,
+            start_s,
+            step_outcome.train_metrics,
+            step_outcome.episodes,
+            float(rollout_counts.version),
+            num_executed,
+            timers,
         )
-        row |= {"time/simulate_s": outcome.simulate_s, "time/act_s": outcome.act_s}
-        row |= joined_metrics(outcome.joined_decisions, chunk)
-        self._count_nonfinite(step, row, counts.dropped[DropReason.NONFINITE])
-        if failed := counts.dropped[DropReason.ENV_FAILED]:
-            row["env/failed"] = failed
+        busy_s = {"time/simulate_s": step_outcome.simulate_s, "time/act_s": step_outcome.act_s}
+        row |= {name: rank_busy_s for name, rank_busy_s in busy_s.items() if rank_busy_s is not None}
+        row |= joined_metrics(step_outcome.joined_decisions, chunk) | self.pop_transfer_metrics()
+        self._count_nonfinite(step, row, rollout_counts.dropped[DropReason.NONFINITE])
+        if num_failed := rollout_counts.dropped[DropReason.ENV_FAILED]:
+            row["env/failed"] = num_failed
+        if num_filtered := rollout_counts.dropped[DropReason.FILTERED]:
+            row["env/filtered"] = num_filtered
         return row
 
-    def _count_nonfinite(self, step: int, row: dict[str, float], count: int) -> None:
+    def _count_nonfinite(self, step: int, row: dict[str, float], num_nonfinite: int) -> None:
         """Counts transitions that were dropped because they contain non-finite values.
 
         Raises:
             NonFinite: Too many consecutive steps had no finite transitions.
         """
-        if count:
-            row["env/nonfinite"] = count
-        all_nonfinite = count * self.cfg.actor.model.num_action_chunks >= self._transitions_per_step()
-        self._nonfinite_steps = self._nonfinite_steps + 1 if all_nonfinite else 0
-        if self._nonfinite_steps >= MAX_IN_A_ROW:
+        if num_nonfinite:
+            row["env/nonfinite"] = num_nonfinite
+        all_nonfinite = num_nonfinite * self.cfg.actor.model.num_action_chunks >= self._count_transitions_per_step()
+        self._num_nonfinite_steps = self._num_nonfinite_steps + 1 if all_nonfinite else 0
+        if self._num_nonfinite_steps >= MAX_IN_A_ROW:
             raise nonfinite(
-                f"step {step}: nothing that the environments brought was finite, {self._nonfinite_steps} steps in a row"
+                f"step {step}: nothing that the environments brought was finite, {self._num_nonfinite_steps} steps in a row"
             )
-
-    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """Makes the rollout ranks act in a turn; returns a handle."""
-        return rollout.generate(turn)
-
-    def has_random_actions(self, step: int) -> bool:
-        """Returns whether all actions of a step are random."""
-        del step
-        return False
-
-    def _last_step_ahead(self, step: int) -> int:
-        """Returns the last step that may be played ahead of `step`: the next step with a checkpoint or an evaluation,
-        or the run's last step.
-        """
-        intervals = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
-        ends = [-(-step // interval) * interval for interval in intervals if interval > 0]
-        return min([self.folder.end_step, *ends])
-
-    def _save(self, logger: Any) -> None:
-        if self.sources.in_progress:
-            note(
-                "the run stops while environments are ahead of the actors: the steps they have played since are played "
-                "again after a resume, which so loses nothing but is not bit for bit"
-            )
-        super()._save(logger)
 
     def _build_row(
         self,
@@ -462,52 +380,52 @@ class PlayingRunner(Runner[Cfg]):
         train_metrics: dict[str, float],
         episodes: dict[str, np.ndarray],
         version: float,
-        transitions: int,
+        num_transitions: int,
         timers: PhaseTimers,
     ) -> dict[str, float]:
         """Adds a step that began at `start_s` to the counters and returns its row of metrics. Runs an evaluation if it
         is due.
         """
-        seconds = active_s() - start_s
+        elapsed_s = active_s() - start_s
         self.step = step
-        self.env_steps += transitions
-        self._recent_steps.append((seconds, transitions))
+        self.env_steps += num_transitions
+        self._recent_steps.append((elapsed_s, num_transitions))
         self.episodes += len(episodes["return"])
-        self.window.extend(zip(*(episodes[name].tolist() for name in ("return", "length", "success")), strict=True))
+        self.window.extend(autonomous_episodes(episodes))
         row: dict[str, float] = {
             f"train/{name}": metric for name, metric in train_metrics.items() if name != "update_s"
         }
         if "update_s" in train_metrics:  # updates without transitions to train on have no duration
             row["time/train_s"] = train_metrics["update_s"]
-        row.update(self._episode_metrics())
+        row.update(self._compute_episode_metrics())
         row.update(episode_metrics(episodes))
         row["rollout/version"], row["rollout/env_steps"] = version, self.env_steps
-        if restarts := int(episodes["restarts"].sum()):
-            row["env/restarts"] = restarts
+        if num_restarts := int(episodes["restarts"].sum()):
+            row["env/restarts"] = num_restarts
         if num_nonfinite := int(episodes["spoiled"].sum()):
             row["env/nonfinite_episodes"] = num_nonfinite
-        row.update(device_and_timing_metrics(episodes))
-        row.update({f"env/lost_{name}": count for name, count in self.lost_counts.items()})
+        row.update({f"env/lost_{name}": num_lost for name, num_lost in self.lost_counts.items()})
         eval_interval = self.cfg.runner.val_check_interval
         if eval_interval > 0 and step % eval_interval == 0:
             with timers("eval"):
-                metrics = evaluation_metrics(self.cfg, self.loop.evaluate(step))
+                metrics = evaluation_metrics(self.cfg, self.evaluate(step))
                 row.update({f"eval/{name}": metric for name, metric in metrics.items()})
         row.update(timers.pop())
-        row["time/step_s"] = seconds
+        row["time/step_s"] = elapsed_s
         row["time/env_steps_per_s"] = sum(num_env_steps for _, num_env_steps in self._recent_steps) / sum(
             s for s, _ in self._recent_steps
         )
         return row
 
-    def _transitions_per_step(self) -> int:
+    def _count_transitions_per_step(self) -> int:
         """Returns the number of transitions per step."""
-        return (self.slots.num_envs * self.cfg.algorithm.rollout_steps) * self.cfg.actor.model.num_action_chunks
+        cfg = self.cfg
+        return (cfg.env.train.num_envs * cfg.algorithm.rollout_steps) * cfg.actor.model.num_action_chunks
 
     def _mean_return(self) -> float | None:
         return float(np.mean([row[0] for row in self.window])) if self.window else None
 
-    def _episode_metrics(self) -> dict[str, float]:
+    def _compute_episode_metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {"train/episodes": self.episodes}
         if self.window:
             means = [float(column.mean()) for column in np.asarray(self.window, np.float64).T]
@@ -552,7 +470,153 @@ class PlayingRunner(Runner[Cfg]):
             "return": row.get("train/episode_return"),
             "env_steps": self.env_steps,
             "env_steps_per_s": row["time/env_steps_per_s"],
+            **transfer_facts(row),
         }
+
+
+class PlayingRunner(RolloutRunner[Cfg]):
+    """Base of runners with env and rollout ranks.
+
+    Args:
+        cfg: Configuration.
+        actor, rollout, env: Launched groups.
+        run: Run folder; by default the folder given by `runner.run_dir` and `runner.name`.
+        stop: Request to end early, checked between steps.
+
+    Raises:
+        ConfigError: The numbers of environments, stages and ranks do not fit together.
+    """
+
+    #: Name of the phase in which the actors receive the trajectories.
+    receive_phase = "advantage"
+
+    def __init__(
+        self,
+        cfg: Cfg,
+        actor: Any,
+        rollout: Any,
+        env: Any,
+        *,
+        run: RunFolder | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        group_names = {"actor_name": actor.name, "rollout_name": rollout.name, "env_name": env.name}
+        group_names["token"] = secrets.token_hex(4)
+        can_share = cfg.rollout.weight_sync in STAY_ON_ACCELERATORS and not cfg.algorithm.max_staleness
+        slots = SlotMap.from_config(
+            cfg, num_env_ranks=env.world_size, num_rollout_ranks=rollout.world_size,
+            num_actor_ranks=actor.world_size, **group_names,
+            weight_sources=weight_sources(actor.accelerators, rollout.accelerators) if can_share else (),
+        )  # fmt: skip
+        self.sources = RolloutSources(
+            env,
+            rollout,
+            actor,
+            slots,
+            num_decisions=cfg.algorithm.rollout_steps,
+            max_ahead=cfg.algorithm.max_staleness,
+            is_divisible=divisible(cfg),
+            num_parts=num_parts_of(cfg),
+            generate=self.generate,
+            has_random_actions=self.has_random_actions,
+            restarts=lambda: self.max_recoveries,
+            timeout=cfg.runner.step_timeout_s,
+        )
+        self.env, self.rollout = self.sources.env, self.sources.rollout
+        super().__init__(cfg, {"actor": actor, "rollout": self.rollout, "env": self.env}, run=run, stop=stop)
+        self.actor = actor
+        self.check()
+        self.loop = self.make_loop()
+
+    @property
+    def slots(self) -> SlotMap:
+        """Current slot map."""
+        return self.sources.slots
+
+    def check(self) -> None:
+        """Checks the configuration before any rank builds its model; subclasses override it."""
+
+    @property
+    def _loop_arguments(self) -> tuple[RolloutSources, WorkerGroup, str, float]:
+        return self.sources, self.actor, self.receive_phase, self.timeout
+
+    def make_loop(self) -> SyncRolloutLoop:
+        """Builds the loop that runs the steps."""
+        staleness, sync_interval = self.cfg.algorithm.max_staleness, self.cfg.runner.weight_sync_interval
+        if staleness:
+            return AsyncRolloutLoop(
+                *self._loop_arguments, staleness, self._find_last_step_ahead, weight_sync_interval=sync_interval
+            )
+        return SyncRolloutLoop(*self._loop_arguments, weight_sync_interval=sync_interval)
+
+    def run_step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
+        """Runs a step in the loop (`RolloutRunner.run_step`)."""
+        return self.loop.step(step, progress, timers)
+
+    def evaluate(self, version: int) -> list[EvaluationRows]:
+        """Runs evaluation episodes in the loop (`RolloutRunner.evaluate`)."""
+        return self.loop.evaluate(version)
+
+    def pop_num_lost(self) -> int:
+        """Returns the number of lost ranks (`RolloutSources.pop_num_lost`)."""
+        return self.sources.pop_num_lost()
+
+    def pop_transfer_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the weight updates since the last call (`RolloutRunner.pop_transfer_metrics`)."""
+        return self.sources.pop_transfer_metrics()
+
+    # -- start ----------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Builds environments and models on all ranks and connects them."""
+        self.loop.build_policies(self.sources.build())
+        self.sources.connect()
+
+    def restored(self, answers: dict[str, list[Any]]) -> None:
+        """Writes a note if some simulators could not be restored and have lost their episodes in progress."""
+        if not all(answers["env"]):
+            note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
+
+    def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
+        """Restarts env and rollout ranks that have ended."""
+        self.loop.rebuild(lost_ranks)
+
+    def count_lost(self, num_ranks: int, state_before: dict[str, Any]) -> None:
+        """Adds lost ranks, transitions (including those of the step in progress) and episodes to `lost_counts`."""
+        self.lost_counts["ranks"] += num_ranks
+        self.lost_counts["steps"] += state_before["env_steps"] - self.env_steps + self._count_transitions_per_step()
+        self.lost_counts["episodes"] += state_before["episodes"] - self.episodes
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Drops the steps that were played before the training needed them."""
+        self.loop.begin(self.step)
+
+    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
+        """Starts a rollout on the rollout ranks; returns a handle."""
+        return rollout.generate(turn)
+
+    def has_random_actions(self, step: int) -> bool:
+        """Returns whether all actions of a step are random."""
+        del step
+        return False
+
+    def _find_last_step_ahead(self, step: int) -> int:
+        """Returns the last step that may be played before `step` is trained: the next that saves or evaluates, or the last."""
+        intervals = (self.cfg.runner.save_interval, self.cfg.runner.val_check_interval)
+        interval_ends = [-(-step // step_interval) * step_interval for step_interval in intervals if step_interval > 0]
+        return min([self.folder.end_step, *interval_ends])
+
+    def _save(self, logger: Any) -> None:
+        if self.sources.in_progress:
+            note(
+                "the run stops while environments are ahead of the actors: the steps they have played since are played "
+                "again after a resume, which so loses nothing but is not bit for bit"
+            )
+        if self.step % self.cfg.runner.weight_sync_interval and self.step < self.folder.total:
+            note("the run stops between two weight syncs; a resume syncs at once, and so is not bit for bit")
+        super()._save(logger)
 
 
 class EmbodiedRunner(PlayingRunner[PpoConfig]):
@@ -565,76 +629,66 @@ class EmbodiedRunner(PlayingRunner[PpoConfig]):
     def make_loop(self) -> SyncRolloutLoop:
         """Builds the loop that runs the steps (`PlayingRunner.make_loop`): a colocated loop if a group is offloaded."""
         offload_actor, offload_rollout = self.cfg.actor.enable_offload, self.cfg.rollout.enable_offload
-        if offload_actor or offload_rollout:
-            return ColocatedRolloutLoop(
-                self.sources,
-                self.actor,
-                self.receive_phase,
-                self.timeout,
-                offload_actor=offload_actor,
-                offload_rollout=offload_rollout,
-            )
-        return super().make_loop()
+        if not offload_actor and not offload_rollout:
+            return super().make_loop()
+        return ColocatedRolloutLoop(
+            *self._loop_arguments,
+            weight_sync_interval=self.cfg.runner.weight_sync_interval,
+            offload_actor=offload_actor,
+            offload_rollout=offload_rollout,
+        )
 
 
-class OffPolicyRunner(PlayingRunner[SacConfig]):
-    """Runner of SAC and other off-policy algorithms. Batches come from a replay buffer, so their size is independent of
-    the rollout's size.
+class TensorRunner(RolloutRunner[Cfg]):
+    """Runner of training with environments of tensors, on actor ranks alone.
 
-    Takes the arguments of `EmbodiedRunner`.
+    Args:
+        cfg: Configuration.
+        actor: Launched group of `SimulatingActor`.
+        run, stop: See `RolloutRunner`.
     """
 
-    receive_phase = "receive"
+    def __init__(self, cfg: Cfg, actor: Any, *, run: RunFolder | None = None, stop: StopRequest | None = None) -> None:
+        super().__init__(cfg, {"actor": actor}, run=run, stop=stop)
+        ranks = actor.world_size
+        self.slots = SlotMap.from_config(
+            cfg, num_env_ranks=ranks, num_rollout_ranks=ranks, num_actor_ranks=ranks, actor_name=actor.name
+        )
+        self.actor = actor
 
     def build(self) -> None:
-        """Sets the number of random steps, then builds the workers (`PlayingRunner.build`)."""
-        algorithm = self.cfg.algorithm
-        self.random_steps = algorithm.replay_buffer.min_buffer_size
-        if algorithm.random_steps is not None:
-            self.random_steps = algorithm.random_steps
-        elif self.cfg.runner.init_from is not None or algorithm.offline_steps:
-            self.random_steps = 0  # the policy is already trained
-        super().build()
+        """Builds environments and policy on all ranks."""
+        self.actor.build(self.slots).wait(self.timeout)
 
-    def state(self) -> dict[str, Any]:
-        """Returns the state (`PlayingRunner.state`) and the number of random steps."""
-        return {**super().state(), "random_steps": self.random_steps}
+    def restored(self, answers: dict[str, list[Any]]) -> None:
+        """Writes a note if some episodes in progress could not be restored."""
+        if not all(self.actor.has_restored_episodes().wait(self.timeout)):
+            note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restores the state that `state` returned when the checkpoint was made."""
-        super().load_state(state)
-        self.random_steps = int(state["random_steps"])
-
-    def one_step(self) -> dict[str, float]:
-        """Runs one step (`PlayingRunner.one_step`); the first `algorithm.offline_steps` steps train offline."""
-        return self._offline_step() if self.step < self.cfg.algorithm.offline_steps else super().one_step()
-
-    def _offline_step(self) -> dict[str, float]:
-        """Trains on the demonstrations alone, without the environments; returns the step's row of metrics."""
-        step, timers, begin = self.step + 1, PhaseTimers(), active_s()
+    def run_step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
+        """Plays a rollout and trains on it (`RolloutRunner.run_step`). Issues both calls at once."""
+        play_call = self.play(step)
+        update_call = self.actor.update(step, progress)
+        with timers("rollout"):
+            rollout_counts, reports = zip(*play_call.wait(self.timeout), strict=True)
         with timers("update"):
-            train_metrics = self.actor.update_offline(step, self.step / max(self.folder.total, 1)).wait(self.timeout)[0]
-        row = self._build_row(step, begin, train_metrics, merge_reports([]), 0.0, 0, timers)
-        del row["rollout/version"]
-        self.sources.forget(step)
-        return row
-
-    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """Makes the rollout ranks act in a turn (`PlayingRunner.generate`). The run's first actions are random."""
-        return rollout.generate(turn, self._num_random_decisions)
-
-    def has_random_actions(self, step: int) -> bool:
-        """Returns whether all actions of a step are random (`PlayingRunner.has_random_actions`)."""
-        return (step - 1) * self._decisions_per_step < self._num_random_decisions
-
-    @property
-    def _decisions_per_step(self) -> int:
-        """Number of decisions per step, summed over all slots."""
-        return self.slots.num_envs * self.cfg.algorithm.rollout_steps
-
-    @property
-    def _num_random_decisions(self) -> int:
-        """Number of decisions with random actions at the start of the run; the decisions of offline steps count, too."""
-        return (
-            self.random_steps + self.cfg.algorithm.offline_steps * self._decisions_per_step if self.random_steps else 0
+            train_metrics = update_call.wait(self.timeout)[0]
+        return RolloutStepResults(
+            RolloutCounts.sum(rollout_counts), merge_reports(list(reports)), None, None, train_metrics
         )
+
+    def play(self, step: int) -> Any:
+        """Makes the actors play a step; returns a handle."""
+        return self.actor.play(step)
+
+    def evaluate(self, version: int) -> list[EvaluationRows]:
+        """Evaluates on all ranks, each with a part of the slots (`RolloutRunner.evaluate`)."""
+        del version
+        ranks = self.actor.world_size
+        evaluation_calls = [self.actor.execute_on(rank).evaluate(rank, ranks) for rank in range(ranks)]
+        return [evaluation_call.wait(self.timeout)[0] for evaluation_call in evaluation_calls]
+
+
+def ppo_runner(cfg: PpoConfig, **groups: Any) -> TensorRunner[PpoConfig] | EmbodiedRunner:
+    """Builds the runner of an on-policy run from its groups, and from the options `run` and `stop`."""
+    return TensorRunner(cfg, **groups) if acts_in_actor(cfg) else EmbodiedRunner(cfg, **groups)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.evaluation.episodes import EvaluationRows
-from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
+from rlhpc.embodied.rollout.slot_map import PlayedTurn, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import merge_reports
 from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, ShardTracker, keys_of, shares
 from rlhpc.runs.replicas import CompletedCall, Originals, Replicas
@@ -26,15 +26,16 @@ from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.worker_group import WorkerGroup
+from rlhpc.weights.receiver import transfer_metrics
 
 #: Seconds between checks for lost ranks while waiting for shards.
 _HELPER_POLL_S = 0.1
 
 
-def wait_all(handles: list[Any], timeout: float) -> None:
+def wait_all(handles: list[Any], timeout_s: float) -> None:
     """Waits for calls in order. Drops each handle before it waits for the next one, because handles may hold memory."""
     while handles:
-        handles.pop(0).wait(timeout)
+        handles.pop(0).wait(timeout_s)
 
 
 class JoinedEnvRanks:
@@ -57,17 +58,17 @@ class JoinedEnvRanks:
         env: WorkerGroup,
         actor: WorkerGroup,
         slots: SlotMap,
-        decisions: int,
+        num_decisions: int,
         max_ahead: int,
         has_random_actions: Callable[[int], bool],
         timeout: float,
     ) -> None:
         self._env, self._actor, self._slots, self._timeout = env, actor, slots, timeout
         self._max_ahead, self._has_random_actions = max_ahead, has_random_actions
-        self.tracker = ShardTracker(slots.env_ranks, decisions)
+        self.tracker = ShardTracker(slots.num_env_ranks, num_decisions)
         self.ranks: list[int] = []
         #: Number of shards per step, and maximum number of steps of which a rank has shards at a time.
-        self._shards_per_step, self._steps_per_rank = slots.env_ranks, 1
+        self._shards_per_step, self._steps_per_rank = slots.num_env_ranks, 1
         #: Version of the weights last sent to each rank.
         self._sent_versions: dict[int, int] = {}
         self._left_ranks: list[int] = []
@@ -80,7 +81,7 @@ class JoinedEnvRanks:
         self.ranks, self._sent_versions = [], {}
 
     def add_rank(self, rank: int) -> None:
-        """Connects a joined rank that has built its simulators. The rank takes part from now on."""
+        """Connects a joined rank that has built its simulators, so that the rank takes part in later steps."""
         self._env.execute_on(rank).connect_joined_rank().wait(self._timeout)
         self.ranks.append(rank)
 
@@ -102,17 +103,22 @@ class JoinedEnvRanks:
         While the joined ranks play the step, the original ranks play as many further steps as `max_staleness` allows,
         and then wait. Too few joined ranks would play the step's units one after the other and delay the run.
         """
-        units = self._slots.env_ranks
-        idle = sum(self.tracker.num_assigned(rank) == 0 for rank in self.ranks)
-        has_capacity = len(self.ranks) * (self._max_ahead + 1) >= units
-        return bool(self.ranks) and has_capacity and not self.tracker.waiting and idle >= min(units, len(self.ranks))
+        num_units = self._slots.num_env_ranks
+        num_idle = sum(self.tracker.num_assigned(rank) == 0 for rank in self.ranks)
+        has_capacity = len(self.ranks) * (self._max_ahead + 1) >= num_units
+        return (
+            bool(self.ranks)
+            and has_capacity
+            and not self.tracker.has_unassigned
+            and num_idle >= min(num_units, len(self.ranks))
+        )
 
-    def add_step(self, step: int, decisions: int | None = None, pieces: int = 1) -> None:
+    def add_step(self, step: int, decisions: int | None = None, num_pieces: int = 1) -> None:
         """Adds a step, or its last `decisions`, to the work of the joined ranks (`ShardTracker.add_step`). A rank may
         have shards of up to `max_staleness` + 1 shared steps at a time, but of only one whole step.
         """
-        self.tracker.add_step(step, decisions, pieces)
-        self._shards_per_step = self._slots.env_ranks * pieces
+        self.tracker.add_step(step, decisions, num_pieces)
+        self._shards_per_step = self._slots.num_env_ranks * num_pieces
         self._steps_per_rank = 1 if decisions is None else self._max_ahead + 1
 
     def assign(self, version: int) -> None:
@@ -120,19 +126,19 @@ class JoinedEnvRanks:
         of `version`.
         """
         max_shards = -(-self._shards_per_step // max(1, len(self.ranks))) * self._steps_per_rank
-        assigned = []
+        assignments = []
         while self.ranks:
             num_shards, rank = min((self.tracker.num_assigned(rank), rank) for rank in self.ranks)
             shard = None if num_shards >= max_shards else self.tracker.assign(rank, version)
             if shard is None:
                 break
-            assigned.append((rank, shard))
-        outdated_ranks = sorted({rank for rank, _ in assigned if self._sent_versions.get(rank, -1) < version})
+            assignments.append((rank, shard))
+        outdated_ranks = sorted({rank for rank, _ in assignments if self._sent_versions.get(rank, -1) < version})
         if outdated_ranks or self._left_ranks:
             self._actor.send_weights_to(version, self._env.name, outdated_ranks, self._left_ranks)
             self._sent_versions |= dict.fromkeys(outdated_ranks, version)
             self._left_ranks = []
-        for rank, shard in assigned:
+        for rank, shard in assignments:
             self._env.execute_on(rank).play(shard, self._has_random_actions(shard.step))
 
     def wait_for_step(self, step: int, version: int) -> list[list[DeliveredShard]] | None:
@@ -163,12 +169,12 @@ class JoinedEnvRanks:
             with contextlib.suppress(DeadlineExceeded):
                 self.tracker.accept(self._reports.get(timeout=_HELPER_POLL_S))
 
-    def count_transitions(self, units: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
+    def count_transitions(self, shards_by_unit: Sequence[Sequence[DeliveredShard]]) -> Counter[int]:
         """Returns the number of decisions in a step's shards by rank, summed over slots."""
         transitions: Counter[int] = Counter()
-        for unit_index, unit in enumerate(units):
-            for shard in unit:
-                transitions[shard.rank] += shard.decisions * len(self._slots.unit_share(unit_index))
+        for unit_index, unit_shards in enumerate(shards_by_unit):
+            for shard in unit_shards:
+                transitions[shard.rank] += shard.num_decisions * len(self._slots.unit_share(unit_index))
         return transitions
 
 
@@ -185,14 +191,14 @@ class _PendingTurn:
     Attributes:
         turn: Decisions of the turn.
         slots: Slot map of the turn.
-        acting, simulating: Handles of the calls of rollout and env ranks.
+        rollout_call, env_call: Handles of the calls of rollout and env ranks.
         lost_ranks: Rollout ranks lost since the turn began.
     """
 
     turn: FullRollout
     slots: SlotMap
-    acting: Any
-    simulating: Any
+    rollout_call: Any
+    env_call: Any
     lost_ranks: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -212,7 +218,7 @@ class RolloutSources:
         decisions: `algorithm.rollout_steps`.
         max_ahead: Maximum number of steps that may be played ahead of the actors.
         divisible: True if several ranks may play the decisions of a slot in a step, one after the other.
-        cuts: Number of parts into which a step's decisions are split; each part is a turn.
+        num_parts: Number of parts into which a step's decisions are split; each part is a turn.
         generate: Makes the rollout ranks act in a turn; returns a handle.
         has_random_actions: Returns whether all actions of a step are random.
         restarts: Returns how often ranks of a group may be restarted.
@@ -230,10 +236,10 @@ class RolloutSources:
         actor: WorkerGroup,
         slots: SlotMap,
         *,
-        decisions: int,
+        num_decisions: int,
         max_ahead: int,
-        divisible: bool,
-        cuts: int,
+        is_divisible: bool,
+        num_parts: int,
         generate: Callable[[WorkerGroup, FullRollout], Any],
         has_random_actions: Callable[[int], bool],
         restarts: Callable[[], int],
@@ -242,11 +248,11 @@ class RolloutSources:
         self._env_group, self.env, self._rollout_group, self.rollout = env, Originals(env), rollout, Originals(rollout)
         self._actor, self._generate = actor, generate
         self.slots, self._max_ahead, self._timeout = slots, max_ahead, timeout
-        self._decisions, self._divisible, self._turn_size = decisions, divisible, decisions // cuts
+        self._decisions, self._divisible, self._turn_size = num_decisions, is_divisible, num_decisions // num_parts
         self._num_turns = 0
         self._original_ranks = range(env.world_size)
         self._present_env_ranks, self._acting_ranks = list(self._original_ranks), list(range(rollout.world_size))
-        self._joined_envs = JoinedEnvRanks(env, actor, slots, decisions, max_ahead, has_random_actions, timeout)
+        self._joined_envs = JoinedEnvRanks(env, actor, slots, num_decisions, max_ahead, has_random_actions, timeout)
         loss_text = "what it had not delivered is played by others or left out, and no step is made anew"
         self._env_ranks = Replicas(env, self._open_env, self._join_env, restarts, loss_text)
         loss_text = "others act on its slots from the next step on, and no step is made anew"
@@ -254,6 +260,7 @@ class RolloutSources:
         self._spaces: tuple[Any, Any] = (None, None)
         self._completed_step, self._needs_reconnect = 0, False
         self._num_lost = 0
+        self._transfer_reports: list[dict[str, float]] = []
         self.forget(0)
 
     # -- start ----------------------------------------------------------------------------------------------------
@@ -344,6 +351,11 @@ class RolloutSources:
         self._num_lost += len(lost_envs) + len(lost_rollouts)
         return bool(lost_envs or lost_rollouts)
 
+    def pop_transfer_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the weights that rollout ranks have received for the steps since the last call."""
+        reports, self._transfer_reports = self._transfer_reports, []
+        return transfer_metrics(reports)
+
     def pop_num_lost(self) -> int:
         """Returns the number of ranks lost since the last call, and resets the count."""
         num_lost, self._num_lost = self._num_lost, 0
@@ -363,7 +375,7 @@ class RolloutSources:
         return self._env_group.execute_on(rank).open_joined_rank(self.slots, self._spaces, self._completed_step)
 
     def _join_env(self, rank: int) -> None:
-        """Lets an env rank take part from the next step on."""
+        """Adds an env rank to the participants from the next step on."""
         if rank not in self._original_ranks:
             self._joined_envs.add_rank(rank)
             return
@@ -375,7 +387,7 @@ class RolloutSources:
         return self._rollout_group.execute_on(rank).init_worker(self.slots, *self._spaces)
 
     def _join_rollout(self, rank: int) -> None:
-        """Lets a rollout rank act from the next step on."""
+        """Adds a rollout rank to the acting ranks from the next step on."""
         self._acting_ranks = sorted([*self._acting_ranks, rank])
         self._needs_reconnect = True
 
@@ -386,8 +398,8 @@ class RolloutSources:
         if not self._needs_reconnect:
             return
         for pending_turn in self._pending_turns:
-            pending_turn.acting.wait(self._timeout)
-            pending_turn.simulating.wait(self._timeout)
+            pending_turn.rollout_call.wait(self._timeout)
+            pending_turn.env_call.wait(self._timeout)
         while self._needs_reconnect:
             self._remove_lost()
             self._await_rollouts()
@@ -425,7 +437,7 @@ class RolloutSources:
         )
         for name, homes in slots.playing_channels().items():
             Channel.create(name, home=homes.group, ranks=homes.ranks)
-        wait_all([self._call_envs("connect", slots), self._acting_group().connect(slots)], self._timeout)
+        wait_all([self._call_envs("connect", slots), self._select_acting_group().connect(slots)], self._timeout)
 
     def _call_envs(self, method: str, *args: Any) -> Any:
         """Calls a method of the original env ranks that are present; returns a handle."""
@@ -435,7 +447,7 @@ class RolloutSources:
             else CompletedCall()
         )
 
-    def _acting_group(self) -> WorkerGroup:
+    def _select_acting_group(self) -> WorkerGroup:
         """Returns a group of the acting rollout ranks, for one call."""
         return self._rollout_group.execute_on(*self.slots.acting_ranks)
 
@@ -444,22 +456,22 @@ class RolloutSources:
     def sync(self, version: int) -> list[Any]:
         """Sends the actor's weights, as `version`, to the acting rollout ranks; returns the handles of both sides."""
         ranks = self.slots.acting_ranks
-        return [self._actor.sync_weights(version, ranks), self._acting_group().sync_weights()]
+        return [self._actor.sync_weights(version, ranks), self._select_acting_group().sync_weights()]
 
     def evaluate(self) -> Callable[[], list[EvaluationRows]]:
         """Makes the acting rollout ranks evaluate in `env.eval`, a part of its slots each; returns a function that waits for
         the results of the parts (`evaluation_rows`).
         """
         ranks = self.slots.acting_ranks
-        calls = [self._evaluate_part(rank, part, len(ranks)) for part, rank in enumerate(ranks)]
-        return lambda: [self._rows_of_part(call, part, ranks) for part, call in enumerate(calls)]
+        calls = [self._evaluate_part(rank, part_index, len(ranks)) for part_index, rank in enumerate(ranks)]
+        return lambda: [self._wait_for_rows(call, part_index, ranks) for part_index, call in enumerate(calls)]
 
-    def _evaluate_part(self, rank: int, part: int, parts: int) -> Any:
-        return self._rollout_group.execute_on(rank).evaluate(part, parts)
+    def _evaluate_part(self, rank: int, part_index: int, num_parts: int) -> Any:
+        return self._rollout_group.execute_on(rank).evaluate(part_index, num_parts)
 
-    def _rows_of_part(self, call: Any, part: int, ranks: Sequence[int]) -> EvaluationRows:
+    def _wait_for_rows(self, call: Any, part_index: int, ranks: Sequence[int]) -> EvaluationRows:
         """Waits for the rows of a part of an evaluation. Another rank plays the part if its rank was lost."""
-        retries = (self._evaluate_part(rank, part, len(ranks)) for rank in ranks if rank != ranks[part])
+        retries = (self._evaluate_part(rank, part_index, len(ranks)) for rank in ranks if rank != ranks[part_index])
         for attempt in itertools.chain([call], retries):
             if rows_by_rank := attempt.wait(self._timeout):
                 rows: EvaluationRows = rows_by_rank[0]
@@ -487,14 +499,14 @@ class RolloutSources:
         """Starts a step on all ranks. If the step cannot be shared, starts it on the original or the joined ranks
         alone.
         """
-        original_decisions, pieces, duration = self._decisions, 1, math.inf
+        original_decisions, num_pieces, duration = self._decisions, 1, math.inf
         if self._joined_envs.ranks and self._present_env_ranks and self._divisible:
-            original_decisions, pieces, duration = shares(
-                self._decisions, self.slots.env_ranks, len(self._joined_envs.ranks)
+            original_decisions, num_pieces, duration = shares(
+                self._decisions, self.slots.num_env_ranks, len(self._joined_envs.ranks)
             )
         if original_decisions < self._decisions and duration <= _MAX_IMBALANCE:
             self._play_decisions(step, 0, original_decisions)
-            self._joined_envs.add_step(step, self._decisions - original_decisions, pieces)
+            self._joined_envs.add_step(step, self._decisions - original_decisions, num_pieces)
         elif (self._joined_envs.can_play_step() and self._pending_turns) or (
             self._joined_envs.ranks and not self._present_env_ranks
         ):
@@ -502,21 +514,21 @@ class RolloutSources:
         else:
             self._play_decisions(step, 0, self._decisions)
 
-    def _play_decisions(self, step: int, begin: int, decisions: int) -> None:
-        end = begin + decisions
-        while begin < end:
+    def _play_decisions(self, step: int, begin: int, num_decisions: int) -> None:
+        end_decision = begin + num_decisions
+        while begin < end_decision:
             self._num_turns += 1
             next_cut = (begin // self._turn_size + 1) * self._turn_size
-            turn = FullRollout(self._num_turns, step, begin, min(end, next_cut) - begin)
-            acting_handle = self._generate(self._acting_group(), turn)
+            turn = FullRollout(self._num_turns, step, begin, min(end_decision, next_cut) - begin)
+            acting_handle = self._generate(self._select_acting_group(), turn)
             self._pending_turns.append(_PendingTurn(turn, self.slots, acting_handle, self._call_envs("interact", turn)))
-            begin += turn.decisions
+            begin += turn.num_decisions
 
     def plays(self, step: int) -> bool:
-        """Returns whether ranks that the run started with play a part of a step; ranks that joined later may play the rest."""
-        return bool(self._turns_of(step))
+        """Returns whether the initial ranks play a part of a step; ranks that joined later may play the rest."""
+        return bool(self._list_turns(step))
 
-    def _turns_of(self, step: int) -> list[_PendingTurn]:
+    def _list_turns(self, step: int) -> list[_PendingTurn]:
         return [pending_turn for pending_turn in self._pending_turns if pending_turn.turn.step == step]
 
     def wait_for_shards(self, step: int) -> list[list[DeliveredShard]] | None:
@@ -526,21 +538,23 @@ class RolloutSources:
         shards = self._joined_envs.wait_for_step(step, self._completed_step)
         if shards is None:
             note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
-            begin = sum(pending_turn.turn.decisions for pending_turn in self._turns_of(step))
-            self._play_decisions(step, begin, self._decisions - begin)
+            begin_decision = sum(pending_turn.turn.num_decisions for pending_turn in self._list_turns(step))
+            self._play_decisions(step, begin_decision, self._decisions - begin_decision)
         return shards
 
     def receive(self, step: int, shards: list[list[DeliveredShard]] | None = None) -> Any:
         """Makes the actors receive a step, with the joined ranks' shards (`wait_for_shards`); returns a handle."""
-        present_ranks, turns = {*self._rollout_group.present}, self._turns_of(step)
-        acted = [
-            Acted(turn.turn, turn.slots, frozenset(turn.lost_ranks | ({*turn.slots.acting_ranks} - present_ranks)))
+        present_ranks, turns = {*self._rollout_group.present}, self._list_turns(step)
+        acted_turns = [
+            PlayedTurn(turn.turn, turn.slots, frozenset(turn.lost_ranks | ({*turn.slots.acting_ranks} - present_ranks)))
             for turn in turns
         ]
         later_turns = {turn.turn.number for turn in self._pending_turns if turn not in turns}
-        units = None if shards is None else keys_of(shards)
-        useless = () if shards is None else tuple(self._joined_envs.tracker.pop_useless())
-        return self._actor.receive(step, Source(self.slots, tuple(acted), frozenset(later_turns), units, useless))
+        unit_keys = None if shards is None else keys_of(shards)
+        useless_shards = () if shards is None else tuple(self._joined_envs.tracker.pop_useless_keys())
+        return self._actor.receive(
+            step, Source(self.slots, tuple(acted_turns), frozenset(later_turns), unit_keys, useless_shards)
+        )
 
     def outcome(
         self, step: int, shards: list[list[DeliveredShard]] | None = None
@@ -552,13 +566,15 @@ class RolloutSources:
             step: Number of the step.
             shards: Result of `wait_for_shards` for the step; None in runs that ranks cannot join.
         """
-        episodes = [report.episodes for unit in shards or () for report in unit]
+        episodes = [report.episodes for unit_reports in shards or () for report in unit_reports]
         joined_s, act_s, simulate_s = max((float(report["busy_s"].max()) for report in episodes), default=0.0), 0.0, 0.0
-        turns = self._turns_of(step)
+        turns = self._list_turns(step)
         for turn in turns:
-            reports = turn.simulating.wait(self._timeout)
+            reports = turn.env_call.wait(self._timeout)
             simulate_s += max((float(report["busy_s"].max()) for report in reports), default=0.0)
-            act_s += max((acting_report["busy_s"] for acting_report in turn.acting.wait(self._timeout)), default=0.0)
+            acting_reports = turn.rollout_call.wait(self._timeout)
+            act_s += max((acting_report["busy_s"] for acting_report in acting_reports), default=0.0)
+            self._transfer_reports += acting_reports
             # A report counts restarts since the rank's start, so only the last turn's reports are counted.
             episodes += reports if turn is turns[-1] else [{**report, "restarts": np.zeros(1)} for report in reports]
             self._pending_turns.remove(turn)

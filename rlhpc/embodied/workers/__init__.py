@@ -12,7 +12,7 @@ _HOMES = {
     "rlhpc.embodied.workers.env": ["EnvWorker"],
     "rlhpc.embodied.rollout.slot_map": ["SlotMap"],
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)
+__all__ = sorted(name for home_names in _HOMES.values() for name in home_names)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 if TYPE_CHECKING:

@@ -22,17 +22,21 @@ from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, until_left
-from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
-from rlhpc.embodied.training.blueprint import PolicyBlueprint
+from rlhpc.embodied.rollout.slot_map import PlayedTurn, SlotMap, Source
+from rlhpc.embodied.training import PolicyBlueprint
 from rlhpc.embodied.workers.env import WEIGHTS_SENT
-from rlhpc.runs.device import seed_process, worker_device
+from rlhpc.runs.device import set_up_process, worker_device
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.comm.shared_memory import SegmentGone
+from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import ChannelError, CheckpointError, DeadlineExceeded
 from rlhpc.runtime.files import write_durably
+from rlhpc.runtime.trace_recorder import traced
 from rlhpc.training.backend import Named, TrainingBackend
 from rlhpc.training.registry import make_backend
 from rlhpc.weights import WeightSync, make_sync
+from rlhpc.weights.device_sharing import receivers_of
+from rlhpc.weights.transport import BroadcastSync
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EmbodiedActorConfig, RolloutConfig
@@ -49,8 +53,8 @@ class PolicyLearner(Protocol):
     def lockstep(self) -> bool:
         """True if the ranks hold different parts of the weights, so that all ranks must call each method."""
 
-    def named_weights(self, without: Container[str] = ()) -> Named:
-        """Yields all full weights except those in `without`; all ranks must iterate."""
+    def named_weights(self, excluded_names: Container[str] = ()) -> Named:
+        """Yields all full weights except those in `excluded_names`; all ranks must iterate."""
 
     def frozen_names(self) -> frozenset[str]:
         """Returns the names of the weights that never change."""
@@ -73,7 +77,7 @@ class PolicyLearner(Protocol):
     def reload(self) -> None:
         """Moves weights and optimizers back to the device after `offload`."""
 
-    def awake(self) -> AbstractContextManager[None]:
+    def keep_on_device(self) -> AbstractContextManager[None]:
         """Returns a context in which offloaded tensors are back on the device."""
 
 
@@ -94,6 +98,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     learner: PolicyLearner
     sync: WeightSync | None = None
     _make_sync: Callable[[str, Sequence[int]], WeightSync]
+    _weight_sources: tuple[int, ...]
     _previous_sync: WeightSync | None = None
     _rollout_name: str
     _receivers: tuple[int, ...]
@@ -111,35 +116,43 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
         """Selects the device and seeds the process."""
         self.seed = self.cfg.runner.seed
         self.device = worker_device(self)
-        seed_process(self.seed, "actor", self.rank)
+        set_up_process(self.cfg.runner, "actor", self.rank)
 
     def build_backend(
-        self, actor: EmbodiedActorConfig, spaces: tuple[Any, Any], *, look: bool, levels: str = "chunk_level"
+        self, actor: EmbodiedActorConfig, spaces: tuple[Any, Any], *, reads_norm: bool, levels: str = "chunk_level"
     ) -> TrainingBackend:
         """Builds the policy in the backend `actor.training_backend`; sets `policy` and `learner`.
 
         Args:
             actor: Section `actor`.
             spaces: Observation space and action space of one slot.
-            look: See `rlhpc.training.Blueprint.look`.
+            reads_norm: See `rlhpc.training.Blueprint.reads_norm`.
             levels: `algorithm.logprob_type`.
         """
         backend = make_backend(
-            PolicyBlueprint(actor, spaces, self.device, seed=self.seed, look=look, levels=levels), actor, self
+            PolicyBlueprint(actor, spaces, self.device, seed=self.seed, reads_norm=reads_norm, levels=levels),
+            actor,
+            self,
         )
         assert isinstance(backend.module, Policy)
         self.policy, self.learner = backend.module, backend
         return backend
 
     def open_sync(self, slots: SlotMap, rollout: RolloutConfig) -> None:
-        """Prepares the weight sync to the acting rollout ranks."""
-        self._gathers_once = self.learner.lockstep and rollout.weight_delta.lower() != "off"
+        """Prepares the weight sync to the acting rollout ranks: from rank 0 to all, or from each rank to the rollout ranks on
+        its own accelerator (`SlotMap.weight_sources`).
+        """
+        self._gathers_once = self.learner.lockstep and rollout.weight_delta != "off"
 
         def make_sync_to(group: str, ranks: Sequence[int]) -> WeightSync:
-            receivers = [(group, list(ranks))]
-            return make_sync(rollout.weight_sync, self, (slots.actor_name, 0), receivers, rollout.weight_delta)
+            source_rank = (slots.actor_name, self.rank)
+            sync = make_sync(rollout.weight_sync, self, source_rank, [(group, list(ranks))], rollout.weight_delta)
+            if slots.weight_sources and isinstance(sync, BroadcastSync):
+                sync.require_readers()  # the receivers are called at the same time, so no chunk has to wait in host memory
+            return sync
 
         self._make_sync, self._rollout_name, self._receivers = make_sync_to, slots.rollout_name, ()
+        self._weight_sources = slots.weight_sources
         self._set_receivers(slots.acting_ranks)
 
     def _set_receivers(self, ranks: Sequence[int]) -> None:
@@ -152,27 +165,29 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             self._previous_sync.forget()
         # A rank may not have received the last version yet, so the previous sync is released at the next change only.
         self._receivers, self._previous_sync, self._sent_names = tuple(ranks), self.sync, frozenset()
-        self.sync = self._make_sync(self._rollout_name, ranks)
+        local_receivers = receivers_of(self._weight_sources, self.rank, ranks)
+        self.sync = self._make_sync(self._rollout_name, local_receivers) if local_receivers else None
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def sent_weights(self, without: Container[str]) -> Named:
-        """Yields the weights that the rollout ranks need, except those in `without`; all ranks must iterate."""
-        return self.learner.named_weights(without)
+    def sent_weights(self, excluded_names: Container[str]) -> Named:
+        """Yields the weights that the rollout ranks need, except those in `excluded_names`; all ranks must iterate."""
+        return self.learner.named_weights(excluded_names)
 
     def sync_weights(self, version: int, ranks: Sequence[int]) -> None:
         """Sends the weights, as `version`, to rollout ranks; sharded frozen weights are gathered only once."""
-        if self.rank and not self.learner.lockstep:
-            return
         self._set_receivers(ranks)
-        with self.learner.awake():  # weights stay on the device until they are gathered and sent
-            self._send(version, self.sync if self.rank == 0 else None, self._sent_names)
+        if self.sync is None and not self.learner.lockstep:
+            return
+        with self.learner.keep_on_device():  # weights stay on the device until they are gathered and sent
+            self._send(version, self.sync, self._sent_names)
         if self._gathers_once:
             self._sent_names = self.learner.frozen_names()
 
-    def _send(self, version: int, sync: WeightSync | None, without: frozenset[str]) -> None:
+    @traced("send weights", "weights")
+    def _send(self, version: int, sync: WeightSync | None, excluded_names: frozenset[str]) -> None:
         """Gathers the weights with all ranks, and sends them if `sync` is given."""
-        weights = self.sent_weights(without)
+        weights = self.sent_weights(excluded_names)
         if sync is None:
             deque(weights, maxlen=0)
         else:
@@ -191,7 +206,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             return
         for rank in self._joined_syncs.keys() & {*left_ranks}:
             self._joined_syncs.pop(rank).forget()
-        with self.learner.awake():
+        with self.learner.keep_on_device():
             for rank in ranks:
                 is_notified = self.rank == 0 and self.notify(version, group, rank, WEIGHTS_SENT)
                 if is_notified and rank not in self._joined_syncs:
@@ -235,8 +250,8 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             save_tensors(path / WEIGHTS, weights)
             write_durably(path / SPEC, json.dumps(self.policy.spec(), indent=2, sort_keys=True).encode() + b"\n")
         self.learner.save(path)
-        counts = {key: getattr(self, name) for key, name in self.counters.items()}
-        save_state(path / FILE.format(rank=self.rank), {**counts, "rng": rng_state()})
+        counter_values = {key: getattr(self, name) for key, name in self.counters.items()}
+        save_state(path / FILE.format(rank=self.rank), {**counter_values, "rng": rng_state()})
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint; a rank without a file in it uses rank 0's.
@@ -253,11 +268,16 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
             ) from error
         self.learner.load(path)
         rank_file = path / FILE.format(rank=self.rank)
-        state = load_state(rank_file if rank_file.is_file() else path / FILE.format(rank=0))
+        rank_state = load_state(rank_file if rank_file.is_file() else path / FILE.format(rank=0))
         for key, name in self.counters.items():
-            setattr(self, name, int(state[key]))
-        set_rng_state(state["rng"])
+            if key in rank_state:  # checkpoints of earlier versions have fewer counters
+                setattr(self, name, int(rank_state[key]))
+        set_rng_state(rank_state["rng"])
         self._reset_syncs()
+
+    def release_cache(self) -> None:
+        """Returns memory that torch has cached to the accelerator, for another process."""
+        empty_cache()
 
     def offload(self) -> None:
         """Moves weights and optimizer to the host."""
@@ -266,6 +286,31 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     def reload(self) -> None:
         """Moves weights and optimizer back to the device after `offload`."""
         self.learner.reload()
+
+
+def mark_nonfinite(
+    batch: RolloutBatch[np.ndarray], step: int, slot_share: range, rank: int, *, skips: bool
+) -> RolloutBatch[np.ndarray]:
+    """Returns the transitions with those marked that contain non-finite numbers.
+
+    Args:
+        batch: Transitions of the slots `slot_share`.
+        step: Global step.
+        slot_share: Global slots.
+        rank: Actor rank.
+        skips: Whether `runner.on_nonfinite` is skip.
+
+    Raises:
+        NonFinite: A value is not finite, and `skips` is false.
+    """
+    bad_by_column = batch.nonfinite_columns()
+    if bad_by_column and not skips:
+        slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(list(bad_by_column.values()))))
+        raise nonfinite(
+            f"step {step}, decision {t}: of slot {slot_share.start + slot} (actor-{rank}) "
+            f"{', '.join(bad_by_column)} {'is' if len(bad_by_column) == 1 else 'are'} not finite"
+        )
+    return batch.mark_nonfinite(bad_by_column.values())
 
 
 #: Maximum seconds for the arrival of a message that a rank sent before it left.
@@ -300,46 +345,43 @@ class TrajectoryReceiver:
             NonFinite: A value is not finite, and `runner.on_nonfinite` is stop.
         """
         slots = source.slots
-        self._discard(slots, source.useless)
-        rollout_numbers = [acted.turn.number for acted in source.acted]
+        self._discard(slots, source.useless_keys)
+        rollout_numbers = [played_turn.turn.number for played_turn in source.played_turns]
         turns = [
-            self._receive_turn(acted, source.later.union(rollout_numbers[index + 1 :]))
-            for index, acted in enumerate(source.acted)
+            self._receive_turn(acted, source.later_turns.union(rollout_numbers[index + 1 :]))
+            for index, acted in enumerate(source.played_turns)
         ]
         if source.units is not None:
-            turns.append([self._receive_unit(slots, source.units[unit]) for unit in slots.units_of(self._rank)])
-        batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in turns], axis=1)
-        bad_by_column = batch.nonfinite_columns()
-        if bad_by_column and not self._skips_nonfinite:
-            slot, t = (int(index[0]) for index in np.nonzero(np.logical_or.reduce(list(bad_by_column.values()))))
-            raise nonfinite(
-                f"step {step}, decision {t}: of slot {self.share.start + slot} (actor-{self._rank}) "
-                f"{', '.join(bad_by_column)} {'is' if len(bad_by_column) == 1 else 'are'} not finite"
+            turns.append(
+                [self._receive_unit(slots, source.units[unit_index]) for unit_index in slots.units_of(self._rank)]
             )
-        batch = batch.mark_nonfinite(bad_by_column.values())
+        batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in turns], axis=1)
+        batch = mark_nonfinite(batch, step, self.share, self._rank, skips=self._skips_nonfinite)
         return batch if batch.version is not None else replace(batch, version=step - 1)
 
-    def _receive_turn(self, acted: Acted, later: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
+    def _receive_turn(self, played_turn: PlayedTurn, later_turns: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
         """Receives the rollout ranks' transitions of a turn, in slot order."""
-        sources = acted.slots.sources_of(self._rank)
-        batches = [(slots, self._receive_from(acted, later, stage, rank)) for stage, rank, slots in sources]
+        turn_sources = played_turn.slots.sources_of(self._rank)
+        batches = [
+            (slots, self._receive_from(played_turn, later_turns, stage, rank)) for stage, rank, slots in turn_sources
+        ]
         return [
-            self._missing_batch(len(slots), acted.turn.decisions) if batch is None else batch
+            self._build_missing_batch(len(slots), played_turn.turn.num_decisions) if batch is None else batch
             for slots, batch in batches
         ]
 
     def _receive_from(
-        self, acted: Acted, later: frozenset[int], stage: int, rank: int
+        self, played_turn: PlayedTurn, later_turns: frozenset[int], stage: int, rank: int
     ) -> RolloutBatch[np.ndarray] | None:
         """Receives a rollout rank's transitions of a turn's stage; returns None if the rank left or was lost before it
         sent them.
         """
-        slots, turn_number = acted.slots, acted.turn.number
+        slots, turn_number = played_turn.slots, played_turn.turn.number
         key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
         early_batches = self._early_batches[key] = {
             rollout_number: early_batch
             for rollout_number, early_batch in self._early_batches[key].items()
-            if rollout_number in {turn_number, *later}
+            if rollout_number in {turn_number, *later_turns}
         }
         batch = early_batches.pop(turn_number, None)
         try:
@@ -347,11 +389,11 @@ class TrajectoryReceiver:
                 # a message of a later turn shows that another rank has replaced the lost rank
                 if any(rollout_number > turn_number for rollout_number in early_batches):
                     return None
-                message = self._receive_message(key, peer, has_left=rank in acted.lost_ranks)
+                message = self._receive_message(key, peer, has_left=rank in played_turn.lost_ranks)
                 rollout_number = message.pop("turn")
                 if rollout_number == turn_number:
                     batch = RolloutBatch.from_columns(message)
-                elif rollout_number in later:
+                elif rollout_number in later_turns:
                     early_batches[rollout_number] = RolloutBatch.from_columns(message)
                 # a message of any other turn is outdated
         except PeerLeft:
@@ -369,8 +411,8 @@ class TrajectoryReceiver:
         except (ChannelError, DeadlineExceeded, SegmentGone) as error:
             raise PeerLeft(f"{peer[0]}-{peer[1]}") from error
 
-    def _missing_batch(self, count: int, decisions: int) -> RolloutBatch[np.ndarray]:
-        """Builds a batch of missing transitions for `count` slots.
+    def _build_missing_batch(self, num_slots: int, num_decisions: int) -> RolloutBatch[np.ndarray]:
+        """Builds a batch of missing transitions for `num_slots` slots.
 
         Raises:
             ChannelError: The columns are unknown, because no message has arrived yet.
@@ -379,11 +421,11 @@ class TrajectoryReceiver:
             raise ChannelError(
                 "all rollout ranks of this actor rank's slots ended in the first step of the run's start"
             )
-        return RolloutBatch.blank(self._empty_columns, count, decisions)
+        return RolloutBatch.blank(self._empty_columns, num_slots, num_decisions)
 
-    def _receive_unit(self, slots: SlotMap, keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
+    def _receive_unit(self, slots: SlotMap, shard_keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
         """Receives and concatenates the shards of a unit for this rank's slots."""
-        messages = [self._shards.get(key=slots.shard_key(key, self._rank)) for key in keys]
+        messages = [self._shards.get(key=slots.shard_key(key, self._rank)) for key in shard_keys]
         return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
 
     def _discard(self, slots: SlotMap, keys: Sequence[int]) -> None:

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from omegaconf import OmegaConf
 from torch import nn
 
 from rlhpc.algorithms import value_loss
 from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, skips
-from rlhpc.config.typed import plain, typed
-from rlhpc.embodied.config import BcConfig, EnvSideConfig
+from rlhpc.config.load import total_steps
+from rlhpc.embodied.algorithms.ppo import LazySequence
+from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.data.batches import count_passes, local_minibatches, permutation
-from rlhpc.embodied.data.demonstrations import check_fit, chunks_of, held_out_of, read_demos, returns_to_go, windows_of
-from rlhpc.embodied.data.trajectory import Trajectory
-from rlhpc.embodied.envs.observations import join, take
-from rlhpc.embodied.envs.registry import check_env
+from rlhpc.embodied.data.demo_stream import Batch, DemoStream, RowOptions
+from rlhpc.embodied.data.demonstrations import DemoEpisode, held_out_of, index_demos
+from rlhpc.embodied.envs.registry import check_env, environment_of
 from rlhpc.embodied.evaluation.episodes import evaluation_metrics, evaluation_rows
 from rlhpc.embodied.models import build_model, policy_section
-from rlhpc.embodied.models.advantage_conditioned import IMPROVEMENT, KEY, label_improvements, load_value_model
+from rlhpc.embodied.models.advantage_conditioned import (
+    IMPROVEMENT,
+    KEY,
+    episode_advantages,
+    improvements,
+    load_value_model,
+)
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.trace_recorder import span
 from rlhpc.training.backend import Metrics
-
-Batch = dict[str, Any]
-
-
-def environment_of(cfg: BcConfig) -> EnvSideConfig:
-    """Returns the configuration of the demonstrations' environment, from `env.train`."""
-    task = cfg.env.train
-    env_cfg = EnvSideConfig(
-        env_type=task.env_type, env_id=task.env_id, max_episode_steps=task.max_episode_steps, kwargs=plain(task.kwargs),
-        wrappers=plain(task.wrappers), ignore_terminations=task.ignore_terminations, simulator_python=task.simulator_python,
-    )  # fmt: skip
-    return typed(EnvSideConfig, OmegaConf.structured(env_cfg))
+from rlhpc.training.flat_parameters import decay_factor, schedule_factor
 
 
 def spaces_of(cfg: BcConfig) -> tuple[Any, Any]:
@@ -63,17 +61,55 @@ def check_actions(cfg: BcConfig, action_space: Any) -> None:
         raise ConfigError(f"algorithm.bc_loss is 'mse', and the actions are {action_space}; choose nll")
 
 
+@dataclass(frozen=True)
+class DemoMicroBatch:
+    """Rows of one forward and backward pass.
+
+    Attributes:
+        columns: The rows' columns, tensors on the device.
+        count: Number of rows of the minibatch, over all ranks.
+        is_idle: True for a pass that only keeps pace with other ranks.
+    """
+
+    columns: Batch
+    count: int
+    is_idle: bool = False
+
+
+@dataclass(frozen=True)
+class MinibatchRows:
+    """Rows of a minibatch on one rank.
+
+    Attributes:
+        micro_batches: Rows of each micro-batch.
+        count: Number of rows of the minibatch, over all ranks.
+        num_passes: Number of passes that all ranks make for it; 0 if each makes its own.
+    """
+
+    micro_batches: list[np.ndarray]
+    count: int
+    num_passes: int = 0
+
+
+#: Maximum number of rows of a batch when values are computed.
+_VALUE_ROWS = 1024
+
+
 class BcActor(PolicyTrainer[BcConfig]):
-    """Actor worker that trains the policy on demonstrations; each rank holds an equal share of the steps.
+    """Actor worker that trains the policy on demonstrations; each rank reads an equal share of the steps.
 
     Attributes:
         labels: Checksum of the improvement labels.
+        passes: Number of complete passes over the demonstrations.
+        pass_rows: Number of rows of the current pass that were trained on, over all ranks.
+        total: Number of training rows, over all ranks.
     """
 
-    labels = 0
+    labels = passes = pass_rows = total = 0
+    counters = {**PolicyTrainer.counters, "passes": "passes", "pass_rows": "pass_rows", "rows": "total"}  # noqa: RUF012
 
     def init_worker(self) -> dict[str, float]:
-        """Builds policy and optimizer, and reads the demonstrations.
+        """Builds policy and optimizer, and indexes the demonstrations.
 
         Returns:
             Numbers of `parameters`, `episodes` and `transitions` in training; `left_out` is the number of episodes that
@@ -81,21 +117,24 @@ class BcActor(PolicyTrainer[BcConfig]):
         """
         cfg = self.cfg
         self.set_up_device()
-        observation_space, action_space = spaces = spaces_of(cfg)
+        spaces = spaces_of(cfg)
         skips_nonfinite = skips(cfg)
-        self.backend = self.build_backend(cfg.actor, spaces, look=skips_nonfinite)
+        self.backend = self.build_backend(cfg.actor, spaces, reads_norm=skips_nonfinite)
         self.skips = SkippedSteps(skips_nonfinite)
-        self.loss_type, self.value_coef = cfg.algorithm.bc_loss.lower(), cfg.algorithm.bc_value_coef
+        self.loss_type, self.value_coef = cfg.algorithm.bc_loss, cfg.algorithm.bc_value_coef
         problems: list[str] | None = [] if skips_nonfinite else None
-        trajectories = list(read_demos(cfg, problems))
+        demos = index_demos(
+            cfg,
+            problems,
+            spaces=spaces,
+            rank=self.rank,
+            world_size=self.world_size,
+            gather=self.all_gather_object if self.world_size > 1 else None,
+        )
         for problem in problems or ():
             self.log.warning("left out: %s", problem)
-        for trajectory in trajectories:
-            check_fit(trajectory, observation_space, action_space)
-            trajectory["obs"] = windows_of(trajectory["obs"], observation_space)
-        if cfg.algorithm.value_model:
-            self._label_improvements(trajectories, observation_space)
-        self._store_transitions(trajectories)
+        labels = self._label_improvements(demos, spaces[0]) if cfg.algorithm.value_model else None
+        self._open_stream(demos, spaces[0], labels)
         parameters = float(self.backend.parameters_trained)
         self.log.info(
             "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
@@ -104,175 +143,256 @@ class BcActor(PolicyTrainer[BcConfig]):
         metrics = {"parameters": parameters, "episodes": float(self.episodes), "transitions": float(self.total)}
         return {**metrics, "left_out": float(len(problems or ()))}
 
-    def _label_improvements(self, trajectories: Sequence[Trajectory], observation_space: Any) -> None:
-        """Labels each step of the episodes as an improvement or not."""
-        labels = label_improvements(self.cfg, trajectories, load_value_model(self.cfg, observation_space), self.device)
-        for trajectory, improvement in zip(trajectories, labels, strict=True):
-            trajectory[IMPROVEMENT] = improvement
+    def _label_improvements(self, demos: Sequence[DemoEpisode], observation_space: Any) -> list[np.ndarray]:
+        """Returns the improvement labels of each episode, `[T, 1]`. Each rank computes the values of a share of the
+        episodes.
+        """
+        model = load_value_model(self.cfg, observation_space).to(self.device)
+        rank_demos = demos[len(demos) * self.rank // self.world_size : len(demos) * (self.rank + 1) // self.world_size]
+        stream = DemoStream(
+            rank_demos, RowOptions(observation_space, range(1), columns=("rewards",)), self._memory_bytes
+        )
+        batch_size = min(_VALUE_ROWS, stream.max_rows)
+        advantages = []
+        for episode in range(len(rank_demos)):
+            rows = np.asarray(stream.rows_of(episode))
+            obs_parts = (
+                stream.read(rows[row_start : row_start + batch_size]) for row_start in range(0, len(rows), batch_size)
+            )
+            advantages.append(episode_advantages(self.cfg, obs_parts, model, self.device))
+        stream.close()
+        if self.world_size > 1:
+            advantages = [
+                advantage for rank_advantages in self.all_gather_object(advantages) for advantage in rank_advantages
+            ]
+        labels = improvements(advantages, self.cfg.algorithm.improved_fraction)
         self.labels = zlib.crc32(np.concatenate(labels).tobytes())
         self.counters = {**self.counters, "labels": "labels"}
+        return labels
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint (`PolicyTrainer.load`).
+        """Restores a checkpoint (`PolicyTrainer.load`), and the position in the demonstrations.
 
         Raises:
-            ConfigError: The improvement labels have changed.
+            ConfigError: The improvement labels have changed, or the demonstrations within a pass.
         """
-        previous_labels = self.labels
+        labels, num_rows = self.labels, self.total
+        self.passes = -1
         super().load(folder)
-        if self.labels != previous_labels:
+        if self.passes < 0:  # checkpoints of earlier versions were written between passes
+            self.passes, self.pass_rows = self.updates * self.cfg.algorithm.update_epochs, 0
+        trained_total, self.total = self.total, num_rows
+        if self.labels != labels:
             raise ConfigError(
                 f"{KEY} or demos.path: what is there now makes other steps improvements than what {folder} was trained "
                 "on; name what the run began with (a checkpoint in place of a run that goes on)"
             )
+        if self.pass_rows and trained_total != num_rows:
+            raise ConfigError(
+                f"demos.path has {num_rows} steps now, and {folder} was written after {self.pass_rows} of "
+                f"{trained_total} steps "
+                "of a pass; name the demonstrations that the run began with, or start another run with runner.init_from"
+            )
 
-    def _store_transitions(self, trajectories: Sequence[Trajectory]) -> None:
-        """Stores this rank's share of the training transitions, and the held-out episodes, on the device."""
-        held_out = held_out_of(len(trajectories), self.cfg)
-        train_trajectories = [trajectory for i, trajectory in enumerate(trajectories) if i not in held_out]
-        self.episodes, self.total = (
-            len(train_trajectories),
-            sum(len(trajectory["actions"]) for trajectory in train_trajectories),
-        )
+    @property
+    def _memory_bytes(self) -> int:
+        return self.cfg.demos.memory_mb << 20
+
+    def _open_stream(
+        self, demos: Sequence[DemoEpisode], observation_space: Any, labels: Sequence[np.ndarray] | None
+    ) -> None:
+        """Opens the stream of the training rows, which the held-out rows follow."""
+        held_out = held_out_of(len(demos), self.cfg)
+        train_demos = [i for i in range(len(demos)) if i not in held_out]
+        demo_order = [*train_demos, *sorted(held_out)]
+        self.episodes, self.total = len(train_demos), sum(demos[i].length for i in train_demos)
         self.local_rows = range(
             self.total * self.rank // self.world_size, self.total * (self.rank + 1) // self.world_size
         )
-        self.demos = self._build_batch(train_trajectories, self.local_rows)
-        holdout_trajectories = [trajectories[i] for i in sorted(held_out)]
-        self.holdout = (
-            self._build_batch(holdout_trajectories, None) if holdout_trajectories and self._computes_holdout else None
-        )
-
-    @property
-    def _computes_holdout(self) -> bool:
-        """True if this rank computes the held-out loss: rank 0 only, or all ranks if they hold parts of the weights."""
-        return self.rank == 0 or self.backend.lockstep
-
-    def _build_batch(self, trajectories: Sequence[Trajectory], row_range: range | None) -> Batch:
-        rows = slice(None) if row_range is None else slice(row_range.start, row_range.stop)
-
-        def join_columns(columns: list[Any]) -> Any:
-            return to_tensors(take(join(columns), rows), self.device)
-
         # A success model gets the observation after a step; a policy gets the observation before the step.
-        obs_steps = slice(1, None) if self.policy.is_success_classifier else slice(-1)
-        batch = {"obs": join_columns([take(trajectory["obs"], obs_steps) for trajectory in trajectories])}
-        actions, pad_masks = zip(
-            *(chunks_of(trajectory["actions"], self.policy.imitated) for trajectory in trajectories), strict=True
+        is_classifier = self.policy.is_success_classifier
+        self.has_returns = bool(self.value_coef)
+        self.extra_columns = ([IMPROVEMENT] if labels else []) + (["success"] if is_classifier else [])
+        options = RowOptions(
+            observation_space,
+            self.policy.imitated,
+            obs_offset=int(is_classifier),
+            columns=("success",) if is_classifier else (),
+            gamma=self.cfg.algorithm.gamma if self.has_returns else None,
+            reward_scale=self.cfg.env.train.reward_scale,
+            labels={IMPROVEMENT: [labels[i] for i in demo_order]} if labels else None,
         )
-        batch["actions"], batch["is_pad"] = join_columns(list(actions)), join_columns(list(pad_masks))
-        for name in self._extra_columns(trajectories[0]):
-            batch[name] = join_columns([np.asarray(trajectory[name], np.float32) for trajectory in trajectories])
-        if self.value_coef:
-            scale, gamma = self.cfg.env.train.reward_scale, self.cfg.algorithm.gamma
-            batch["returns"] = join_columns(
-                [scale * returns_to_go(trajectory["rewards"], gamma) for trajectory in trajectories]
-            )
-        return batch
-
-    def _extra_columns(self, available_columns: Container[str]) -> list[str]:
-        """Returns the names of the available inputs of `Policy.bc_loss` other than observations and actions."""
-        return [
-            name
-            for name in (IMPROVEMENT, *(["success"] if self.policy.is_success_classifier else []))
-            if name in available_columns
-        ]
+        first_row = min(self.local_rows.start, self.total - 1)
+        self.stream = DemoStream([demos[i] for i in demo_order], options, self._memory_bytes, probe=first_row)
+        #: Batch of passes that only keep pace with other ranks.
+        self._idle_batch = self.stream.read(np.array([first_row])) if self.backend.lockstep else {}
+        # Rank 0 computes the held-out loss, or all ranks if they hold parts of the weights.
+        computes_holdout = self.rank == 0 or self.backend.lockstep
+        self.holdout_rows = range(self.total, self.stream.total) if computes_holdout else range(0)
 
     # -- training -------------------------------------------------------------------------------------------------
 
     def imitate(self, step: int, progress: float) -> dict[str, float]:
-        """Trains for `algorithm.update_epochs` passes over the demonstrations.
+        """Trains for `algorithm.minibatches_per_step` minibatches, or `algorithm.update_epochs` passes over the
+        demonstrations.
 
         Args:
             step: Global step.
             progress: Completed fraction of the run, 0 to 1, for the learning rate.
 
         Returns:
-            Metrics, the same on all ranks.
+            Metrics, the same on all ranks; `num_samples` is the number of rows.
 
         Raises:
             NonFinite: A gradient is not finite.
         """
         cfg = self.cfg
-        rate = self.backend.base_lr * ((1.0 - progress) if cfg.algorithm.anneal_lr else 1.0)
-        batch_size = min(cfg.actor.global_batch_size, self.total)
-        micro_batch_size = batch_size if cfg.actor.micro_batch_size is None else cfg.actor.micro_batch_size
-        sums, norms, updates = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0
-        for epoch in range(cfg.algorithm.update_epochs):
-            minibatches = local_minibatches(
-                permutation(self.total, self.seed, step, epoch), batch_size, self.local_rows
-            )
-            micro_batches = [list(rows.split(micro_batch_size)) if rows.numel() else [] for rows in minibatches]
-            if self.backend.lockstep:
-                num_passes = count_passes(
-                    [len(minibatch) for minibatch in micro_batches], self.rank, self.world_size, self.all_reduce
-                )
-                idle = torch.zeros(0, dtype=torch.int64)
-                micro_batches = [
-                    minibatch + [idle] * (minibatch_passes - len(minibatch))
-                    for minibatch, minibatch_passes in zip(micro_batches, num_passes, strict=True)
-                ]
-            for index, index_chunks in enumerate(micro_batches):
-                count = min(batch_size, self.total - index * batch_size)
-                minibatch_sums = torch.zeros_like(sums)
-                for outputs in self.backend.forward_backward(
-                    [(indices, count) for indices in index_chunks], self._loss
-                ):
-                    minibatch_sums += outputs["losses"].double()
-                norm = float(self.backend.optimizer_step(rate))
-                if not math.isfinite(norm):
-                    names = format_names(self.backend.bad_gradients()) or "all together"
-                    self.skips.record_skip(
-                        lambda: f"step {step}, epoch {epoch}, minibatch {index}: the gradient of {names} is not finite"  # noqa: B023
-                    )
-                    continue
-                self.skips.record_step()
-                sums += minibatch_sums
-                norms += norm
-                updates += 1
+        rate = self._learning_rate(progress)
+        sums, norms, updates, num_samples = torch.zeros(2, dtype=torch.float64, device=self.device), 0.0, 0, 0
+        last_pass, num_left = self.passes + cfg.algorithm.update_epochs, cfg.algorithm.minibatches_per_step
+        while num_left != 0 if num_left is not None else self.passes < last_pass:
+            minibatches = self._minibatches(num_left)
+            num_left = None if num_left is None else num_left - len(minibatches)
+            with contextlib.closing(self._read(minibatches)) as batches:
+                for index, rows in enumerate(minibatches):
+                    rate = self._learning_rate(progress)
+                    minibatch_sums, norm = self._update(rows, batches, rate)
+                    self.pass_rows += rows.count
+                    num_samples += rows.count
+                    if not math.isfinite(norm):
+                        position_text = (
+                            f"step {step}, epoch {self.passes % cfg.algorithm.update_epochs}, minibatch {index}"
+                        )
+                        bad_names = format_names(self.backend.bad_gradients()) or "all together"
+                        message = f"{position_text}: the gradient of {bad_names} is not finite"
+                        self.skips.record_skip(functools.partial(str, message))
+                        continue
+                    self.skips.record_step()
+                    sums += minibatch_sums
+                    norms += norm
+                    updates += 1
+            if self.pass_rows >= self.total:
+                self.passes, self.pass_rows = self.passes + 1, 0
         if self.world_size > 1:
             sums = self.all_reduce(sums)
         num_updates = max(updates, 1)
         policy_loss, mean_value_loss = (sums / num_updates).tolist()
         self.updates += 1
         metrics = {"loss": policy_loss, "grad_norm": norms / num_updates, "lr": rate, "updates": float(updates)}
-        metrics |= self.skips.pop_metrics()
-        if "returns" in self.demos:
+        metrics |= {"samples": float(num_samples), **self.skips.pop_metrics()}
+        if self.has_returns:
             metrics["value_loss"] = mean_value_loss
-        if self.holdout is not None:
-            rows = torch.arange(len(self.holdout["actions"]), device=self.device)
-            index_chunks = rows.split(self.cfg.actor.micro_batch_size or self.cfg.actor.global_batch_size)
-            losses = [
-                self.backend.evaluate(self._losses, (self.holdout, indices, len(rows)))[0] for indices in index_chunks
-            ]
-            metrics["holdout_loss"] = float(sum(losses))
+        if self.holdout_rows:
+            metrics["holdout_loss"] = self._compute_holdout_loss()
         return metrics
 
-    def _loss(self, module: nn.Module, micro_batch: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, Metrics]:
-        """Returns a micro-batch's summand of the loss of a minibatch with `count` rows, and the loss terms. An empty
+    def _learning_rate(self, progress: float) -> float:
+        """Returns the learning rate of the next minibatch: `algorithm.anneal_lr` alone lowers it from step to step, a schedule
+        of `actor.optim` with each minibatch.
+
+        Args:
+            progress: Completed fraction of the run at the beginning of the step.
+        """
+        optim, algorithm = self.cfg.actor.optim, self.cfg.algorithm
+        if algorithm.anneal_lr and not (optim.lr_warmup_steps or optim.lr_decay_steps):
+            return self.backend.base_lr * decay_factor(optim, 1.0 - progress)
+        size = min(self.cfg.actor.global_batch_size, self.total)
+        num_minibatches = -(-self.total // size)
+        done = self.passes * num_minibatches + self.pass_rows // size
+        minibatches_per_step = algorithm.minibatches_per_step or num_minibatches * algorithm.update_epochs
+        progress = done / max(total_steps(self.cfg) * minibatches_per_step, 1)
+        return self.backend.base_lr * schedule_factor(optim, done, progress, is_annealed=algorithm.anneal_lr)
+
+    def _minibatches(self, limit: int | None) -> list[MinibatchRows]:
+        """Returns the next minibatches of the current pass, at most `limit`. The order of the rows of a pass depends on the
+        seed and on the number of the pass only.
+        """
+        cfg = self.cfg
+        minibatch_size = min(cfg.actor.global_batch_size, self.total)
+        micro_batch_size = minibatch_size if cfg.actor.micro_batch_size is None else cfg.actor.micro_batch_size
+        epochs = cfg.algorithm.update_epochs
+        row_order = permutation(self.total, self.seed, self.passes // epochs + 1, self.passes % epochs)[
+            self.pass_rows :
+        ]
+        row_order = row_order if limit is None else row_order[: limit * minibatch_size]
+        local_batches = local_minibatches(row_order, minibatch_size, self.local_rows)
+        minibatches = [
+            MinibatchRows(
+                [row_part.numpy() + self.local_rows.start for row_part in rows.split(micro_batch_size)]
+                if rows.numel()
+                else [],
+                min(minibatch_size, len(row_order) - index * minibatch_size),
+            )
+            for index, rows in enumerate(local_batches)
+        ]
+        if not self.backend.lockstep:
+            return minibatches
+        num_passes = count_passes(
+            [len(rows.micro_batches) for rows in minibatches], self.rank, self.world_size, self.all_reduce
+        )
+        return [replace(rows, num_passes=pass_count) for rows, pass_count in zip(minibatches, num_passes, strict=True)]
+
+    def _read(self, minibatches: Sequence[MinibatchRows]) -> Generator[Batch, None, None]:
+        """Yields the micro-batches of minibatches, read ahead."""
+        return self.stream.batches([rows.micro_batches for rows in minibatches])
+
+    def _update(self, rows: MinibatchRows, batches: Iterator[Batch], rate: float) -> tuple[torch.Tensor, float]:
+        """Trains on a minibatch.
+
+        Args:
+            rows: Rows of the minibatch on this rank.
+            batches: Their micro-batches.
+            rate: Learning rate.
+
+        Returns:
+            This rank's sums of the policy loss and the value loss, and the gradient norm.
+        """
+
+        def load() -> DemoMicroBatch:
+            with span("demonstrations", "data"):
+                return DemoMicroBatch(to_tensors(next(batches), self.device), rows.count)
+
+        def idle() -> DemoMicroBatch:
+            return DemoMicroBatch(to_tensors(self._idle_batch, self.device), rows.count, is_idle=True)
+
+        num_rows = len(rows.micro_batches)
+        builders = [load] * num_rows + [idle] * (rows.num_passes - num_rows)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for outputs in self.backend.forward_backward(LazySequence(builders), self._loss):
+            sums += outputs["losses"].double()
+        return sums, float(self.backend.optimizer_step(rate))
+
+    def _compute_holdout_loss(self) -> float:
+        """Returns the mean loss of the held-out rows."""
+        batch_size = self.cfg.actor.micro_batch_size or self.cfg.actor.global_batch_size
+        rows = np.asarray(self.holdout_rows)
+        row_parts = [[rows[row_start : row_start + batch_size]] for row_start in range(0, len(rows), batch_size)]
+        with contextlib.closing(self.stream.batches(row_parts)) as batches:
+            losses = [self.backend.evaluate(self._losses, (batch, len(rows)))[0] for batch in batches]
+        return float(sum(losses))
+
+    def _loss(self, module: nn.Module, micro_batch: DemoMicroBatch) -> tuple[torch.Tensor, Metrics]:
+        """Returns a micro-batch's summand of the loss of a minibatch with `count` rows, and the loss terms. An idle
         micro-batch has loss 0.
         """
-        indices, count = micro_batch
-        rows = indices.to(self.device) if indices.numel() else torch.zeros(1, dtype=torch.int64, device=self.device)
-        losses = self._losses(module, (self.demos, rows, count))
+        losses = self._losses(module, (micro_batch.columns, micro_batch.count))
         loss = losses[0] + self.value_coef * losses[1]
-        if not indices.numel():
+        if micro_batch.is_idle:
             return 0.0 * loss, {"losses": torch.zeros(2, device=self.device)}
         return loss, {"losses": torch.stack(losses)}
 
-    def _losses(self, module: nn.Module, batch_rows: tuple[Batch, torch.Tensor, int]) -> list[torch.Tensor]:
-        """Returns the summands that rows of a batch contribute to the policy loss and the value loss of a minibatch
-        with `count` rows.
+    def _losses(self, module: nn.Module, batch_count: tuple[Batch, int]) -> list[torch.Tensor]:
+        """Returns the summands that a batch contributes to the policy loss and the value loss of a minibatch with `count`
+        rows.
         """
-        batch, indices, count = batch_rows
-        obs, actions, has_returns = take(batch["obs"], indices), batch["actions"][indices], "returns" in batch
-        inputs = {"obs": obs, "actions": actions, "is_pad": batch["is_pad"][indices]}
-        inputs |= {name: batch[name][indices] for name in self._extra_columns(batch)}
+        batch, num_rows = to_tensors(batch_count[0], self.device), batch_count[1]
+        obs, actions, has_returns = batch["obs"], batch["actions"], self.has_returns
+        inputs = {name: batch[name] for name in ("obs", "actions", "is_pad", *self.extra_columns)}
 
         def compute_losses(policy: Policy) -> list[torch.Tensor]:
             outputs = policy.default_forward(inputs, compute_logprobs=False, compute_values=True) if has_returns else {}
             if self.loss_type == "nll":
-                loss = policy.bc_loss(inputs).sum() / count
+                loss = policy.bc_loss(inputs).sum() / num_rows
             else:
                 mean_actions = policy.mean_action(obs)
                 if torch.is_grad_enabled() and not mean_actions.requires_grad:
@@ -280,13 +400,13 @@ class BcActor(PolicyTrainer[BcConfig]):
                         f"algorithm.bc_loss is 'mse', and the actions of model_type {self.cfg.actor.model.model_type} have no "
                         "gradient; choose nll"
                     )
-                loss = (mean_actions - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / count
+                loss = (mean_actions - actions[:, : policy.chunk]).square().mean((1, 2)).sum() / num_rows
             if not has_returns:
                 return [loss, torch.zeros_like(loss)]
             mask = torch.ones_like(outputs["values"], dtype=torch.bool)[:, None]
             value_term, _ = value_loss(
-                values=outputs["values"][:, None], returns=batch["returns"][indices][:, None], loss_mask=mask,
-                global_tokens=torch.tensor(float(count), device=self.device),
+                values=outputs["values"][:, None], returns=batch["returns"][:, None], loss_mask=mask,
+                global_tokens=torch.full((), float(num_rows), device=self.device),
             )  # fmt: skip
             return [loss, value_term]
 
@@ -298,16 +418,18 @@ class BcActor(PolicyTrainer[BcConfig]):
         All ranks must call the method. Each plays a part, except that sharded weights are gathered into a separate policy of
         rank 0, which plays alone.
         """
-        policy, parts = self.policy, self.world_size
+        policy, num_parts = self.policy, self.world_size
         if self.backend.lockstep:
-            weights, parts = self._gather_weights(), 1
+            weights, num_parts = self._gather_weights(), 1
             if self.rank == 0:
                 policy = build_model(policy_section(self.cfg.actor, self.device), *spaces_of(self.cfg)).to(self.device)
                 policy.load_state_dict(weights)
         policy.eval()
         try:
             rows = (
-                evaluation_rows(self.cfg, policy, self.seed, self.device, self.rank, parts) if self.rank < parts else []
+                evaluation_rows(self.cfg, policy, self.seed, self.device, self.rank, num_parts)
+                if self.rank < num_parts
+                else []
             )
         finally:
             policy.train()

@@ -14,27 +14,28 @@ import torch
 
 from rlhpc.algorithms.nonfinite import nonfinite, skips
 from rlhpc.checkpoint.async_writer import SavingWorker
-from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
+from rlhpc.checkpoint.state import load_state, set_rng_state
 from rlhpc.embodied.config import PlayingConfig, PpoConfig
 from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.observations import Obs, as_arrays, join, keep_tensors, take
-from rlhpc.embodied.models.base import noise_of_slots
+from rlhpc.embodied.models.base import noise_of_decision
 from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_links, put_until_left
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, UnitMap, relative_slice
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, OutcomeShape, ppo_shape
 from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, DeliveredShard, FullRollout, RolloutShard
-from rlhpc.runs.device import seed_process, worker_device
+from rlhpc.embodied.workers.env_states import FILE, env_seed, episode_seed, restore_env, save_envs, saved_units
+from rlhpc.runs.device import set_up_process, worker_device
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.devices import empty_cache
-from rlhpc.runtime.errors import CheckpointError, ConfigError, DeadlineExceeded
+from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.plugins import load_attribute
+from rlhpc.runtime.trace_recorder import span
 
 if TYPE_CHECKING:
     from rlhpc.embodied.workers.rollout import ActingWorker
 
-FILE = "env-{rank}.pt"
 Cfg = TypeVar("Cfg", bound=PlayingConfig)
 
 
@@ -52,8 +53,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     @property
     def run_seed(self) -> int:
         """Seed of the run's environments."""
-        env_seed = self.cfg.env.train.seed
-        return env_seed if env_seed is not None else self.cfg.runner.seed
+        return env_seed(self.cfg)
 
     def init_worker(self, slots: SlotMap, seed: int | None = None) -> dict[str, Any]:
         """Builds the environments and resets them.
@@ -70,8 +70,8 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         self.seed = self.run_seed if seed is None else seed
         # Selects the accelerator first, because simulators that find no accelerator silently use the CPU.
         device = worker_device(self)
-        seed_process(self.seed, "env", self.rank)
-        self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.stages)]
+        set_up_process(self.cfg.runner, "env", self.rank, seed=self.seed)
+        self.shares = [slots.env_share(stage, self.rank) for stage in range(slots.num_stages)]
         self.envs = [self._build_env(env_slots, device) for env_slots in self.shares]
         self.obs: list[Obs] = [as_arrays(env.reset()[0]) for env in self.envs]
         #: Slots of each stage whose current episode contains actions that the policy did not choose.
@@ -87,18 +87,22 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         """Builds the environments of a share of the slots."""
         cfg = self.cfg.env.train
         env = make_env(cfg, len(slots), slot_offset=slots.start, seed=self.seed, stage="train")
-        if cfg.reward_model is None:
-            return env
-        from rlhpc.embodied.rewards.success_reward import SuccessRewardEnv
+        if cfg.reward_model is not None:
+            from rlhpc.embodied.rewards import SuccessRewardEnv
 
-        return SuccessRewardEnv(env, cfg, device)
+            env = SuccessRewardEnv(env, cfg, device)
+        if cfg.intervene.source is not None:
+            from rlhpc.embodied.interventions.intervention_env import with_interventions
+
+            env = with_interventions(env, cfg, slots, self.seed)
+        return env
 
     def connect(self, slots: SlotMap) -> None:
         """Connects to the channels that the driver has created. The driver calls it again with a new map when ranks
         join or leave.
         """
         self.slots = slots
-        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.stages)]
+        self.peers = [slots.rollouts_of(stage, self.rank) for stage in range(slots.num_stages)]
         device_peers = agree_on_device(self, slots, [env.can_stay_on_device for env in self.envs])
         for env, peers in zip(self.envs, device_peers, strict=True):
             env.on_device = all(peers)
@@ -123,41 +127,42 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         Raises:
             NonFinite: A simulator returned a non-finite number, and `runner.on_nonfinite` is stop.
         """
-        stages, start, self._wait_s = range(self.slots.stages), time.perf_counter(), 0.0
+        stages, start_time, self._wait_s = range(self.slots.num_stages), time.perf_counter(), 0.0
         outcomes = [self.outcomes_of(turn.step, slots) for slots in self.shares]
         if self.shape().single_episode:
             self.new_episodes(turn.step, turn.begin)
-        episodes, num_device_messages_before = EpisodeLog(), current().service.lane.num_device_messages
+        episodes, num_device_messages_before = EpisodeLog(), current().service.device_channel.num_device_messages
         for stage in stages:
             if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot may have moved
                 self.obs[stage] = refreshed_obs
             self._send_obs(stage, outcomes[stage], 0)
-        for t in range(turn.decisions):
+        for t in range(turn.num_decisions):
             for stage in stages:
                 env, actions = self.envs[stage], self._receive_actions(stage)
                 if actions is None:
                     continue
-                obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
+                with span("simulate", "simulator", slots=len(self.shares[stage])):
+                    obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
                 self.obs[stage] = obs
-                episodes.count_skipped(infos)
-                if t + 1 < turn.decisions:
+                episodes.count_actions(infos)
+                if t + 1 < turn.num_decisions:
                     self._send_obs(stage, outcomes[stage], t + 1)
                 ended_slots = outcomes[stage].add(t, rewards, terminations, truncations, infos)
                 if ended_slots is not None:
                     episodes.add(
-                        turn.begin + t, self.shares[stage].start, infos, self._acted_by_policy(stage, ended_slots)
+                        turn.begin + t, self.shares[stage].start, infos, self._select_policy_slots(stage, ended_slots)
                     )
         for stage in stages:
-            self._send_outcomes(stage, outcomes[stage], turn.decisions)
-        num_device_messages = current().service.lane.num_device_messages - num_device_messages_before
+            self._send_outcomes(stage, outcomes[stage], turn.num_decisions)
+        num_device_messages = current().service.device_channel.num_device_messages - num_device_messages_before
         on_accelerator = sum(
             len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
         )
         return episodes.report(
-            restarts=sum(env.restarts for env in self.envs),
+            num_restarts=sum(env.restarts for env in self.envs),
             by_device=num_device_messages,
-            by_host=max(0, on_accelerator * (turn.decisions + 1) - num_device_messages),
-            busy_s=time.perf_counter() - start - self._wait_s,
+            by_host=max(0, on_accelerator * (turn.num_decisions + 1) - num_device_messages),
+            busy_s=time.perf_counter() - start_time - self._wait_s,
             timing=[env.timing for env in self.envs],
         )
 
@@ -165,35 +170,35 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
     def shape(self) -> OutcomeShape:
         """Returns the options that determine the outcomes' columns."""
 
-    def outcomes_of(self, step: int, share: range) -> Outcomes:
-        """Builds the collector of a step's outcomes for the slots `share`."""
+    def outcomes_of(self, step: int, slot_share: range) -> Outcomes:
+        """Builds the collector of a step's outcomes for the slots `slot_share`."""
         shape = self.shape()
 
-        def spoiled(quantity: str, t: int, rows: np.ndarray) -> None:
+        def report_spoiled(quantity_name: str, t: int, rows: np.ndarray) -> None:
             if not skips(self.cfg):
-                slots = ", ".join(str(share.start + slot) for slot in np.flatnonzero(rows)[:5])
+                slots_text = ", ".join(str(slot_share.start + slot) for slot in np.flatnonzero(rows)[:5])
                 name = self.cfg.env.train.env_id
                 raise nonfinite(
-                    f"step {step}, decision {t}: the {quantity} of slot {slots} of {name} (env-{self.rank}) is not finite"
+                    f"step {step}, decision {t}: the {quantity_name} of slot {slots_text} of {name} "
+                    f"(env-{self.rank}) is not finite"
                 )
 
         return Outcomes(
-            share,
+            slot_share,
             self.steps,
             chunk=shape.chunk,
-            reward_per_action=shape.reward_per_action,
-            single_episode=shape.single_episode,
-            spoiled=spoiled,
+            has_action_rewards=shape.reward_per_action,
+            is_single_episode=shape.single_episode,
+            interventions=shape.interventions,
+            action_shape=shape.action_shape,
+            report_nonfinite=report_spoiled,
         )
 
-    def new_episodes(self, step: int, begin: int = 0) -> None:
+    def new_episodes(self, step: int, first_decision: int = 0) -> None:
         """Begins a new episode in every slot. The episode's start depends only on seed, step, and the step's decisions
         so far.
         """
-        seed = self.seed
-        if not self.cfg.env.train.use_fixed_reset_state_ids:
-            entropy = [self.seed, step, begin] if begin else [self.seed, step]
-            seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        seed = episode_seed(self.cfg, self.seed, step, first_decision)
         self.obs = [keep_tensors(env.reset(seed=seed)[0]) for env in self.envs]
         for is_mixed in self._mixed_slots:
             is_mixed[:] = False
@@ -204,9 +209,10 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     def _receive_actions(self, stage: int) -> np.ndarray | None:
         """Receives the actions for all slots of a stage; returns None if no rollout rank is left."""
-        start = time.perf_counter()
-        actions_by_peer = self.links.get(stage)
-        self._wait_s += time.perf_counter() - start
+        start_time = time.perf_counter()
+        with span("actions", "wait"):
+            actions_by_peer = self.links.get(stage)
+        self._wait_s += time.perf_counter() - start_time
         first_actions = next((peer_actions for _, peer_actions in actions_by_peer if peer_actions is not None), None)
         if first_actions is None:
             return None
@@ -222,7 +228,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             ]
         )
 
-    def _acted_by_policy(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
+    def _select_policy_slots(self, stage: int, ended_slots: np.ndarray) -> np.ndarray:
         """Returns those of `ended_slots` in which only the policy chose the ended episode's actions."""
         policy_slots: np.ndarray = ended_slots[~self._mixed_slots[stage][ended_slots]]
         self._mixed_slots[stage][ended_slots] = False
@@ -252,16 +258,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
     def save(self, folder: str) -> None:
         """Writes `env-<rank>.pt`: the slots, simulator state and current observation of each vector environment."""
-        units = [
-            {
-                "start": slots.start,
-                "stop": slots.stop,
-                "obs": as_arrays(obs),
-                "state": env.state_dict() if env.supports_state else None,
-            }
-            for slots, obs, env in zip(self.shares, self.obs, self.envs, strict=True)
-        ]
-        save_state(Path(folder) / FILE.format(rank=self.rank), {"rng": rng_state(), "units": units})
+        save_envs(Path(folder), self.rank, list(zip(self.shares, self.obs, self.envs, strict=True)))
 
     def load(self, folder: str) -> bool:
         """Restores the slots from the files of all env ranks of a checkpoint; the number of ranks may differ.
@@ -269,40 +266,22 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             False if some simulators cannot be restored; their episodes start again.
         """
-        units = [
-            unit for file in sorted(Path(folder).glob(FILE.format(rank="*"))) for unit in load_state(file)["units"]
-        ]
+        unit_states = saved_units(Path(folder))
         rank_file = Path(folder) / FILE.format(rank=self.rank)
         if rank_file.is_file():
             set_rng_state(load_state(rank_file)["rng"])
-        restored = [self._restore(stage, units, Path(folder)) for stage in range(self.slots.stages)]
-        return all(restored)
+        restored_counts = [self._restore(stage, unit_states, Path(folder)) for stage in range(self.slots.num_stages)]
+        return all(restored_counts)
 
-    def _restore(self, stage: int, units: list[dict[str, Any]], folder: Path) -> bool:
-        stage_slots, env = self.shares[stage], self.envs[stage]
-        saved_slots = {
-            slot: (unit, slot - unit["start"])
-            for unit in units
-            if unit["state"] is not None
-            for slot in range(unit["start"], unit["stop"])
-        }
-        if not {*stage_slots} <= saved_slots.keys():
-            return False
-        sources = [saved_slots[slot] for slot in stage_slots]
-        first_unit = sources[0][0]
-        try:
-            if range(first_unit["start"], first_unit["stop"]) == stage_slots:
-                env.load_state_dict(first_unit["state"])
-            else:
-                env.load_state_dict(env.merge_states([env.slot_state(unit["state"], i) for unit, i in sources]))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder}: the environments' state does not fit this run: {error!r}") from error
-        self.obs[stage] = join([take(unit["obs"], slice(i, i + 1)) for unit, i in sources])
-        return True
+    def _restore(self, stage: int, unit_states: list[dict[str, Any]], folder: Path) -> bool:
+        obs = restore_env(self.envs[stage], self.shares[stage], unit_states, folder)
+        if obs is not None:
+            self.obs[stage] = obs
+        return obs is not None
 
     def offload(self) -> None:
         """Releases the accelerator memory of observations in transit. The simulators keep their memory."""
-        current().service.lane.park()
+        current().service.device_channel.park()
         empty_cache()
 
     def close(self) -> None:
@@ -326,7 +305,7 @@ def unit_map(slots: SlotMap, rank: int) -> UnitMap:
         actor_name=slots.actor_name,
         rollout_name=slots.env_name,
         env_name=slots.env_name,
-        first=slots.num_envs + (rank - slots.env_ranks) * slots.unit,
+        first_slot=slots.num_envs + (rank - slots.num_env_ranks) * slots.unit,
     )
 
 
@@ -364,20 +343,20 @@ class JoinedEnvRank:
         self._rollout_worker.sync.forget()
         self._version = -1
 
-    def play(self, shard: RolloutShard, random: bool) -> None:
+    def play(self, shard: RolloutShard, is_random: bool) -> None:
         """Plays a shard and sends its transitions to the actors. If this rank is told to leave, it sends only the
         decisions made so far. If rollouts are complete episodes, a leaving rank sends nothing.
 
         Args:
             shard: Shard to play.
-            random: True for random actions, as at the start of off-policy runs.
+            is_random: True for random actions, as at the start of off-policy runs.
         """
         rank = self._env_worker
         rank.before_leaving(lambda: None)  # a rank that is told to leave now exits after this call, which returns early
         self._receive_weights(shard.version)
-        self._rollout_worker.set_random_actions(random)
+        self._rollout_worker.set_random_actions(is_random)
         num_decisions, batch, episodes = self._play_decisions(shard)
-        for actor in range(self._slots.actor_ranks):
+        for actor in range(self._slots.num_actor_ranks):
             local_unit = self._slots.unit_for(shard.unit, actor)
             if batch is not None and local_unit.stop > local_unit.start:
                 message: dict[str, Any] = batch.of_slots(local_unit).columns()
@@ -394,28 +373,29 @@ class JoinedEnvRank:
         """Plays a shard. Returns the number of decisions, their transitions (None without decisions), and the report of
         the episodes.
         """
-        rank, rollout_worker, start = self._env_worker, self._rollout_worker, time.perf_counter()
+        rank, rollout_worker, start_time = self._env_worker, self._rollout_worker, time.perf_counter()
         env, env_slots, single_episode = rank.envs[0], rank.shares[0], rank.shape().single_episode
         num_slots = len(self._slots.unit_share(shard.unit))  # the actors ignore additional slots
         outcomes, episodes = rank.outcomes_of(shard.step, env_slots), EpisodeLog()
         if single_episode:
             rank.new_episodes(shard.step)
         t, pending_actions = 0, list[np.ndarray]()
-        while t < shard.decisions and not rank.told_to_leave:
+        while t < shard.num_decisions and not rank.told_to_leave:
             observation = outcomes.cleaned_obs(t, rank.obs[0])
             with torch.inference_mode():
                 rollout_worker.decide(
                     0, [(slice(None), t)], self._draw_noise(shard, t), observation, pending_actions.append
                 )
-            obs, rewards, terminations, truncations, infos = env.chunk_step(pending_actions.pop())
+            with span("simulate", "simulator", slots=num_slots):
+                obs, rewards, terminations, truncations, infos = env.chunk_step(pending_actions.pop())
             rank.obs[0] = obs
-            episodes.count_skipped(infos, slice(num_slots))
+            episodes.count_actions(infos, slice(num_slots))
             ended_slots = outcomes.add(t, rewards, terminations, truncations, infos)
             if ended_slots is not None:
                 episodes.add(t, env_slots.start, infos, ended_slots[ended_slots < num_slots])
             t += 1
-        if single_episode and t < shard.decisions:
-            t = episodes.skipped = 0
+        if single_episode and t < shard.num_decisions:
+            t = episodes.num_skipped = 0
         batch: RolloutBatch[np.ndarray] | None = None
         if t:
             all_rows = slice(0, len(env_slots))
@@ -423,12 +403,13 @@ class JoinedEnvRank:
             rollout_worker.buffers[0].num_decisions = t
             with torch.inference_mode():
                 (batch,) = rollout_worker.batches([outcomes.part(all_rows, last_obs, t)])
-        busy_s = time.perf_counter() - start
-        return t, batch, episodes.report(restarts=env.restarts, busy_s=busy_s, timing=[env.timing])
+        busy_s = time.perf_counter() - start_time
+        return t, batch, episodes.report(num_restarts=env.restarts, busy_s=busy_s, timing=[env.timing])
 
     def _draw_noise(self, shard: RolloutShard, t: int) -> torch.Tensor:
         entropy, slots = (*self._entropy, shard.number, t), range(len(self._env_worker.shares[0]))
-        return noise_of_slots(self._rollout_worker.policy.sample_noise, entropy, slots).to(self._rollout_worker.device)
+        policy, cfg = self._rollout_worker.policy, self._env_worker.cfg.env.train
+        return noise_of_decision(policy.sample_noise, entropy, slots, cfg, self._rollout_worker.device)
 
     def _receive_weights(self, version: int) -> None:
         """Receives weights until their version is at least `version` and no further weights are announced. Returns
@@ -472,16 +453,16 @@ def open_joined_rank(
     Raises:
         ConfigError: The environment has different spaces on this node.
     """
-    unit = unit_map(slots, env_worker.rank)
+    unit_slots = unit_map(slots, env_worker.rank)
     entropy = entropy_of(env_worker.run_seed, env_worker.rank, start_step)
-    env_facts = env_worker.init_worker(unit, int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+    env_facts = env_worker.init_worker(unit_slots, int(np.random.SeedSequence(entropy).generate_state(1)[0]))
     if (env_facts["observation_space"], env_facts["action_space"]) != spaces:
         raise ConfigError(
             f"on {env_worker.node}, env.train.env_id {env_worker.cfg.env.train.env_id} shows or takes something else than "
             "where the run was started; have the same packages there"
         )
     rollout_worker = make_rollout_worker()
-    rollout_worker.init_worker(unit, *spaces)
+    rollout_worker.init_worker(unit_slots, *spaces)
     return JoinedEnvRank(env_worker, rollout_worker, slots, start_step)
 
 
@@ -502,10 +483,10 @@ class JoinableEnvWorker(SimulatingWorker[Cfg]):
         assert self._joined_rank is not None
         self._joined_rank.connect()
 
-    def play(self, shard: RolloutShard, random: bool) -> None:
+    def play(self, shard: RolloutShard, is_random: bool) -> None:
         """Plays a shard (`JoinedEnvRank.play`)."""
         assert self._joined_rank is not None
-        self._joined_rank.play(shard, random)
+        self._joined_rank.play(shard, is_random)
 
 
 class EnvWorker(JoinableEnvWorker[PpoConfig]):

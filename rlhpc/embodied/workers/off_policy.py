@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,17 @@ from rlhpc.embodied.algorithms.off_policy import TransitionBatch
 from rlhpc.embodied.algorithms.registry import algorithm_for
 from rlhpc.embodied.config import SacConfig
 from rlhpc.embodied.data.batches import RolloutBatch, RolloutCounts
-from rlhpc.embodied.data.mixture import Mixture, MixtureDraw, fit, load_demos
+from rlhpc.embodied.data.mixture import (
+    INTERVENED,
+    INTERVENTIONS_FOLDER,
+    POSITION,
+    DrawOptions,
+    Mixture,
+    MixtureDraw,
+    PositionCounter,
+    fit,
+    load_demos,
+)
 from rlhpc.embodied.data.replay_buffer import ReplayBuffer
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of
 from rlhpc.embodied.models import Policy, build_model
@@ -27,10 +37,15 @@ from rlhpc.embodied.rollout.work_sharing import PARTS, FullRollout
 from rlhpc.embodied.workers.actor import PolicyTrainer, TrajectoryReceiver
 from rlhpc.embodied.workers.env import JoinableEnvWorker
 from rlhpc.embodied.workers.rollout import ActingWorker
-from rlhpc.runs.device import settle
+from rlhpc.runs.device import place_policy
 from rlhpc.runtime.comm.context import current
+from rlhpc.runtime.trace_recorder import traced
 from rlhpc.training.backend import Named
 from rlhpc.training.captured_passes import captures_graphs
+from rlhpc.training.flat_parameters import decay_factor
+
+if TYPE_CHECKING:
+    from rlhpc.embodied.data.tensor_replay import TensorReplay
 
 
 class IncompleteRows:
@@ -51,7 +66,7 @@ class IncompleteRows:
 
     def clear(self) -> None:
         """Drops the waiting transitions."""
-        self._pending: dict[str, np.ndarray] = {}
+        self._pending_columns: dict[str, np.ndarray] = {}
 
     def regroup(
         self, columns: dict[str, np.ndarray], is_present: np.ndarray, gather: Callable[[Any], list[Any]]
@@ -65,23 +80,24 @@ class IncompleteRows:
             gather: Gathers an object from all ranks.
         """
         steps, slots = np.nonzero(is_present.T)
-        positions = steps * self._num_envs + slots + self._share.start
-        rank_rows = gather((positions, {name: column[slots, steps] for name, column in columns.items()}))
+        row_positions = steps * self._num_envs + slots + self._share.start
+        rank_rows = gather((row_positions, {name: column[slots, steps] for name, column in columns.items()}))
         # The order is the same for any number of ranks.
-        order = np.argsort(np.concatenate([positions for positions, _ in rank_rows]))
+        position_order = np.argsort(np.concatenate([rank_positions for rank_positions, _ in rank_rows]))
         pending_columns = {
-            name: np.concatenate([columns_of_rank[name] for _, columns_of_rank in rank_rows])[order] for name in columns
+            name: np.concatenate([columns_of_rank[name] for _, columns_of_rank in rank_rows])[position_order]
+            for name in columns
         }
-        if self._pending:
+        if self._pending_columns:
             pending_columns = {
-                name: np.concatenate([self._pending[name], column]) for name, column in pending_columns.items()
+                name: np.concatenate([self._pending_columns[name], column]) for name, column in pending_columns.items()
             }
-        rows = len(next(iter(pending_columns.values()))) // self._num_envs
-        num_used = rows * self._num_envs
-        self._pending = {name: column[num_used:].copy() for name, column in pending_columns.items()}
+        num_rows = len(next(iter(pending_columns.values()))) // self._num_envs
+        num_used = num_rows * self._num_envs
+        self._pending_columns = {name: column[num_used:].copy() for name, column in pending_columns.items()}
         return {
             name: column[:num_used]
-            .reshape(rows, self._num_envs, *column.shape[1:])
+            .reshape(num_rows, self._num_envs, *column.shape[1:])
             .swapaxes(0, 1)[self._share.start : self._share.stop]
             for name, column in pending_columns.items()
         }
@@ -94,7 +110,32 @@ def read_demo_buffer(cfg: SacConfig) -> np.ndarray:
         reward_scale=cfg.env.train.reward_scale,
         ignore_terminations=cfg.env.train.ignore_terminations,
         skip=skips(cfg),
+        has_positions=cfg.algorithm.n_step > 1,
     )
+
+
+def num_random_left(cfg: SacConfig, random_steps: int, step: int, first_decision: int = 0) -> int:
+    """Returns the number of the run's first `random_steps` transitions are not before decision `first_decision` of a step."""
+    return random_steps - ((step - 1) * cfg.algorithm.rollout_steps + first_decision) * cfg.env.train.num_envs
+
+
+def choose_actions(policy: ActorCritic, inputs: Any, noise: torch.Tensor, *, random: bool) -> torch.Tensor:
+    """Returns actions `[B, chunk, d]` for observations on the policy's device, with exploration noise or, if `random`, uniform
+    within the bounds.
+    """
+    if random:
+        return policy.head.uniform_actions(noise)
+    features, _ = policy.features(inputs, True, False)
+    assert features is not None
+    return policy.head.act(features, noise)[0]
+
+
+def _make_outcome_shape(cfg: SacConfig, action_space: Any) -> OutcomeShape:
+    """Returns the options of outcomes; with a source of interventions, transitions need the executed actions."""
+    if cfg.env.train.intervene.source is None:
+        return OutcomeShape()
+    action_shape = (cfg.actor.model.num_action_chunks, int(np.prod(action_space.shape)))
+    return OutcomeShape(interventions=True, action_shape=action_shape)
 
 
 class OffPolicyEnvWorker(JoinableEnvWorker[SacConfig]):
@@ -104,7 +145,7 @@ class OffPolicyEnvWorker(JoinableEnvWorker[SacConfig]):
 
     def shape(self) -> OutcomeShape:
         """Returns the options that determine the outcomes' columns."""
-        return OutcomeShape()
+        return _make_outcome_shape(self.cfg, self.envs[0].action_space)
 
 
 class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
@@ -120,50 +161,52 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
 
     def generate(self, turn: FullRollout, random_steps: int = 0) -> dict[str, float]:
         """Acts for a turn (`ActingWorker.generate`); the actions of the run's first `random_steps` transitions are random."""
-        self._num_random = random_steps - ((turn.step - 1) * self.steps + turn.begin) * self.slots.num_envs
+        self._num_random = num_random_left(self.cfg, random_steps, turn.step, turn.begin)
         return super().generate(turn)
 
-    def set_random_actions(self, random: bool) -> None:
+    def set_random_actions(self, is_random: bool) -> None:
         """Sets whether the next actions are random (`ActingWorker.set_random_actions`)."""
-        self._num_random = self.steps * self.slots.num_envs if random else 0
+        self._num_random = self.steps * self.slots.num_envs if is_random else 0
 
     def _choose_actions(
         self, obs: Any, noise: torch.Tensor, requests: Sequence[tuple[slice, int]]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         inputs = self._to_device(obs)
         random_rows = [rows for rows, t in requests if t * self.slots.num_envs < self._num_random]
-        if len(random_rows) == len(requests):
-            actions = self.policy.head.uniform_actions(noise)
-        else:
-            features, _ = self.policy.features(inputs, True, False)
-            assert features is not None
-            actions = self.policy.head.act(features, noise)[0]
+        actions = choose_actions(self.policy, inputs, noise, random=len(random_rows) == len(requests))
+        if len(random_rows) < len(requests):
             for rows in random_rows:
                 actions[rows] = self.policy.head.uniform_actions(noise)[rows]
         return self.policy.executed(inputs, actions), {"actions": actions}
 
     def shape(self) -> OutcomeShape:
         """Returns the options that determine the outcomes' columns."""
-        return OutcomeShape()
+        return _make_outcome_shape(self.cfg, self.policy.action_space)
 
     def transitions(self, outcomes: list[SlotOutcomes]) -> list[RolloutBatch[np.ndarray]]:
         """Returns the transitions of each stage, with their next observations (`ActingWorker.transitions`)."""
         batches = []
-        for outcome, buffer in zip(outcomes, self.buffers, strict=True):
+        for slot_outcomes, buffer in zip(outcomes, self.buffers, strict=True):
             columns = buffer.columns()
-            last_obs, final_obs = (columns_of("obs", as_arrays(obs)) for obs in (outcome.last_obs, outcome.final_obs))
+            if slot_outcomes.executed_actions is not None:  # the transition is that of the action which was executed
+                assert slot_outcomes.intervened is not None
+                is_led = slot_outcomes.intervened.reshape(*slot_outcomes.intervened.shape, 1, 1)
+                columns["actions"] = np.where(is_led, slot_outcomes.executed_actions, columns["actions"])
+            last_obs, final_obs = (
+                columns_of("obs", as_arrays(obs)) for obs in (slot_outcomes.last_obs, slot_outcomes.final_obs)
+            )
             for name in last_obs:
                 next_obs = columns[f"next_{name}"] = np.empty_like(columns[name])
                 next_obs[:, :-1], next_obs[:, -1] = columns[name][:, 1:], last_obs[name]
-                next_obs[outcome.final_slot, outcome.final_step] = final_obs[name]
-            # The update bootstraps after all transitions that are not terminated, so truncations are not needed.
-            batches.append(
-                replace(RolloutBatch.from_columns({**columns, **outcome.transition_columns()}), truncations=None)
-            )
+                next_obs[slot_outcomes.final_slot, slot_outcomes.final_step] = final_obs[name]
+            batch = RolloutBatch.from_columns({**columns, **slot_outcomes.transition_columns()})
+            # The update bootstraps after all transitions that are not terminated. Only sums of several rewards need to know
+            # where an episode was truncated.
+            batches.append(batch if self.cfg.algorithm.n_step > 1 else replace(batch, truncations=None))
         return batches
 
     def _named_weights(self) -> list[tuple[str, torch.Tensor]]:
-        return self.policy.acting()
+        return self.policy.acting_weights()
 
 
 class OffPolicyActor(PolicyTrainer[SacConfig]):
@@ -173,6 +216,10 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
 
     policy: ActorCritic
     counters: Mapping[str, str] = {"transitions": "transitions", "due": "updates_due"}
+    #: Transitions of interventions, the same on all ranks; None without a source of interventions.
+    interventions: ReplayBuffer | None = None
+    #: Whether the replay buffer has the column of labels. A restored buffer keeps its columns.
+    has_labels = False
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds networks, optimizers and buffers; the initial weights depend only on the seed.
@@ -181,47 +228,94 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             Number of trainable parameters.
         """
         cfg = self.cfg
+        self._spaces = (observation_space, action_space)
         self.set_up_device()
         self.slots, self.steps = slots, cfg.algorithm.rollout_steps
         self.receiver = TrajectoryReceiver(cfg, slots, self.rank)
         model = build_model(cfg.actor.model, observation_space, action_space, seed=self.seed)
         update_class = algorithm_for(cfg.algorithm.name, model, cfg.actor.model.model_type)
         assert isinstance(model, ActorCritic)
-        self.policy = settle(model, self.device).train()
+        self.policy = place_policy(model, self.device).train()
         self.learner = self.off_policy = update_class(
             cfg.algorithm,
             cfg.actor.optim,
             self.policy,
             self.all_reduce,
             self.world_size,
-            skip=skips(cfg),
+            skips_nonfinite=skips(cfg),
             rank=self.rank,
         )
         if cfg.actor.capture_graphs and captures_graphs(self.device):
             self.off_policy.capture_passes()
-        buffer = cfg.algorithm.replay_buffer
-        self.replay = ReplayBuffer(
-            buffer.size, self.receiver.share, slots.num_envs, self.rank, current().service.scratch.spill
+        self.replay = self.build_replay()
+        self.positions = PositionCounter(self.receiver.share) if cfg.algorithm.n_step > 1 else None
+        if cfg.env.train.intervene.source is not None:
+            self.has_labels = True
+            self.interventions = ReplayBuffer(
+                cfg.algorithm.demo_buffer.size,
+                range(1),
+                1,
+                self.rank,
+                current().service.scratch.spill,
+                cfg.algorithm.replay_buffer.frame_stack,
+                checkpoint_folder=INTERVENTIONS_FOLDER,
+                key="algorithm.demo_buffer.size",
+            )
+        options = DrawOptions(
+            cfg.actor.global_batch_size,
+            cfg.algorithm.demo_buffer.ratio,
+            model.head.dim,
+            num_steps=cfg.algorithm.n_step,
+            gamma=cfg.algorithm.gamma,
+            random_shift=cfg.algorithm.random_shift if model.encodes_images else 0,
+            num_critics=cfg.actor.model.num_q_heads,
+            num_targets=cfg.algorithm.critic_subsample_size,
         )
-        demos = None
-        if cfg.algorithm.demo_buffer.load_path:
-            demos = fit(read_demo_buffer(cfg), observation_space, action_space, cfg.actor.model.num_action_chunks)
-        self.mixture = Mixture(
-            self.replay,
-            demos,
-            batch_size=cfg.actor.global_batch_size,
-            demo_ratio=cfg.algorithm.demo_buffer.ratio,
-            action_dim=model.head.dim,
-            seed=self.seed,
-            rank=self.rank,
-            ranks=self.world_size,
-        )
+        self.build_mixture(self._read_demos(), options)
         self.incomplete = IncompleteRows(slots.num_envs, self.receiver.share)
         self.transitions = self.updates_due = 0
         self.open_sync(slots, cfg.rollout)
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
         self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
         return num_parameters
+
+    def build_replay(self) -> ReplayBuffer | TensorReplay:
+        """Builds this rank's part of the replay buffer."""
+        buffer = self.cfg.algorithm.replay_buffer
+        folder = current().service.scratch.spill
+        return ReplayBuffer(
+            buffer.size, self.receiver.share, self.slots.num_envs, self.rank, folder, buffer.frame_stack
+        )
+
+    def build_mixture(self, demos: np.ndarray | None, options: DrawOptions) -> None:
+        """Builds the sampler of batches from the replay buffer and demonstrations."""
+        assert isinstance(self.replay, ReplayBuffer)
+        self._mixture = Mixture(
+            self.replay,
+            demos,
+            options,
+            interventions=self.interventions,
+            seed=self.seed,
+            rank=self.rank,
+            ranks=self.world_size,
+        )
+
+    def replace_demos(self, demos: np.ndarray | None) -> None:
+        """Replaces the demonstrations, because the restored transitions have the labels of interventions or lack them."""
+        self._mixture.set_demos(demos)
+
+    def _read_demos(self) -> np.ndarray | None:
+        """Reads the recorded demonstrations."""
+        cfg = self.cfg
+        if not cfg.algorithm.demo_buffer.load_path:
+            return None
+        return fit(
+            read_demo_buffer(cfg),
+            *self._spaces,
+            cfg.actor.model.num_action_chunks,
+            has_positions=self.positions is not None,
+            has_labels=self.has_labels,
+        )
 
     def connect(self) -> None:
         """Connects to the channels that the driver has created."""
@@ -235,12 +329,13 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         super().start_from(folder)
         self.off_policy.reset_targets()
 
-    def sent_weights(self, without: Container[str]) -> Named:
-        """Yields the weights that rollout ranks need for acting, except those in `without`."""
-        yield from ((name, tensor) for name, tensor in self.policy.acting() if name not in without)
+    def sent_weights(self, excluded_names: Container[str]) -> Named:
+        """Yields the weights that rollout ranks need for acting, except those in `excluded_names`."""
+        yield from ((name, tensor) for name, tensor in self.policy.acting_weights() if name not in excluded_names)
 
     def receive(self, step: int, source: Source) -> RolloutCounts:
-        """Adds this step's transitions of the rank's slots to the buffer; returns their counts.
+        """Adds this step's transitions of the rank's slots to the buffer, and those of interventions to the demonstrations;
+        returns their counts.
 
         Drops transitions that are non-finite, and transitions of failed simulators, failed robots, and lost env or
         rollout ranks (`IncompleteRows`).
@@ -252,20 +347,59 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         Raises:
             NonFinite: A transition is not finite, and `runner.on_nonfinite` is stop.
         """
-        batch = self.receiver.receive(step, source).drop_lost_and_failed(by_slot=False, failures_by_slot=False)
+        return self.store(self.receiver.receive(step, source))
+
+    def store(self, received: RolloutBatch[np.ndarray]) -> RolloutCounts:
+        """Adds a step's transitions of the rank's slots to the buffer, without those to drop (`receive`)."""
+        batch = received.drop_lost_and_failed(by_slot=False, failures_by_slot=False)
         columns = batch.transition_columns()
-        num_dropped = torch.tensor([float(sum(batch.dropped.values()))])
-        if (
-            self.all_reduce(num_dropped) if self.world_size > 1 else num_dropped
-        ).item():  # all ranks exchange transitions if any rank dropped some
+        is_intervened = np.zeros(batch.rewards.shape[:2], bool) if batch.intervened is None else batch.intervened
+        if columns and (self.has_labels or self.interventions is not None):
+            columns[INTERVENED] = is_intervened
+        if self.positions is not None and columns:
+            assert received.truncations is not None
+            episode_ends = received.terminations | received.truncations
+            columns[POSITION] = self.positions.count(
+                episode_ends if batch.drops is None else episode_ends | batch.drops
+            )
+        if self.is_any(bool(sum(batch.dropped.values()))):  # all ranks exchange transitions if any rank dropped some
             present_mask = np.ones(batch.rewards.shape[:2], bool) if batch.drops is None else ~batch.drops
             gather: Callable[[Any], list[Any]] = self.all_gather_object if self.world_size > 1 else lambda rows: [rows]
             columns = self.incomplete.regroup(columns, present_mask, gather)
+        return batch.counts(self.add_transitions(columns))
+
+    def is_any(self, local_flag: bool) -> bool:
+        """Returns whether a flag is set on any rank."""
+        return bool(self.all_reduce(torch.tensor([float(local_flag)])).item()) if self.world_size > 1 else local_flag
+
+    def add_transitions(self, columns: Mapping[str, Any]) -> int:
+        """Adds transitions of the rank's slots to the buffer, `[n, rows, ...]`; returns their number."""
         rows = next(iter(columns.values())).shape[1] if columns else 0
+        if self.interventions is not None:
+            self._add_interventions(columns if rows else {})
         if rows:
-            self.replay.add(columns)
+            self.replay.add(self._list_stored_columns(columns))
         self.transitions += self.slots.num_envs * rows
-        return batch.counts(len(self.receiver.share) * rows)
+        return len(self.receiver.share) * rows
+
+    def _list_stored_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the columns that the buffers have."""
+        return {name: column for name, column in columns.items() if name != INTERVENED or self.has_labels}
+
+    def _add_interventions(self, columns: Mapping[str, Any]) -> None:
+        """Adds the transitions of interventions, those of a slot in order, to the demonstrations of all ranks."""
+        assert self.interventions is not None
+        rows: dict[str, np.ndarray] = {}
+        if columns:
+            slots, steps = np.nonzero(columns[INTERVENED])
+            rows = {name: column[slots, steps] for name, column in self._list_stored_columns(columns).items()}
+        rank_rows = [rows] if self.world_size == 1 else self.all_gather_object(rows)
+        rank_rows = [rows for rows in rank_rows if rows and len(rows["rewards"])]
+        if rank_rows:
+            column_names = rank_rows[0]
+            self.interventions.add(
+                {name: np.concatenate([rows[name] for rows in rank_rows])[None] for name in column_names}
+            )
 
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Runs the pending updates: `update_to_data` updates per transition since training started.
@@ -288,35 +422,52 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         returns the same metrics.
         """
         del step
-        return self._run_updates(self.cfg.algorithm.offline_updates, progress, alone=True)
+        return self._run_updates(self.cfg.algorithm.offline_updates, progress, is_offline=True)
 
-    def _run_updates(self, count: int, progress: float, *, alone: bool = False) -> dict[str, float]:
-        start = time.perf_counter()
+    @traced("update", "train")
+    def _run_updates(self, num_updates: int, progress: float, *, is_offline: bool = False) -> dict[str, float]:
+        start_time = time.perf_counter()
         if self.cfg.algorithm.anneal_lr:
-            self.off_policy.set_lr(1.0 - progress)
-        for _ in range(count):
-            self.off_policy.step(self._to_batch(self.mixture.draw(self.off_policy.updates, alone=alone)))
-        update_s = time.perf_counter() - start
-        return {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), "update_s": update_s}
+            self.off_policy.set_lr(decay_factor(self.cfg.actor.optim, 1.0 - progress))
+        for draw in self.draws(num_updates, demos_only=is_offline):
+            self.off_policy.step(_to_batch(draw))
+        update_s = time.perf_counter() - start_time
+        metrics = {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), "update_s": update_s}
+        if self.interventions is not None:
+            metrics["demo_buffer_size"] = float(self._mixture.num_demos)
+        return metrics
 
-    def _to_batch(self, draw: MixtureDraw) -> TransitionBatch:
-        columns = {name: torch.from_numpy(column).to(self.device) for name, column in draw.columns.items()}
-        return TransitionBatch(
-            obs=rows_of(columns, "obs"),
-            actions=columns["actions"],
-            rewards=columns["rewards"],
-            next_obs=rows_of(columns, "next_obs"),
-            terminations=columns["terminations"],
-            noise=torch.from_numpy(draw.noise).to(self.device),
-            total=draw.total,
-        )
+    def draws(self, count: int, *, demos_only: bool) -> Iterator[MixtureDraw[torch.Tensor]]:
+        """Yields the batches of the next updates, on the device; `demos_only` draws from the demonstrations only."""
+        for _ in range(count):
+            draw = self._mixture.draw(self.off_policy.num_updates, demos_only=demos_only)
+            columns = {name: column for name, column in draw.columns.items() if name not in (POSITION, INTERVENED)}
+            steps, shifts, critics = (
+                None if array is None else torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+                for array in (draw.steps, draw.shifts, draw.critics)
+            )
+            yield MixtureDraw(
+                {name: torch.from_numpy(column).to(self.device) for name, column in columns.items()},
+                torch.from_numpy(draw.noise).to(self.device),
+                draw.total,
+                steps,
+                shifts,
+                critics,
+            )
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
+
+    def stored_on_host(self) -> ReplayBuffer:
+        """Returns the buffer in the host's memory that `load` restores."""
+        assert isinstance(self.replay, ReplayBuffer)
+        return self.replay
 
     def save(self, folder: str) -> None:
         """Writes `actor-<rank>.pt` and this rank's part of the replay buffer; rank 0 also writes model and optimizers."""
         super().save(folder)
         self.replay.save(Path(folder))
+        if self.interventions is not None and self.rank == 0:  # all ranks hold the same transitions
+            self.interventions.save(Path(folder))
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint; a rank without a file in it uses rank 0's.
@@ -326,3 +477,26 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         """
         super().load(folder)
         self.replay.load(Path(folder))
+        if self.interventions is not None and (Path(folder) / INTERVENTIONS_FOLDER).is_dir():
+            self.interventions.load(Path(folder))
+        if self.replay.dtype is not None and self.has_labels is not (INTERVENED in (self.replay.dtype.names or ())):
+            self.has_labels = not self.has_labels
+            self.replace_demos(self._read_demos())
+        if self.positions is not None:
+            self.positions.resume(self.stored_on_host())
+
+
+def _to_batch(draw: MixtureDraw[torch.Tensor]) -> TransitionBatch:
+    columns = draw.columns
+    return TransitionBatch(
+        obs=rows_of(columns, "obs"),
+        actions=columns["actions"],
+        rewards=columns["rewards"],
+        next_obs=rows_of(columns, "next_obs"),
+        terminations=columns["terminations"],
+        noise=draw.noise,
+        total=draw.total,
+        steps=draw.steps,
+        shifts=draw.shifts,
+        critics=draw.critics,
+    )

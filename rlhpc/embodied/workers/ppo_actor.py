@@ -8,17 +8,20 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.algorithms.nonfinite import skips
 from rlhpc.embodied.algorithms.ppo import PolicyUpdate, TransitionStream
 from rlhpc.embodied.config import PpoConfig, minibatch_size
-from rlhpc.embodied.data.batches import DropReason, RolloutCounts, TrainBatch
+from rlhpc.embodied.data.batches import DropReason, RolloutBatch, RolloutCounts, TrainBatch
 from rlhpc.embodied.models.mlp import flat_numbers
 from rlhpc.embodied.rollout.slot_map import TRAJECTORIES, SlotMap, Source
-from rlhpc.embodied.rollout.work_sharing import PARTS, cuts
+from rlhpc.embodied.rollout.work_sharing import PARTS, num_parts_of
 from rlhpc.embodied.workers.actor import PolicyTrainer, TrajectoryReceiver
+from rlhpc.runtime.trace_recorder import traced
+from rlhpc.training.flat_parameters import schedule_factor
 
 
 class EmbodiedActor(PolicyTrainer[PpoConfig]):
@@ -38,25 +41,26 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         cfg = self.cfg
         self.set_up_device()
         self.slots, self.steps, self.share = slots, cfg.algorithm.rollout_steps, slots.actor_share(self.rank)
-        self.parts = cuts(cfg)
+        self.parts = num_parts_of(cfg)
         self.receiver = TrajectoryReceiver(cfg, slots, self.rank)
         self.backend = self.build_backend(
             cfg.actor,
             (observation_space, action_space),
-            look=skips(cfg),
-            levels=cfg.algorithm.logprob_type.lower(),
+            reads_norm=skips(cfg),
+            levels=cfg.algorithm.logprob_type,
         )
         self.update_policy = PolicyUpdate(
             cfg.algorithm,
             self.backend,
             batch_size=minibatch_size(cfg),
             micro_batch=cfg.actor.micro_batch_size,
+            sequence_length=self.steps // self.parts,
             seed=self.seed,
             reduce=self.all_reduce,
             gather=self.all_gather_object,
             rank=self.rank,
-            ranks=self.world_size,
-            skip=skips(cfg),
+            num_ranks=self.world_size,
+            skips_nonfinite=skips(cfg),
         )
         self.open_sync(slots, cfg.rollout)
         num_parameters = self.backend.parameters_trained
@@ -80,44 +84,67 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         Raises:
             NonFinite: A value is not finite, and `runner.on_nonfinite` is stop.
         """
-        parts = 1 if self.cfg.algorithm.max_staleness else self.parts
-        if parts == 1:
-            batch, counts = self._receive_part(step, source)
+        num_parts = 1 if self.cfg.algorithm.max_staleness else self.parts
+        if num_parts == 1:
+            batch, rollout_counts = self._receive_part(step, source)
             self.batch = batch.flatten()
-            return counts
+            return rollout_counts
         counts_by_part: list[RolloutCounts] = []
 
-        def receive_part(number: int) -> TrainBatch:
-            later_turns = (acted.turn.number for acted in source.acted[number + 1 :])
+        def receive_part(part_number: int) -> TrainBatch:
+            later_turns = (played_turn.turn.number for played_turn in source.played_turns[part_number + 1 :])
             shard_source = replace(
-                source, acted=source.acted[number : number + 1], later=source.later.union(later_turns)
+                source,
+                played_turns=source.played_turns[part_number : part_number + 1],
+                later_turns=source.later_turns.union(later_turns),
             )
-            batch, counts = self._receive_part(step, shard_source)
-            counts_by_part.append(counts)
+            batch, rollout_counts = self._receive_part(step, shard_source)
+            counts_by_part.append(rollout_counts)
             return batch
 
-        self.stream = TransitionStream(receive_part, parts, self.steps)
+        self.stream = TransitionStream(receive_part, num_parts, self.steps)
         if self.cfg.runner.use_training_pipeline:
             self.stream.wait_until(0)  # later parts must be complete, so this part's counts hold for them
-            return replace(counts_by_part[0], received=counts_by_part[0].received * parts)
-        self.stream.wait_until(parts - 1)
+            return replace(counts_by_part[0], num_received=counts_by_part[0].num_received * num_parts)
+        self.stream.wait_until(num_parts - 1)
         self.batch, self.stream = self.stream.batch, None
         return RolloutCounts.sum(counts_by_part)
 
-    def _receive_part(self, step: int, source: Source) -> tuple[TrainBatch, RolloutCounts]:
+    def _receive_part(self, step: int, shard_source: Source) -> tuple[TrainBatch, RolloutCounts]:
         """Receives a step or a part of a step. Returns the batch to train on, `[n, T, ...]`, and its counts."""
+        return self.prepare(self.receiver.receive(step, shard_source))
+
+    def prepare(self, received_batch: RolloutBatch[np.ndarray]) -> tuple[TrainBatch, RolloutCounts]:
+        """Drops the transitions that cannot be trained on, and computes advantages and returns.
+
+        Returns:
+            The batch to train on, `[n, T, ...]`, and its counts.
+        """
         algorithm = self.cfg.algorithm
         # GAE bootstraps from the observation before a failure; other estimators need all transitions of a slot.
-        drops_failed_slots = algorithm.adv_type.lower() != "gae"
-        received_batch = self.receiver.receive(step, source)
+        drops_failed_slots = algorithm.adv_type != "gae"
         received_batch = received_batch.drop_lost_and_failed(by_slot=True, failures_by_slot=drops_failed_slots)
+        if algorithm.filter_rewards:
+            bounds = algorithm.rewards_lower_bound, algorithm.rewards_upper_bound
+            received_batch = received_batch.drop_groups(self.slots.group_size, *bounds)
         # A slot without any remaining transition does not count as a member of its group.
         members = None
         if received_batch.drops is not None:
             members = torch.from_numpy(~received_batch.drops.all(1)).to(self.device)
-            received_batch = received_batch.cleaned()
-        rollout = received_batch.to_tensors(self.device)
-        sequence = rollout.reward_sequence()
+            received_batch = received_batch.replace_nonfinite()
+        num_lost = received_batch.dropped.get(DropReason.RANK_LOST, 0)
+        rollout_counts = received_batch.counts(
+            received_batch.rewards.shape[0] * received_batch.rewards.shape[1] - num_lost
+        )
+        return self.with_advantages(received_batch.to_tensors(self.device), members), rollout_counts
+
+    def with_advantages(self, rollout: RolloutBatch[torch.Tensor], members: torch.Tensor | None = None) -> TrainBatch:
+        """Computes the advantages and returns of transitions on the device; `members`, bool `[n]`, selects the slots that
+        take part (None for all). Returns the batch to train on, `[n, T, ...]`.
+        """
+        algorithm, sequence = self.cfg.algorithm, rollout.reward_sequence()
+        if algorithm.bootstrap_type == "always":
+            sequence = sequence.as_truncated()
         slots = torch.arange(self.share.start, self.share.stop, device=self.device)
         with torch.no_grad():
             advantages, returns = calculate_adv_and_returns(
@@ -129,10 +156,9 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
                 members=members,
                 **sequence.estimator_inputs(),
             )
-        num_lost = received_batch.dropped.get(DropReason.RANK_LOST, 0)
-        counts = received_batch.counts(received_batch.rewards.shape[0] * received_batch.rewards.shape[1] - num_lost)
-        return rollout.with_advantages(advantages, returns, sequence), counts
+        return rollout.with_advantages(advantages, returns, sequence)
 
+    @traced("update", "train")
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Trains on the trajectories that `receive` has received.
 
@@ -143,8 +169,9 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         Returns:
             Metrics, the same on all ranks, and `update_s`, the duration in seconds without the time spent receiving parts.
         """
-        start = time.perf_counter()
-        rate = self.backend.base_lr * ((1.0 - progress) if self.cfg.algorithm.anneal_lr else 1.0)
+        start_time = time.perf_counter()
+        factor = schedule_factor(self.cfg.actor.optim, step - 1, progress, is_annealed=self.cfg.algorithm.anneal_lr)
+        rate = self.backend.base_lr * factor
         stream, self.stream = self.stream, None
         batch, self.batch = self.batch if stream is None else stream.batch, None
         assert batch is not None, "update follows receive"
@@ -155,10 +182,10 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         num_transitions = self.slots.num_envs * self.steps
         waited_before_s = 0.0 if stream is None else stream.wait_s
         metrics = self.update_policy.run(batch, local_indices, num_transitions, step, rate, stream)
-        explained_variance = self._explained_variance(batch)
+        explained_variance = self._compute_explained_variance(batch)
         self._update_normaliser(batch)
         self.updates += 1
-        update_s = time.perf_counter() - start
+        update_s = time.perf_counter() - start_time
         if stream is not None:
             update_s -= stream.wait_s - waited_before_s
         return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
@@ -173,20 +200,24 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         num_slots = len(self.share)
         observations = flat_numbers(batch.obs)
         mask = (batch.mask.reshape(num_slots, self.steps, -1) > 0).any(-1)
-        moments = normaliser.moments(observations.reshape(num_slots, self.steps, -1), mask).cpu()
+        observation_moments = normaliser.moments(observations.reshape(num_slots, self.steps, -1), mask).cpu()
         if self.world_size > 1:
-            moments = torch.cat(self.all_gather_object(moments))
-        normaliser.update(moments.to(self.device))
+            observation_moments = torch.cat(self.all_gather_object(observation_moments))
+        normaliser.update(observation_moments.to(self.device))
 
-    def _explained_variance(self, batch: TrainBatch) -> float:
+    def _compute_explained_variance(self, batch: TrainBatch) -> float:
         """Returns 1 − Var(returns − values) / Var(returns) over the trained transitions of all ranks; nan if undefined."""
-        values, returns, mask = batch.values, batch.returns, batch.mask
-        if values.shape != returns.shape:  # returns are per action, but values are per decision
+        predicted_values, returns, mask = batch.values, batch.returns, batch.mask
+        if predicted_values.shape != returns.shape:  # returns are per action, but values are per decision
             return float("nan")
-        error, target = ((returns - values) * mask).double(), (returns * mask).double()
+        error, target = ((returns - predicted_values) * mask).double(), (returns * mask).double()
         sums = torch.stack(
             [mask.double().sum(), error.sum(), (error * error).sum(), target.sum(), (target * target).sum()]
         )
-        count, error_sum, squared_error_sum, return_sum, squared_return_sum = self.all_reduce(sums).tolist()
-        variance = squared_return_sum / count - (return_sum / count) ** 2
-        return 1.0 - (squared_error_sum / count - (error_sum / count) ** 2) / variance if variance > 0 else float("nan")
+        num_values, error_sum, squared_error_sum, return_sum, squared_return_sum = self.all_reduce(sums).tolist()
+        variance = squared_return_sum / num_values - (return_sum / num_values) ** 2
+        return (
+            1.0 - (squared_error_sum / num_values - (error_sum / num_values) ** 2) / variance
+            if variance > 0
+            else float("nan")
+        )

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from rlhpc.jobs.doctor import filesystem_checks, slurm_checks
 from rlhpc.jobs.doctor import node_checks as nodes
-from rlhpc.jobs.doctor import slurm_checks
 from rlhpc.jobs.doctor.node_probe import space
 from rlhpc.jobs.doctor.probe_jobs import Probed, plan_jobs, probe_this_machine, run_probes, wake_up_s
 from rlhpc.jobs.doctor.slurm_facts import Finding, Site, SlurmFacts, render, to_json, worst_level
@@ -44,33 +44,41 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, max_
         return [
             *findings,
             *nodes.gpus_in_torch(results, os.environ),
+            *nodes.engines(results),
             *_check_simulation(results, site),
             *nodes.limits(results),
         ]
-    facts = SlurmFacts.gather(getpass.getuser())
-    findings += [slurm_checks.version(facts), slurm_checks.controller(facts)]
+    slurm_facts = SlurmFacts.gather(getpass.getuser())
+    findings += [slurm_checks.version(slurm_facts), slurm_checks.controller(slurm_facts)]
     if findings[-1].level == "fail":
         return findings
     findings += [
-        *slurm_checks.partitions(facts, site), *slurm_checks.accounts(facts, site), *slurm_checks.resources(facts, site),
-        slurm_checks.het_jobs(facts, _find_refusal(facts, site)),
+        *slurm_checks.partitions(slurm_facts, site), *slurm_checks.accounts(slurm_facts, site),
+        *slurm_checks.resources(slurm_facts, site),
+        slurm_checks.het_jobs(slurm_facts, _find_refusal(slurm_facts, site)),
     ]  # fmt: skip
-    jobs = plan_jobs(site, facts, max_nodes) if max_nodes else []
-    start_s += wake_up_s(jobs, facts)
+    jobs = plan_jobs(site, slurm_facts, max_nodes) if max_nodes else []
+    start_s += wake_up_s(jobs, slurm_facts)
     results = run_probes(jobs, site, folder, start_s=start_s) if jobs else Probed(folder, [])
     return [
         *findings,
-        slurm_checks.requeue(facts, results.jobs, os.environ, site),
-        slurm_checks.accounting(facts),
-        slurm_checks.min_job_age(facts),
-        *slurm_checks.walltime(facts, site),
-        *slurm_checks.preemption(facts, site),
+        slurm_checks.requeue(slurm_facts, results.jobs, os.environ, site),
+        slurm_checks.accounting(slurm_facts),
+        slurm_checks.min_job_age(slurm_facts),
+        *slurm_checks.walltime(slurm_facts, site),
+        *slurm_checks.preemption(slurm_facts, site),
         *nodes.started(results.jobs),
+        *nodes.srun_options(results, site),
+        *nodes.overlapping_steps(results),
+        *nodes.meeting_folders(results),
         *nodes.shared_folder(results),
-        *nodes.interface(results, site),
+        *nodes.file_locks(results),
+        *nodes.interface(results, site, os.environ),
         *nodes.ports(results),
+        *nodes.host_names(results),
         *nodes.gpu_masks(results, os.environ),
         *nodes.gpus_in_torch(results, os.environ),
+        *nodes.engines(results),
         *nodes.python(results),
         *_check_simulation(results, site),
         *nodes.clocks(results),
@@ -95,19 +103,20 @@ def _check_machine(folder: Path) -> Iterator[Finding]:
     )
     yield from nodes.environment(os.environ)
     yield nodes.disk("folder of runs", str(folder), space(str(folder)))
+    yield from filesystem_checks.examine(folder)
     yield nodes.disk("home", str(Path.home()), space(str(Path.home())))
     yield from nodes.quotas(ask("quota", "-wp").text)
 
 
-def _is_same_file(path: str, other: Path) -> bool:
+def _is_same_file(path: str, other_path: Path) -> bool:
     with contextlib.suppress(OSError):
-        return other.samefile(path)
+        return other_path.samefile(path)
     return False
 
 
-def _find_refusal(facts: SlurmFacts, site: Site) -> str | None:
+def _find_refusal(slurm_facts: SlurmFacts, site: Site) -> str | None:
     """Returns Slurm's reason to refuse a het job; None if Slurm accepts it, or if no partition of the site exists."""
-    groups = [group for group in site.groups if facts.partition(group.partition)]
+    groups = [group for group in site.groups if slurm_facts.partition(group.partition)]
     if not groups:
         return None
     sbatch_output = ask("sbatch", "--test-only", stdin=slurm_checks.het_script(groups))

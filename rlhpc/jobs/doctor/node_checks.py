@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob
 from rlhpc.jobs.doctor.slurm_facts import Finding, Level, Site, decide, names
 from rlhpc.runtime.allocation import visible_accelerators
 from rlhpc.runtime.devices import VIRTUAL, explain_unseen
+from rlhpc.runtime.os_resources import max_ranks_of_driver
 from rlhpc.runtime.text import format_bytes
 
 _MIN_FILES = 4096
@@ -69,11 +71,12 @@ def shared_folder(results: Probed) -> Iterator[Finding]:
     for problem, nodes in problems.items():
         yield Finding("fail", subject, f"{folder} is not shared: {names(nodes)} {problem}", advice)
     if latencies:
-        slowest = max(latencies, key=lambda node: latencies[node])
-        summary = f"{folder}: seen alike from {names(latencies)}, within {math.ceil(latencies[slowest])} ms ({slowest})"
+        slowest_node = max(latencies, key=lambda node: latencies[node])
+        max_ms = math.ceil(latencies[slowest_node])
+        summary = f"{folder}: seen alike from {names(latencies)}, within {max_ms} ms ({slowest_node})"
         yield decide(
             subject, summary,
-            (latencies[slowest] > _MAX_LATENCY_MS, "warn", summary,
+            (latencies[slowest_node] > _MAX_LATENCY_MS, "warn", summary,
              "slow: ask for acdirmax/lookupcache settings, or use another filesystem"),
         )  # fmt: skip
 
@@ -88,34 +91,202 @@ def _connections(results: Probed) -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
-def interface(results: Probed, site: Site) -> Iterator[Finding]:
-    """Checks that every node has the site's network interface. If the site names none, reports the interface of the route."""
+def interface(results: Probed, site: Site, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks the interface by which nodes reach one another, which sets `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME` of
+    ranks.
+
+    Args:
+        results: The nodes' reports.
+        site: Site description, which may name the interface.
+        environ: Environment of this shell, whose variables ranks inherit and keep.
+    """
     subject, hellos = "interface", results.hellos
+    yield from _check_inherited_interfaces(results, environ)
     if site.interface and hellos:
         missing_nodes = [node for node, report in hellos.items() if site.interface not in report["interfaces"]]
         available_interfaces = sorted({name for node in missing_nodes for name in hellos[node]["interfaces"]})
         yield decide(
-            subject, f"{site.interface}, on every node looked at",
+            subject, f"{site.interface}, on every node looked at; ranks get {_format_socket_variables(site.interface)}",
             (missing_nodes, "fail", f"{site.interface} has no address on {names(missing_nodes)}; there are: "
              f"{', '.join(available_interfaces)}", "correct interface in the site file"),
         )  # fmt: skip
         return
     nodes_by_interface: dict[str, set[str]] = {}
-    for (node, _), connection in _connections(results).items():
+    connections = _connections(results)
+    for (node, _), connection in connections.items():
         if connection.get("interface"):
             nodes_by_interface.setdefault(connection["interface"], set()).add(node)
     if not nodes_by_interface:
         return
-    routes = "; ".join(f"{name}: {names(nodes)}" for name, nodes in sorted(nodes_by_interface.items()))
+    routes_text = "; ".join(f"{name}: {names(nodes)}" for name, nodes in sorted(nodes_by_interface.items()))
     interfaces = [{name for name in report["interfaces"] if _FAST_INTERFACE.match(name)} for report in hellos.values()]
     fast_interfaces = sorted(set.intersection(*interfaces) - set(nodes_by_interface))
     is_local = any(name.startswith(("lo", "docker", "virbr")) for name in nodes_by_interface)
+    reached_interfaces = [set(connection.get("interfaces", ())) for connection in connections.values()]
+    alternative_names = sorted(set.intersection(*reached_interfaces) - set(nodes_by_interface))
+    route_interface, alternative_name = min(nodes_by_interface), "".join(alternative_names[:1])
+    node_counts = Counter(node for nodes in nodes_by_interface.values() for node in nodes)
+    mixed_nodes = [node for node, num_interfaces in node_counts.items() if num_interfaces > 1]
+    variables_text = f"; ranks get {_format_socket_variables(route_interface)}" if len(nodes_by_interface) == 1 else ""
     yield decide(
-        subject, f"by the route between nodes: {routes}",
-        (fast_interfaces, "warn", f"the route goes by {routes}; every node has {', '.join(fast_interfaces)}, too",
+        subject, f"by the route between nodes: {routes_text}{variables_text}",
+        (fast_interfaces, "warn", f"the route goes by {routes_text}; every node has {', '.join(fast_interfaces)}, too",
          f"if that is the faster network, set interface: {''.join(fast_interfaces[:1])} in the site file"),
-        (is_local and len(hellos) > 1, "warn", f"the route goes by {routes}", "set interface in the site file"),
+        (is_local and len(hellos) > 1, "warn", f"the route goes by {routes_text}", "set interface in the site file"),
+        (mixed_nodes, "warn", f"{names(mixed_nodes)} reach other nodes by several interfaces ({routes_text})",
+         "set interface in the site file to the one that all nodes share"),
+        (alternative_names, "warn",
+         f"the route goes by {routes_text}; the nodes reach one another by {', '.join(alternative_names)}, too",
+         f"set interface in the site file: {alternative_name} gives ranks {_format_socket_variables(alternative_name)}, "
+         f"{route_interface} leaves it as "
+         "it is"),
     )  # fmt: skip
+
+
+def _format_socket_variables(interface: str) -> str:
+    return f"NCCL_SOCKET_IFNAME={interface} GLOO_SOCKET_IFNAME={interface}"
+
+
+def _check_inherited_interfaces(results: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Checks that interfaces which this shell's variables select exist on the nodes."""
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        interface_text = environ.get(variable, "")
+        if not interface_text or interface_text.startswith("^"):  # all interfaces but these
+            continue
+        is_exact = variable.startswith("GLOO") or interface_text.startswith("=")
+        selected_names = tuple(interface_text.removeprefix("=").split(","))
+        missing_nodes = [
+            node
+            for node, report in results.hellos.items()
+            if not any(
+                name in selected_names or (not is_exact and name.startswith(selected_names))
+                for name in report["interfaces"]
+            )
+        ]
+        available_interfaces = sorted({name for node in missing_nodes for name in results.hellos[node]["interfaces"]})
+        if missing_nodes:
+            yield Finding(
+                "fail", variable, f"{interface_text} of this shell is no interface of {names(missing_nodes)}; there are: "
+                f"{', '.join(available_interfaces)}", f"unset {variable}, and set interface in the site file",
+            )  # fmt: skip
+
+
+def host_names(results: Probed) -> Iterator[Finding]:
+    """Checks that every node can resolve the names of all nodes, including its own, to addresses other than loopback."""
+    subject = "host names"
+    problems: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for node, report in results.peers.items():
+        for host, answer in report.get("names", {}).items():
+            addresses = answer.get("addresses", [])
+            if "error" in answer:
+                problem = ("cannot look up", f"({answer['error']})")
+            elif any(address.startswith("127.") for address in addresses):
+                problem = ("look up", f"as {', '.join(addresses)}, an address of each machine for itself")
+            else:
+                continue
+            problems.setdefault(problem, {}).setdefault(host, []).append(node)
+    for (verb, reason), nodes_by_host in problems.items():
+        askers = {node for nodes in nodes_by_host.values() for node in nodes}
+        yield Finding(
+            "warn", subject, f"{names(askers)} {verb} {names(nodes_by_host)} {reason}",
+            "runs use addresses; for programs that use names (DeepSpeed, MPI), ask for DNS, or for /etc/hosts on all nodes",
+        )  # fmt: skip
+    if results.peers and not problems:
+        yield Finding("pass", subject, f"{names(results.peers)} look up one another's names")
+
+
+def srun_options(results: Probed, site: Site) -> Iterator[Finding]:
+    """Checks that srun accepts the options of the site (`cluster.srun`)."""
+    refused_jobs = [job for job in results.jobs if job.srun_error and job.hello]
+    if site.srun and any(job.hello for job in results.jobs):
+        partition_names = names(job.partition or "(default)" for job in refused_jobs)
+        yield decide(
+            "srun options", f"{' '.join(site.srun)}: accepted",
+            (refused_jobs, "fail",
+             f"{' '.join(site.srun)}: refused in {partition_names}: {refused_jobs[0].srun_error if refused_jobs else ''}",
+             "correct srun in the site file; the other checks were made without these options"),
+        )  # fmt: skip
+
+
+def overlapping_steps(results: Probed) -> Iterator[Finding]:
+    """Checks that two job steps run at the same time on the same nodes, and that both see the job's GPUs."""
+    for job in (job for job in results.jobs if job.hello):
+        subject = f"overlapping steps in {job.partition or '(default)'}"
+        missing_nodes = [node for node in job.hello if node not in job.second_steps]
+        masks = {
+            node: (job.hello[node]["mask"], report["mask"])
+            for node, report in job.second_steps.items()
+            if job.gpus and node in job.hello and job.hello[node]["mask"] != report["mask"]
+        }
+        node = min(masks, default="")
+        shared_text = f", both with {job.gres}" if job.gres else ""
+        yield decide(
+            subject, f"two at the same time{shared_text}",
+            (missing_nodes, "fail", f"a second step{' with ' + job.gres if job.gres else ''} did not start on "
+             f"{names(missing_nodes)} while the first one ran: {job.second_step_error or 'nothing was heard of it'}",
+             "each group of a run is a step: srun must get --overlap (does a wrapper of srun or a cli_filter drop it?)"),
+            (masks, "fail", f"the GPUs of two steps differ on {names(masks)}: CUDA_VISIBLE_DEVICES is "
+             f"{masks[node][0] if node else ''} and {masks[node][1] if node else ''}",
+             "groups that share GPUs must see the same ones: ask for --overlap and --gres to apply to all steps of a job"),
+        )  # fmt: skip
+
+
+def meeting_folders(results: Probed) -> Iterator[Finding]:
+    """Checks that the driver and all steps of a job see the same /tmp and /dev/shm on a node; reports whether two jobs do."""
+    subject = "/tmp of steps"
+    nodes_by_folder: dict[str, set[str]] = {}
+    shared_nodes, private_jobs, shared_jobs = set[str](), set[str](), set[str]()
+    for job in results.jobs:
+        for node, report in job.hello.items():
+            reports = (job.second_steps.get(node, {}).get("folders"), job.batch_folders.get(node))
+            known_folders = [folders for folders in reports if folders]
+            for folder, folder_id in report["folders"].items():
+                if any(folders[folder] != folder_id for folders in known_folders):
+                    nodes_by_folder.setdefault(folder, set()).add(node)
+            shared_nodes |= {node} if known_folders else set()
+            if (neighbour := job.neighbour_folders.get(node)) and (batch := job.batch_folders.get(node)):
+                (shared_jobs if neighbour == batch else private_jobs).add(node)
+    if private_jobs:
+        jobs_text = f"; each job on {names(private_jobs)} has its own, so ranks of helper jobs reach the run's by TCP"
+    else:
+        jobs_text = f"; two jobs on {names(shared_jobs)} share it, too" if shared_jobs else ""
+    if shared_nodes:
+        nodes = {node for folder_nodes in nodes_by_folder.values() for node in folder_nodes}
+        yield decide(
+            subject, f"the driver and all steps of a job share /tmp and /dev/shm{jobs_text}",
+            (nodes_by_folder, "fail", f"steps of one job have their own {' and '.join(nodes_by_folder)} on {names(nodes)}",
+             "ranks of a node and the driver meet there: mount both into the steps (Pyxis: --container-mounts=/tmp:/tmp,"
+             "/dev/shm:/dev/shm in srun; Apptainer: --bind /tmp,/dev/shm in container)"),
+        )  # fmt: skip
+
+
+def file_locks(results: Probed) -> Iterator[Finding]:
+    """Checks that a flock on a file of the shared folder holds on all nodes. rlhpc takes no such lock, but caches do."""
+    subject, folder = "file locks between nodes", results.folder
+    advice = (
+        "runs take no locks there, but caches do (Hugging Face, Triton): keep these elsewhere (HF_HOME, TRITON_CACHE_DIR), "
+        "or ask for locks of the whole cluster (Lustre: mount -o flock; NFS: local_lock=none)"
+    )
+    if results.folder_error:
+        return
+    if results.lock_error:
+        yield Finding("warn", subject, f"{folder}: this machine cannot lock a file ({results.lock_error})", advice)
+        return
+    nodes_by_problem: dict[str, list[str]] = {}
+    held_nodes = []
+    for node, report in results.hellos.items():
+        error = report.get("lock")
+        if error == "held":
+            held_nodes.append(node)
+        elif error is not None:
+            problem = (
+                f"cannot lock a file ({error})" if error else "get a lock that this machine holds: locks are node-local"
+            )
+            nodes_by_problem.setdefault(problem, []).append(node)
+    for problem, nodes in nodes_by_problem.items():
+        yield Finding("warn", subject, f"{folder}: {names(nodes)} {problem}", advice)
+    if held_nodes and not nodes_by_problem:
+        yield Finding("pass", subject, f"{folder}: a lock taken here holds on {names(held_nodes)}")
 
 
 def ports(results: Probed) -> Iterator[Finding]:
@@ -143,13 +314,13 @@ def gpu_masks(results: Probed, environ: Mapping[str, str]) -> Iterator[Finding]:
     for job in results.jobs:
         for node, report in job.hello.items():
             mask = report["mask"]
-            count = len(visible_accelerators({"CUDA_VISIBLE_DEVICES": mask})) if mask is not None else None
-            if job.gpus and count is None:
+            num_visible = len(visible_accelerators({"CUDA_VISIBLE_DEVICES": mask})) if mask is not None else None
+            if job.gpus and num_visible is None:
                 unmasked_nodes.append(node)
-            elif (count or 0) == job.gpus:
+            elif (num_visible or 0) == job.gpus:
                 correct_nodes.append(node)
             else:
-                problem = f"CUDA_VISIBLE_DEVICES={mask} names {count}, the job asked for {job.gpus}"
+                problem = f"CUDA_VISIBLE_DEVICES={mask} names {num_visible}, the job asked for {job.gpus}"
                 problems.setdefault(problem + (" (it is this shell's)" if mask == shell_mask else ""), []).append(node)
     advice = "unset CUDA_VISIBLE_DEVICES before submitting" if shell_mask is not None else (
         "something sets it on the node: look in ~/.bashrc, modules and the task prolog"
@@ -185,9 +356,9 @@ def gpus_in_torch(results: Probed, environ: Mapping[str, str]) -> Iterator[Findi
         summary = f"torch {report.get('torch')} computes on the {job.gpus} granted"
         summary += ", loads vLLM's kernels" if report.get("vllm") else ""
         summary += f", and sums over {report.get('seen')} of them by NCCL" if report.get("nccl") else ""
-        problem_and_advice = _torch_problem(report, job.gpus, job.hello[node]["mask"])
+        problem_and_advice = _find_torch_problem(report, job.gpus, job.hello[node]["mask"])
         nodes_by_result.setdefault(problem_and_advice or (summary, ""), []).append(node)
-    for (result, advice), nodes in sorted(nodes_by_result.items(), key=lambda entry: not entry[0][1]):
+    for (result, advice), nodes in sorted(nodes_by_result.items(), key=lambda result_nodes: not result_nodes[0][1]):
         yield (
             Finding("fail", subject, f"{names(nodes)}: {result}", advice)
             if advice
@@ -215,16 +386,15 @@ _TORCH_STAGES = {
 _NCCL_STAGE = ("NCCL's all-reduce", "try NCCL_DEBUG=INFO, and NCCL_P2P_DISABLE=1 (PCIe ACS, the IOMMU)")
 
 
-def _torch_problem(report: Mapping[str, Any], granted: int, mask: str | None) -> tuple[str, str] | None:
+def _find_torch_problem(report: Mapping[str, Any], num_granted: int, mask: str | None) -> tuple[str, str] | None:
     """Returns the problem in torch's report on a node, with advice; None if everything works."""
-    num_seen, error, driver = report.get("seen", granted), report.get("error"), report.get("driver", "")
-    if num_seen < granted:
+    num_seen, error, driver = report.get("seen", num_granted), report.get("error"), report.get("driver", "")
+    if num_seen < num_granted:
         reason, advice = explain_unseen(num_seen, report["cuda"], report["hip"], mask, driver)
         driver_text = f"the driver takes CUDA up to {driver}" if driver else "there is no libcuda.so.1"
         warning_text = f" ({report['warning']})" if report["warning"] else ""
-        problem = (
-            f"granted {granted}, torch sees {num_seen}: torch {report['torch']} {reason}{warning_text}; {driver_text}"
-        )
+        counts_text = f"granted {num_granted}, torch sees {num_seen}"
+        problem = f"{counts_text}: torch {report['torch']} {reason}{warning_text}; {driver_text}"
         return problem, advice
     if report.get("nccl") is False:
         advice = "try NCCL_P2P_DISABLE=1; if that mends it, see PCIe ACS and the IOMMU"
@@ -238,6 +408,48 @@ def _torch_problem(report: Mapping[str, Any], granted: int, mask: str | None) ->
     if "hung_s" in report:
         return f"{stage} did not end " + (f"within {report['hung_s']:.0f} s" if report["hung_s"] else "in time"), advice
     return f"{stage} ended with exit code {report['code']}: {report.get('words', '')}", advice
+
+
+#: Key of the engine's report that a stage adds → name of the stage, advice if the stage failed.
+_ENGINE_STAGES = {
+    "ranks": ("launching two ranks", "look at that node with df -h /dev/shm and ulimit -a"),
+    "device": (
+        "starting vLLM on two GPUs",
+        "set NCCL_DEBUG=INFO, then NCCL_P2P_DISABLE=1 (PCIe ACS, the IOMMU), then "
+        "rollout.engine_kwargs={disable_custom_all_reduce: true}; engines of one rank do not need it",
+    ),
+    "tokens": (
+        "generating with two ranks",
+        "try rollout.engine_kwargs={enforce_eager: true}, then {disable_custom_all_reduce: true}; engines of one rank do "
+        "not need it",
+    ),
+}
+
+
+def engines(results: Probed) -> Iterator[Finding]:
+    """Checks that vLLM starts and generates as one engine of two ranks, on the first node of each job with two GPUs."""
+    subject = "engine of two ranks"
+    for job in results.jobs:
+        working_nodes = [
+            node for node, report in job.torch.items() if report.get("seen", 0) >= 2 and report.get("vllm")
+        ]
+        if job.starts_engine and working_nodes and not job.engine:
+            yield Finding("fail", subject, f"{names(working_nodes)}: nothing was heard of it", "run rlhpc doctor again")
+        for node, report in job.engine.items():
+            if not report:  # another node of the job was to start it, or torch's report says why none was started
+                continue
+            missing_stages = [stage for key, stage in _ENGINE_STAGES.items() if key not in report]
+            if not missing_stages and "error" not in report and report.get("code") == 0:
+                yield Finding("pass", subject, f"vLLM starts in {report['start_s']:.0f} s and generates ({node})")
+                continue
+            stage, advice = missing_stages[0] if missing_stages else ("ending two ranks", "look at that node's log")
+            if "error" in report:
+                problem = f"failed: {report['error']}"
+            elif "hung_s" in report:
+                problem = f"did not end within {report['hung_s']:.0f} s"
+            else:
+                problem = f"ended with exit code {report.get('code')}: {report.get('words', '')}"
+            yield Finding("fail", subject, f"{node}: {stage} {problem}", advice)
 
 
 def python(results: Probed, executable: str = sys.executable) -> list[Finding]:
@@ -325,19 +537,25 @@ def simulators(results: Probed) -> list[Finding]:
 
 
 def clocks(results: Probed) -> Iterator[Finding]:
+    """Checks that the clocks of the nodes agree with this one's and with one another."""
     offsets = {node: node_offset for job in results.jobs for node, node_offset in job.offsets.items()}
     if not offsets:
         return
     wrong_nodes = [
         node for node, (offset_s, error_s) in offsets.items() if abs(offset_s) - error_s > _MAX_CLOCK_OFFSET_S
     ]
-    furthest = max(wrong_nodes or offsets, key=lambda node: abs(offsets[node][0]))
+    worst_node = max(wrong_nodes or offsets, key=lambda node: abs(offsets[node][0]))
     max_offset_s = max(abs(offset_s) + error_s for offset_s, error_s in offsets.values())
+    earliest_node, latest_node = (choose(offsets, key=lambda node: offsets[node][0]) for choose in (min, max))
+    spread_s = offsets[latest_node][0] - offsets[earliest_node][0]
+    advice = "ask for NTP on all nodes; a requeued job may be refused by a node whose clock is behind"
     yield decide(
         "clocks", f"within {max(max_offset_s, 0.1):.1f} s of this one's",
         (wrong_nodes, "warn",
-         f"of {names(wrong_nodes)} differ from this one's, by up to {abs(offsets[furthest][0]):.0f} s ({furthest})",
-         "ask for NTP on all nodes; a requeued job may be refused by a node whose clock is behind"),
+         f"of {names(wrong_nodes)} differ from this one's, by up to {abs(offsets[worst_node][0]):.0f} s ({worst_node})",
+          advice),
+        (spread_s - offsets[earliest_node][1] - offsets[latest_node][1] > _MAX_CLOCK_OFFSET_S, "warn",
+         f"of {earliest_node} and {latest_node} differ by {spread_s:.0f} s", advice),
     )  # fmt: skip
 
 
@@ -345,7 +563,8 @@ def limits(results: Probed) -> list[Finding]:
     def find_problem(report: Mapping[str, Any]) -> str | None:
         node_limits = report["limits"]
         if 0 <= node_limits["nofile"] < _MIN_FILES:
-            return f"allow {node_limits['nofile']} open files (ulimit -n)"
+            num_ranks = max_ranks_of_driver(node_limits["nofile"])
+            return f"allow {node_limits['nofile']} open files (ulimit -Hn), enough for {num_ranks} ranks"
         if 0 <= node_limits["nproc"] < _MIN_FILES:
             return f"allow {node_limits['nproc']} processes and threads (ulimit -u)"
         if 0 <= node_limits["memlock"] < 2**30 and any(_FAST_INTERFACE.match(name) for name in report["interfaces"]):
@@ -378,7 +597,10 @@ def _check_nodes(
     for node, report in hellos.items():
         if problem := find_problem(report):
             nodes_by_problem.setdefault(problem, []).append(node)
-    findings = [Finding(level, subject, f"{names(nodes)} {text}", advice) for text, nodes in nodes_by_problem.items()]
+    findings = [
+        Finding(level, subject, f"{names(nodes)} {problem_text}", advice)
+        for problem_text, nodes in nodes_by_problem.items()
+    ]
     return findings or ([Finding("pass", subject, pass_result)] if hellos else [])
 
 
@@ -432,18 +654,18 @@ def disk(subject: str, path: str, status: Mapping[str, Any]) -> Finding:
     )  # fmt: skip
 
 
-def quotas(text: str) -> Iterator[Finding]:
+def quotas(quota_text: str) -> Iterator[Finding]:
     """Checks the quotas of blocks and files in the output of `quota -wp`; warns above 90 % of a limit."""
-    for row in text.splitlines():
+    for row in quota_text.splitlines():
         cells = [cell.rstrip("*") for cell in row.split()]
         if len(cells) < 9 or not all(cell.isdigit() for cell in cells[1:]):
             continue
-        for resource, (used, soft, hard_limit) in {"space": cells[1:4], "inodes": cells[5:8]}.items():
-            if not (limit := int(soft) or int(hard_limit)):
+        for resource, (used_amount, soft, hard_limit) in {"space": cells[1:4], "inodes": cells[5:8]}.items():
+            if not (limit_kib := int(soft) or int(hard_limit)):
                 continue
-            limit_text = format_bytes(limit * 1024, 0) if resource == "space" else limit
-            usage = f"{100 * int(used) / limit:.0f} % of {limit_text} {resource} on {cells[0]}"
-            is_near_limit = int(used) > 0.9 * limit
+            limit_text = format_bytes(limit_kib * 1024, 0) if resource == "space" else limit_kib
+            usage = f"{100 * int(used_amount) / limit_kib:.0f} % of {limit_text} {resource} on {cells[0]}"
+            is_near_limit = int(used_amount) > 0.9 * limit_kib
             yield decide(
                 "quota", usage, (is_near_limit, "warn", usage, "make room: caches in $HOME are often the cause")
             )

@@ -8,6 +8,7 @@ the connections to them.
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import contextlib
 import ctypes
 import fcntl
@@ -24,18 +25,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 MARK = "RLHPC-DOCTOR"
 _PIECE_LENGTH = 600
 
 
-def say(stage: str, content: dict[str, Any]) -> None:
-    encoded = base64.b64encode(json.dumps(content).encode()).decode()
-    pieces = [encoded[i : i + _PIECE_LENGTH] for i in range(0, len(encoded), _PIECE_LENGTH)]
+def print_stage(stage: str, stage_content: dict[str, Any]) -> None:
+    encoded_stage = base64.b64encode(json.dumps(stage_content).encode()).decode()
+    text_pieces = [encoded_stage[i : i + _PIECE_LENGTH] for i in range(0, len(encoded_stage), _PIECE_LENGTH)]
     task = os.environ.get("SLURM_PROCID", "0")
-    for piece_index, piece in enumerate(pieces):
-        os.write(1, f"{MARK} {task} {stage} {piece_index} {len(pieces)} {piece}\n".encode())
+    for piece_index, text_piece in enumerate(text_pieces):
+        os.write(1, f"{MARK} {task} {stage} {piece_index} {len(text_pieces)} {text_piece}\n".encode())
 
 
 def node_name() -> str:
@@ -64,13 +66,13 @@ def space(path: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def wait_for(path: str, content: str, timeout_s: float) -> dict[str, Any]:
+def wait_for(path: str, expected_content: str, timeout_s: float) -> dict[str, Any]:
     """Waits for a file that another host writes; returns the time until the file appeared in ms, or the error."""
     start_time, problem = time.monotonic(), "no such file"
     while time.monotonic() - start_time < timeout_s:
         try:
             with open(path) as file:
-                if file.read() == content:
+                if file.read() == expected_content:
                     return {"ms": 1000 * (time.monotonic() - start_time)}
             problem = "other content"
         except OSError as error:
@@ -99,6 +101,56 @@ def exchange_canaries(plan: dict[str, Any]) -> dict[str, Any]:
     return canary_status
 
 
+def lock(path: str, timeout_s: float) -> tuple[int | None, str]:
+    """Tries for an exclusive flock on a file.
+
+    Args:
+        path: The file, which is created if it does not exist.
+        timeout_s: Maximum seconds, because a filesystem may not answer.
+
+    Returns:
+        Descriptor that has the lock, or None; and the error, "held" if another process has the lock.
+    """
+    outcomes: list[tuple[int | None, str]] = []
+
+    def try_lock() -> None:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            outcomes.append((None, f"cannot open {path}: {error.strerror}"))
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            outcomes.append((descriptor, ""))
+        except BlockingIOError:
+            os.close(descriptor)
+            outcomes.append((None, "held"))
+        except OSError as error:
+            os.close(descriptor)
+            outcomes.append((None, error.strerror or str(error)))
+
+    thread = threading.Thread(target=try_lock, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return outcomes[0] if outcomes else (None, f"no answer within {timeout_s:.0f} s")
+
+
+#: Folders of UNIX sockets and of shared memory. Processes of a node that see the same ones are one host of a run.
+MEETING_FOLDERS = ("/tmp", "/dev/shm")
+
+
+def folder_ids() -> dict[str, str]:
+    """Returns device and inode of the folders through which processes of a node meet, as `stat -c %D.%i` prints them."""
+    ids = {}
+    for folder in MEETING_FOLDERS:
+        try:
+            status = os.stat(folder)
+            ids[folder] = f"{status.st_dev:x}.{status.st_ino}"
+        except OSError:
+            ids[folder] = "none"
+    return ids
+
+
 def vulkan() -> dict[str, Any]:
     """Returns whether the Vulkan loader exists, and the drivers that are registered with the loader."""
     try:
@@ -122,8 +174,9 @@ def physx() -> bool:
 
 
 def limits() -> dict[str, int]:
-    names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
-    return {name: resource.getrlimit(limit_id)[0] for name, limit_id in names.items()}
+    limit_names = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
+    # processes of a run raise their soft limit of open files to the hard one
+    return {name: resource.getrlimit(limit_id)[name == "nofile"] for name, limit_id in limit_names.items()}
 
 
 def has_package(name: str) -> bool:
@@ -152,11 +205,20 @@ def listen(token: str) -> int:
     return int(server.getsockname()[1])
 
 
-def try_connection(address: str, port: int, token: str) -> dict[str, Any]:
-    """Connects to another node; returns the time in ms and this node's interface and address, or the error."""
+def try_connection(address: str, port: int, token: str, source_address: str = "") -> dict[str, Any]:
+    """Connects to another node; returns the time in ms and this node's interface and address, or the error.
+
+    Args:
+        address: Address of the other node.
+        port: Port of the other node.
+        token: Text that the other node echoes.
+        source_address: Address of this node from which to connect; by default that of the route.
+    """
     start_time = time.monotonic()
     try:
-        with socket.create_connection((address, port), timeout=4) as connection:
+        with socket.create_connection(
+            (address, port), 4, (source_address, 0) if source_address else None
+        ) as connection:
             connection.sendall(token.encode())
             reply = connection.recv(64)
             local_address = connection.getsockname()[0]
@@ -168,10 +230,56 @@ def try_connection(address: str, port: int, token: str) -> dict[str, Any]:
     return {"ms": 1000 * (time.monotonic() - start_time), "interface": interface, "address": local_address}
 
 
-def ask_torch(source: str, timeout_s: float) -> dict[str, Any]:
-    """Runs the torch probe in a child process; returns its report with the exit code, or with `hung_s` after a timeout."""
+def meet_peer(peer: dict[str, Any], token: str) -> dict[str, Any]:
+    """Connects to another node by the route, and by each interface that both nodes have.
+
+    Args:
+        peer: Address, port and interfaces of the other node.
+        token: Text that the other node echoes.
+
+    Returns:
+        The result of `try_connection`, with the `interfaces` by which the other node was reached.
+    """
+    pairs = {
+        name: (source_address, peer["interfaces"][name])
+        for name, source_address in interfaces().items()
+        if not source_address.startswith("127.") and peer["interfaces"].get(name, source_address) != source_address
+    }
+    with concurrent.futures.ThreadPoolExecutor(len(pairs) + 1) as pool:
+        by_route = pool.submit(try_connection, peer["address"], peer["port"], token)
+        attempts = {
+            name: pool.submit(try_connection, address, peer["port"], token, source_address)
+            for name, (source_address, address) in pairs.items()
+        }
+        reached_addresses = sorted(name for name, attempt in attempts.items() if "ms" in attempt.result())
+        return {**by_route.result(), "interfaces": reached_addresses}
+
+
+def resolve(hosts: Sequence[str], timeout_s: float) -> dict[str, dict[str, Any]]:
+    """Looks up host names; returns the IPv4 addresses of each name, or the error."""
+    answers: dict[str, dict[str, Any]] = {}
+
+    def look_up(host: str) -> None:
+        try:
+            address_infos = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+            answers[host] = {"addresses": sorted({str(address_info[4][0]) for address_info in address_infos})}
+        except (OSError, UnicodeError) as error:
+            answers[host] = {"error": getattr(error, "strerror", None) or str(error)}
+
+    threads = [threading.Thread(target=look_up, args=(host,), daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    no_answer = {"error": f"no answer within {timeout_s:.0f} s"}
+    return {host: answers.get(host, no_answer) for host in hosts}
+
+
+def ask_child(source_code: str, timeout_s: float) -> dict[str, Any]:
+    """Runs a probe's source in a child process; returns its report with the exit code, or with `hung_s` after a timeout."""
     child = subprocess.Popen(
-        [sys.executable, "-c", source], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, "-c", source_code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace",
     )  # fmt: skip
     report: dict[str, Any] = {}
@@ -193,6 +301,11 @@ def ask_torch(source: str, timeout_s: float) -> dict[str, Any]:
     return {**report, "code": child.wait()}
 
 
+def can_start_engine(torch: dict[str, Any]) -> bool:
+    """Returns whether this node starts an engine of two ranks: the first node of a job, if two GPUs and vLLM work there."""
+    return os.environ.get("SLURM_PROCID", "0") == "0" and torch.get("seen", 0) >= 2 and bool(torch.get("vllm"))
+
+
 def collect_facts(plan: dict[str, Any]) -> dict[str, Any]:
     """Collects facts about this node."""
     folders = {name: name for name in ("/tmp", "/dev/shm")}
@@ -203,6 +316,7 @@ def collect_facts(plan: dict[str, Any]) -> dict[str, Any]:
         "host": os.uname().nodename,
         "node": node_name(),
         "interfaces": interfaces(),
+        "folders": folder_ids(),
         "mask": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "python": list(sys.version_info[:3]),
         "executable": sys.executable,
@@ -217,23 +331,40 @@ def collect_facts(plan: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     plan = json.loads(sys.stdin.readline())
     signal.alarm(int(plan["limit_s"]))  # limits the time for which the probe outlives the doctor
+    if plan.get("is_second_step"):
+        print_stage(
+            "second_step",
+            {"node": node_name(), "folders": folder_ids(), "mask": os.environ.get("CUDA_VISIBLE_DEVICES")},
+        )
+        sys.stdin.readline()
+        return
     port = listen(plan["token"])
     torch: dict[str, Any] = {}
-    torch_thread = threading.Thread(target=lambda: torch.update(ask_torch(plan["torch"], plan["torch_s"])), daemon=True)
+    torch_thread = threading.Thread(target=lambda: torch.update(ask_child(plan["torch"], plan["torch_s"])), daemon=True)
     if plan.get("torch"):
         torch_thread.start()
-    say("hello", {**collect_facts(plan), "canary": exchange_canaries(plan), "port": port})
+    canary_report = exchange_canaries(plan)
+    lock_report = None if "error" in canary_report else lock(os.path.join(plan["canary"], "lock"), 5.0)
+    print_stage(
+        "hello", {**collect_facts(plan), "canary": canary_report, "port": port, "lock": lock_report and lock_report[1]}
+    )
     instructions = json.loads(sys.stdin.readline() or "{}")
-    say("clock", {"now": time.time()})
+    print_stage("clock", {"now": time.time()})
     second_status: dict[str, Any] = {}
     if instructions.get("second"):
         second_status = wait_for(os.path.join(plan["canary"], "second"), plan["token"], plan["timeout_s"])
     peers = instructions.get("peers", ())
-    connections = {name: try_connection(address, port_number, plan["token"]) for name, address, port_number in peers}
-    say("peers", {"second": second_status, "reach": connections})
+    hosts = sorted({peer["host"] for peer in peers})
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        resolved_hosts = pool.submit(resolve, hosts, 10.0)
+        meetings = {peer["node"]: pool.submit(meet_peer, peer, plan["token"]) for peer in peers}
+        connections = {node: future.result() for node, future in meetings.items()}
+    print_stage("peers", {"second": second_status, "reach": connections, "names": resolved_hosts.result()})
     if plan.get("torch"):
         torch_thread.join(plan["torch_s"] + 5)
-        say("torch", torch)
+        print_stage("torch", torch)
+    if plan.get("engine"):
+        print_stage("engine", ask_child(plan["engine"], plan["engine_s"]) if can_start_engine(torch) else {})
     sys.stdin.readline()  # other nodes may still connect to this one
 
 

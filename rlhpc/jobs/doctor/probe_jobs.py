@@ -9,6 +9,7 @@ import json
 import math
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,17 +26,30 @@ from rlhpc.jobs.doctor import node_probe, torch_probe
 from rlhpc.jobs.doctor.slurm_facts import Site, SiteNodeGroup, SlurmFacts, is_asleep, is_usable, seconds_of
 from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.imports import LEAVE_FOLDER
-from rlhpc.runtime.launchers.srun_commands import step_environment
+from rlhpc.runtime.launchers.srun_commands import step_environment, with_default_options
 from rlhpc.runtime.network import node_addresses
 from rlhpc.runtime.slurm import ask
 
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
 _FILE_TIMEOUT_S = 10.0
 _ANSWER_TIMEOUT_S = 40.0
+#: Limits of a second step, and of another job on a node, which may have to wait for resources.
+_SECOND_STEP_TIMEOUT_S, _NEIGHBOUR_TIMEOUT_S = 30.0, 6.0
 _TORCH_TIMEOUT_S = 60.0
+#: Limit of an engine's start, which imports vLLM in two processes from a shared filesystem and compiles the model.
+_ENGINE_TIMEOUT_S = 300.0
+#: Seconds within which a node reports that its engine did not start in time.
+_REPORT_S = 15.0
 _MEMORY = "500M"
 #: Memory for torch with its libraries, and for host memory of CUDA and NCCL.
 _MEMORY_WITH_TORCH = "4G"
+#: Memory and cores for two ranks of vLLM.
+_MEMORY_WITH_ENGINE, _CPUS_WITH_ENGINE = "24G", 4
+#: Source of the engine probe, for `python -c` on a node.
+_ENGINE_PROBE = (
+    f"{LEAVE_FOLDER}; import sys; sys.argv[1:] = ['2', 'accelerators']; "
+    "from rlhpc.language.rollout.engine_probe import main; main()"
+)
 _POLL_S = 1.0
 
 
@@ -50,8 +64,12 @@ class ProbeJob:
         nodes: Number of nodes requested; `usable_nodes` could start a job at once.
         error: Reason why the job did not run. `reason` is Slurm's reason why the job waits.
         requeue: Slurm's setting after `--requeue`: "1", "0", or "" if unknown.
-        hello, peers, torch: Reports of each node on itself, on the other nodes, and on GPUs in torch.
+        hello, peers, torch, engine: Reports of each node on itself, on the other nodes, on GPUs in torch, and on the engine.
         offsets: Node → (seconds by which the node's clock is ahead, uncertainty in seconds).
+        srun_error: srun's error with the site's options, if a step without them works.
+        second_steps: Reports of a second step that runs at the same time, by node; `second_step_error` is srun's error.
+        batch_folders: Node of the batch script → its `folder_ids`; {} if they are unknown.
+        neighbour_folders: The same of another job on that node.
         canary_views: Node → result of this host's read of the node's file: `{"ms": …}` or `{"error": …}`.
     """
 
@@ -69,12 +87,42 @@ class ProbeJob:
     hello: dict[str, dict[str, Any]] = field(default_factory=dict)
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)
     torch: dict[str, dict[str, Any]] = field(default_factory=dict)
+    engine: dict[str, dict[str, Any]] = field(default_factory=dict)
     offsets: dict[str, tuple[float, float]] = field(default_factory=dict)
     canary_views: dict[str, dict[str, Any]] = field(default_factory=dict)
+    srun_error: str = ""
+    second_steps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    second_step_error: str = ""
+    batch_folders: dict[str, dict[str, str]] = field(default_factory=dict)
+    neighbour_folders: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def fail(self, reason: str) -> None:
         """Records the reason why the job did not run."""
         self.error = reason
+
+    def fail_second_step(self, reason: str) -> None:
+        """Records srun's error of the second step."""
+        self.second_step_error = reason
+
+    def record_folders(self, batch: dict[str, dict[str, str]], neighbours: Sequence[dict[str, dict[str, str]]]) -> None:
+        """Records the folders of the batch script, and the folders of another job on its node, if such a job ran."""
+        self.batch_folders = batch
+        self.neighbour_folders = next((folders for folders in neighbours if folders.keys() == batch.keys()), {})
+
+    @property
+    def starts_engine(self) -> bool:
+        """True if the first node starts a vLLM engine of two ranks: with two GPUs, if vLLM is installed here."""
+        return self.gpus >= 2 and not os.environ.get(VIRTUAL) and node_probe.has_package("vllm")
+
+    @property
+    def memory(self) -> str:
+        """Memory per node, in Slurm's form."""
+        return _MEMORY_WITH_ENGINE if self.starts_engine else _MEMORY_WITH_TORCH if self.gpus else _MEMORY
+
+    @property
+    def cpus(self) -> int:
+        """Number of cores per node."""
+        return _CPUS_WITH_ENGINE if self.starts_engine else 1
 
 
 def plan_jobs(site: Site, facts: SlurmFacts, max_nodes: int) -> list[ProbeJob]:
@@ -96,11 +144,11 @@ def plan_jobs(site: Site, facts: SlurmFacts, max_nodes: int) -> list[ProbeJob]:
         ]
         if first_group.constraint and len({group.constraint for group in groups}) == 1:
             options.append(f"--constraint={first_group.constraint}")
-        count = max(1, min(max_nodes, num_ready))
+        num_nodes = max(1, min(max_nodes, num_ready))
         labels = tuple(group.label for group in groups)
         gpus = min(2, *(first_group.matches(node.get("Gres", "")) for node in gpu_nodes)) if wants_gpus else 0
         gres = f"{first_group.gres or 'gpu'}:{gpus}" if wants_gpus else None
-        jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, count, num_ready))
+        jobs.append(ProbeJob(partition, labels, tuple(options), gres, gpus, num_nodes, num_ready))
     return jobs
 
 
@@ -112,16 +160,31 @@ def wake_up_s(jobs: Sequence[ProbeJob], facts: SlurmFacts) -> float:
     return float(seconds_of(facts.config.get("ResumeTimeout", "")) or 0) if any(map(is_asleep, nodes)) else 0.0
 
 
-def script_of(job: ProbeJob, site: Site, seconds: int) -> str:
-    """Returns the job's batch script, which only sleeps; the probe runs as a job step."""
-    memory = _MEMORY_WITH_TORCH if job.gpus else _MEMORY
+def script_of(job: ProbeJob, site: Site, sleep_s: int, folder: Path | None = None) -> str:
+    """Returns the job's batch script, which only sleeps; the probe runs as a job step.
+
+    Args:
+        job: The job.
+        site: Site description.
+        sleep_s: Seconds to sleep.
+        folder: Folder in which the script reports its node and its folders for sockets and shared memory.
+    """
     options = [
         "--job-name=rlhpc-doctor", "--output=/dev/null", "--error=/dev/null", "--requeue",
         *([f"--partition={job.partition}"] if job.partition else []), *job.options,
-        f"--nodes={job.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={memory}",
-        f"--time={math.ceil(seconds / 60)}", *([f"--gres={job.gres}"] if job.gres else []), *site.sbatch,
+        f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={job.cpus}", f"--mem={job.memory}",
+        f"--time={math.ceil(sleep_s / 60)}", *([f"--gres={job.gres}"] if job.gres else []), *site.sbatch,
     ]  # fmt: skip
-    return "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options), f"exec sleep {seconds}", ""])
+    report = []
+    if folder is not None:
+        ids_command, name = f"$(stat -L -c %D.%i {' '.join(node_probe.MEETING_FOLDERS)})", "batch-$SLURM_JOB_ID"
+        command = (
+            f"cd {shlex.quote(str(folder))} && echo $SLURMD_NODENAME {ids_command} >{name}.new && mv {name}.new {name}"
+        )
+        report = [f"({command}) 2>/dev/null"]
+    return "\n".join(
+        ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in options), *report, f"exec sleep {sleep_s}", ""]
+    )
 
 
 def source_of(module: ModuleType) -> str:
@@ -130,23 +193,31 @@ def source_of(module: ModuleType) -> str:
 
 
 class _Step:
-    """Job step of a probe job: the srun process, and the reports of its tasks."""
+    """Job step of a probe job: the srun process, and the reports of its tasks.
 
-    def __init__(self, job: ProbeJob, site: Site) -> None:
+    Args:
+        job: The job, which gets the reports.
+        site: Site description.
+        srun: Options of srun besides those of each step.
+    """
+
+    def __init__(self, job: ProbeJob, site: Site, srun: Sequence[str]) -> None:
         argv = [
-            "srun", f"--jobid={job.job_id}", "--job-name=doctor", "--overlap", f"--nodes={job.nodes}",
-            f"--ntasks={job.nodes}", "--cpus-per-task=1", "--mem=0", *([f"--gres={job.gres}"] if job.gres else []),
+            "srun", f"--jobid={job.job_id}", "--job-name=doctor", "--overlap", *with_default_options(srun),
+            f"--nodes={job.nodes}", f"--ntasks={job.nodes}", f"--cpus-per-task={job.cpus}", "--mem=0",
+            *([f"--gres={job.gres}"] if job.gres else []),
         ]  # fmt: skip
-        setup = "\n".join(site.setup)
-        shell = f'{{ :\n{setup}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
-        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", sys.executable, source_of(node_probe)]
+        setup_script = "\n".join(site.setup)
+        shell = f'{{ :\n{setup_script}\n}} >&2 </dev/null; p=$1; [ -x "$p" ] || p=python3; exec "$p" -c "$2"'
+        python = site.container_python if site.container and site.container_python else sys.executable
+        command = [*site.container, "bash", "-c", shell, "rlhpc-doctor", python, source_of(node_probe)]
         # passes this shell's GPU mask, because a job's batch step would inherit the mask
         masks = {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in os.environ}
         self.process = subprocess.Popen(
             [*argv, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**step_environment(os.environ), **masks}, errors="replace", start_new_session=True,
         )  # fmt: skip
-        self.job = job
+        self.job, self.srun = job, srun
         self.output_lines: list[str] = []
         self.sent_at = 0.0
         self._node_of: dict[str, str] = {}
@@ -175,30 +246,33 @@ class _Step:
             fields = line.split()
             if len(fields) != 6 or fields[0] != node_probe.MARK:
                 continue
-            _, task, stage, piece_index, total, piece = fields
-            pieces = self._pieces.setdefault((task, stage), {})
-            pieces[int(piece_index)] = piece
-            if len(pieces) == int(total):
-                encoded = base64.b64decode("".join(pieces[i] for i in range(len(pieces))))
-                self._record_report(task, stage, json.loads(encoded))
+            _, task, stage, piece_index, num_pieces, text_piece = fields
+            received_pieces = self._pieces.setdefault((task, stage), {})
+            received_pieces[int(piece_index)] = text_piece
+            if len(received_pieces) == int(num_pieces):
+                encoded_report = base64.b64decode("".join(received_pieces[i] for i in range(len(received_pieces))))
+                self._record_report(task, stage, json.loads(encoded_report))
 
-    def _record_report(self, task: str, stage: str, content: dict[str, Any]) -> None:
+    def _record_report(self, task: str, stage: str, report_content: dict[str, Any]) -> None:
         if stage == "hello":
-            self._node_of[task] = content["node"]
-            self.job.hello[content["node"]] = content
+            self._node_of[task] = report_content["node"]
+            self.job.hello[report_content["node"]] = report_content
+        elif stage == "second_step":
+            self.job.second_steps[report_content["node"]] = report_content
         elif stage == "clock" and task in self._node_of:
             now = time.time()
             middle_s, uncertainty_s = (self.sent_at + now) / 2, (now - self.sent_at) / 2
-            self.job.offsets[self._node_of[task]] = (content["now"] - middle_s, uncertainty_s)
+            self.job.offsets[self._node_of[task]] = (report_content["now"] - middle_s, uncertainty_s)
         elif task in self._node_of:
-            reports = self.job.torch if stage == "torch" else self.job.peers
-            reports[self._node_of[task]] = content
+            reports = {"torch": self.job.torch, "engine": self.job.engine}.get(stage, self.job.peers)
+            reports[self._node_of[task]] = report_content
 
     @property
     def last_words(self) -> str:
-        """Last error line of srun; without an error line, the last line of the step's stderr."""
-        srun_errors = [line for line in self.output_lines if line.startswith("srun: error")]
-        return next(reversed(srun_errors or self.output_lines), "nothing")
+        """Last error line of srun; without one, srun's last line, and without any, the last line of the step's stderr."""
+        srun_lines = [line for line in self.output_lines if line.startswith("srun: ")]
+        srun_errors = [line for line in srun_lines if line.startswith("srun: error")]
+        return next(reversed(srun_errors or srun_lines or self.output_lines), "nothing")
 
     @property
     def has_ended(self) -> bool:
@@ -219,11 +293,12 @@ class _Step:
 
 @dataclass
 class Probed:
-    """Results of all probe jobs, and the examined folder."""
+    """Results of all probe jobs, and the examined folder; `lock_error` is the error of a lock that this host takes there."""
 
     folder: Path
     jobs: list[ProbeJob]
     folder_error: str = ""
+    lock_error: str = ""
 
     @property
     def hellos(self) -> dict[str, dict[str, Any]]:
@@ -246,12 +321,14 @@ def probe_this_machine(site: Site, folder: Path, gpus: int) -> Probed:
     report = node_probe.collect_facts({"canary": str(folder / "canary"), "packages": PACKAGES, "scratch": site.scratch})
     job.hello[report["node"]] = report
     if gpus and not os.environ.get(VIRTUAL):
-        job.torch[report["node"]] = node_probe.ask_torch(source_of(torch_probe), _TORCH_TIMEOUT_S)
+        torch_report = job.torch[report["node"]] = node_probe.ask_child(source_of(torch_probe), _TORCH_TIMEOUT_S)
+        if job.starts_engine and node_probe.can_start_engine(torch_report):
+            job.engine[report["node"]] = node_probe.ask_child(_ENGINE_PROBE, _ENGINE_TIMEOUT_S)
     return Probed(folder, [job])
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def _cancel_on_signals() -> Iterator[None]:
     """Handles SIGTERM and SIGHUP in the block like Ctrl-C, so that the block can cancel jobs and remove files."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -283,64 +360,145 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
     """
     results = Probed(folder, list(jobs))
     token = secrets.token_hex(16)
-    canary = folder / f".rlhpc-doctor-{token[:8]}"
+    canary_path = folder / f".rlhpc-doctor-{token[:8]}"
     steps: list[_Step] = []
-    with _interruptible():
+    second_steps: list[_Step] = []
+    neighbours: list[ProbeJob] = []
+    lock: int | None = None
+    with _cancel_on_signals():
         try:
             try:
-                canary.mkdir(mode=0o700)
-                _write(canary / "login", token)
+                canary_path.mkdir(mode=0o700)
+                _write(canary_path / "login", token)
+                lock, results.lock_error = node_probe.lock(str(canary_path / "lock"), _FILE_TIMEOUT_S)
             except OSError as error:
                 results.folder_error = error.strerror or str(error)
             tests_torch = not os.environ.get(VIRTUAL) and any(job.gpus for job in jobs)
-            limit = int(start_s + 2 * _ANSWER_TIMEOUT_S + tests_torch * _TORCH_TIMEOUT_S + 20)
+            starts_engine = tests_torch and any(job.starts_engine for job in jobs)
+            gpu_timeout_s = tests_torch * _TORCH_TIMEOUT_S + starts_engine * _ENGINE_TIMEOUT_S
+            job_limit_s = int(start_s + 2 * _ANSWER_TIMEOUT_S + _SECOND_STEP_TIMEOUT_S + gpu_timeout_s + 20)
             for job in jobs:
-                _submit(job, site, limit)
+                _submit(job, site, job_limit_s, canary_path)
             plan = {
-                "token": token, "canary": str(canary), "timeout_s": _FILE_TIMEOUT_S, "limit_s": limit,
+                "token": token, "canary": str(canary_path), "timeout_s": _FILE_TIMEOUT_S, "limit_s": job_limit_s,
                 "packages": PACKAGES, "scratch": site.scratch,
             }  # fmt: skip
             torch = {"torch": source_of(torch_probe), "torch_s": _TORCH_TIMEOUT_S} if tests_torch else {}
             for job in _iter_started(jobs, start_s):
-                steps.append(_Step(job, site))
-                steps[-1].send({**plan, **torch} if job.gpus else plan)
+                engine = {"engine": _ENGINE_PROBE, "engine_s": _ENGINE_TIMEOUT_S} if job.starts_engine else {}
+                instructions = {**plan, **torch, **(engine if torch else {})} if job.gpus else plan
+                steps.append(_start_step(job, site, instructions))
             _wait_until(
                 lambda: all(step.has_ended or len(step.job.hello) == step.job.nodes for step in steps),
                 _ANSWER_TIMEOUT_S,
             )
-            _check_node_files(results, canary, token)
-            _exchange_addresses(steps, site, canary, token)
+            _check_node_files(results, canary_path, token)
+            running_steps = [step for step in steps if step.job.hello and not step.has_ended]
+            for step in running_steps:
+                second_steps.append(_Step(step.job, site, step.srun))
+                second_steps[-1].send({"is_second_step": True, "limit_s": job_limit_s})
+                neighbours += _submit_neighbours(step.job, site, canary_path)
+            _exchange_addresses(steps, site, canary_path, token)
             _wait_until(
                 lambda: all(step.has_ended or len(step.job.peers) == step.job.nodes for step in steps),
                 _ANSWER_TIMEOUT_S,
             )
+            _await_second_steps(second_steps)
+            _read_batch_folders(running_steps, neighbours, canary_path)
             if tests_torch:
                 torch_steps = [step for step in steps if step.job.gpus]
                 _wait_until(
                     lambda: all(step.has_ended or len(step.job.torch) == step.job.nodes for step in torch_steps),
                     _TORCH_TIMEOUT_S,
                 )
+            if starts_engine:
+                engine_steps = [step for step in steps if step.job.starts_engine]
+                _wait_until(
+                    lambda: all(step.has_ended or len(step.job.engine) == step.job.nodes for step in engine_steps),
+                    _ENGINE_TIMEOUT_S + _REPORT_S,
+                )
             for step in steps:
                 step.end()
                 if not step.job.hello:
                     step.job.fail(f"its srun said: {step.last_words}")
         finally:
-            if ids := [job.job_id for job in jobs if job.job_id]:
+            if ids := [job.job_id for job in (*jobs, *neighbours) if job.job_id]:
                 ask("scancel", *ids)
-            for step in steps:
+            for step in (*steps, *second_steps):
                 step.end()
-            shutil.rmtree(canary, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+            shutil.rmtree(canary_path, ignore_errors=True)
     return results
 
 
-def _write(path: Path, text: str) -> None:
+def _start_step(job: ProbeJob, site: Site, instructions: Mapping[str, Any]) -> _Step:
+    """Starts the probe of a job's nodes; without the site's options of srun, if srun does not accept them."""
+    step = _Step(job, site, site.srun)
+    step.send(instructions)
+    if site.srun:
+        _wait_until(lambda: step.has_ended or bool(job.hello), _ANSWER_TIMEOUT_S)
+        if step.has_ended and not job.hello:
+            step.end()
+            job.srun_error = step.last_words
+            step = _Step(job, site, ())
+            step.send(instructions)
+    return step
+
+
+def _submit_neighbours(job: ProbeJob, site: Site, canary_path: Path) -> list[ProbeJob]:
+    """Submits another small job to the node of a job's batch script; [] if the site's jobs have nodes for themselves."""
+    is_shared = any("ms" in report["canary"] for report in job.hello.values())
+    if not is_shared or any("exclusive" in sbatch_option for sbatch_option in site.sbatch):
+        return []
+    batch_file = canary_path / f"batch-{job.job_id}"
+    _wait_until(batch_file.exists, _NEIGHBOUR_TIMEOUT_S)
+    if not (node := _read_batch_report(batch_file)):
+        return []
+    options = (*job.options, f"--nodelist={next(iter(node))}")
+    neighbour = ProbeJob(job.partition, job.labels, options, None, 0, 1, 1)
+    _submit(neighbour, site, int(_SECOND_STEP_TIMEOUT_S), canary_path)
+    return [neighbour]
+
+
+def _await_second_steps(steps: Sequence[_Step]) -> None:
+    """Waits for the reports of the second steps; srun's error stands in for a missing one."""
+    _wait_until(
+        lambda: all(step.has_ended or len(step.job.second_steps) == step.job.nodes for step in steps),
+        _SECOND_STEP_TIMEOUT_S,
+    )
+    for step in steps:
+        if len(step.job.second_steps) < step.job.nodes:
+            step.job.fail_second_step(step.last_words)
+        step.end()
+
+
+def _read_batch_folders(steps: Sequence[_Step], neighbours: Sequence[ProbeJob], canary_path: Path) -> None:
+    """Adds the folder reports of the batch scripts of the jobs and of their neighbours."""
+    neighbour_files = [canary_path / f"batch-{neighbour.job_id}" for neighbour in neighbours if neighbour.job_id]
+    _wait_until(lambda: all(file.exists() for file in neighbour_files), _NEIGHBOUR_TIMEOUT_S)
+    by_node = [_read_batch_report(file) for file in neighbour_files]
+    for step in steps:
+        step.job.record_folders(_read_batch_report(canary_path / f"batch-{step.job.job_id}"), by_node)
+
+
+def _read_batch_report(file: Path) -> dict[str, dict[str, str]]:
+    """Reads the report of a batch script; {} if it is missing or incomplete."""
+    try:
+        node, *ids = file.read_text().split()
+    except (OSError, ValueError):
+        return {}
+    return {node: dict(zip(node_probe.MEETING_FOLDERS, ids, strict=False))} if len(ids) > 1 else {}
+
+
+def _write(path: Path, file_text: str) -> None:
     new_path = path.with_suffix(".new")
-    new_path.write_text(text)
+    new_path.write_text(file_text)
     new_path.replace(path)
 
 
-def _submit(job: ProbeJob, site: Site, limit: int) -> None:
-    sbatch_output = ask("sbatch", "--parsable", stdin=script_of(job, site, limit), timeout_s=60)
+def _submit(job: ProbeJob, site: Site, job_limit_s: int, folder: Path) -> None:
+    sbatch_output = ask("sbatch", "--parsable", stdin=script_of(job, site, job_limit_s, folder), timeout_s=60)
     if sbatch_output.code != 0:
         job.fail(f"sbatch: {sbatch_output.words.removeprefix('sbatch: ').removeprefix('error: ')}")
         return
@@ -358,12 +516,12 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
             "squeue", "--noheader", "--states=all", f"--jobs={','.join(waiting_jobs)}", "--format=%A|%T|%r"
         )
         rows = [line.strip().split("|") for line in squeue_output.text.splitlines()]
-        for job_id, state, reason in (row for row in rows if len(row) == 3 and row[0] in waiting_jobs):
-            waiting_jobs[job_id].reason = reason if state == "PENDING" else state
-            if state == "RUNNING":
+        for job_id, job_state, reason in (row for row in rows if len(row) == 3 and row[0] in waiting_jobs):
+            waiting_jobs[job_id].reason = reason if job_state == "PENDING" else job_state
+            if job_state == "RUNNING":
                 yield waiting_jobs.pop(job_id)
-            elif state not in ("PENDING", "CONFIGURING"):
-                waiting_jobs.pop(job_id).fail(f"its job ended as {state} ({reason})")
+            elif job_state not in ("PENDING", "CONFIGURING"):
+                waiting_jobs.pop(job_id).fail(f"its job ended as {job_state} ({reason})")
         if waiting_jobs and time.monotonic() > deadline:
             for job in waiting_jobs.values():
                 job.fail(f"did not start within {start_s:.0f} s ({job.reason or 'Slurm did not say why'})")
@@ -373,15 +531,15 @@ def _iter_started(jobs: Sequence[ProbeJob], start_s: float) -> Iterator[ProbeJob
             time.sleep(_POLL_S)
 
 
-def _check_node_files(results: Probed, canary: Path, token: str) -> None:
+def _check_node_files(results: Probed, canary_path: Path, token: str) -> None:
     """Reads the file that each node wrote, and adds the results to the jobs."""
     for job in results.jobs:
         for node, report in job.hello.items():
             if "ms" in report["canary"] and "write_error" not in report["canary"]:
-                job.canary_views[node] = node_probe.wait_for(str(canary / f"node-{node}"), token, _FILE_TIMEOUT_S)
+                job.canary_views[node] = node_probe.wait_for(str(canary_path / f"node-{node}"), token, _FILE_TIMEOUT_S)
 
 
-def _exchange_addresses(steps: Sequence[_Step], site: Site, canary: Path, token: str) -> None:
+def _exchange_addresses(steps: Sequence[_Step], site: Site, canary_path: Path, token: str) -> None:
     """Sends every node the addresses of all nodes, and writes a second file that each node must find."""
     hellos = {node: report for step in steps for node, report in step.job.hello.items()}
     addresses = node_addresses(list(hellos)) if hellos else {}
@@ -390,12 +548,19 @@ def _exchange_addresses(steps: Sequence[_Step], site: Site, canary: Path, token:
         for node, report in hellos.items()
     }
     with contextlib.suppress(OSError):
-        _write(canary / "second", token)
-    peers = [(node, *address) for node, address in address_by_node.items()]
+        _write(canary_path / "second", token)
+    peers = [
+        {
+            "node": node, "address": address, "port": port, "interfaces": hellos[node]["interfaces"],
+            "host": hellos[node]["host"],
+        }
+        for node, (address, port) in address_by_node.items()
+    ]  # fmt: skip
     for step in steps:
         step.send(
             {
                 "peers": peers,
-                "second": (canary / "second").exists() and any("ms" in s["canary"] for s in step.job.hello.values()),
+                "second": (canary_path / "second").exists()
+                and any("ms" in s["canary"] for s in step.job.hello.values()),
             }
         )

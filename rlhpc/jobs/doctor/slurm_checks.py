@@ -43,30 +43,30 @@ def commands(find_program: Callable[[str], str | None]) -> Finding:
 def version(facts: SlurmFacts) -> Finding:
     output = facts.version.text or facts.config.get("SLURM_VERSION", "")
     version_number, version_text = version_of(output), (output.split() or [""])[-1]
-    tested_versions = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
+    versions_text = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
     return decide(
-        "Slurm version", f"{version_text}; rlhpc is tested with {tested_versions}",
+        "Slurm version", f"{version_text}; rlhpc is tested with {versions_text}",
         (not version_number, "fail", facts.version.words, "sbatch --version should print it"),
         (version_number < _MIN_SLURM, "fail", version_text, "srun --overlap came with 20.11; ask for an upgrade"),
         (version_number < TESTED_SLURM[0], "warn", version_text,
-         f"rlhpc is tested with {tested_versions}; try a short run first"),
+         f"rlhpc is tested with {versions_text}; try a short run first"),
     )  # fmt: skip
 
 
-def controller(facts: SlurmFacts) -> Finding:
+def controller(slurm_facts: SlurmFacts) -> Finding:
     return decide(
-        "Slurm controller", f"cluster {facts.config.get('ClusterName', '?')} answers",
-        (facts.config_output.code, "fail", facts.config_output.words, "is slurmctld up, and SLURM_CONF right?"),
+        "Slurm controller", f"cluster {slurm_facts.config.get('ClusterName', '?')} answers",
+        (slurm_facts.config_output.code, "fail", slurm_facts.config_output.words, "is slurmctld up, and SLURM_CONF right?"),
     )  # fmt: skip
 
 
-def partitions(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
+def partitions(slurm_facts: SlurmFacts, site: Site) -> Iterator[Finding]:
     """Checks that the site's partitions exist, are up, and have working nodes."""
-    partition_names = ", ".join(record.get("PartitionName", "") for record in facts.partitions)
+    partition_names = ", ".join(record.get("PartitionName", "") for record in slurm_facts.partitions)
     for name in dict.fromkeys(group.partition for group in site.groups):
         labels = ", ".join(group.label for group in site.groups if group.partition == name)
-        record, nodes = facts.partition(name), facts.nodes_of(name)
-        state = "UP" if record is None else record.get("State", "UP")
+        record, nodes = slurm_facts.partition(name), slurm_facts.nodes_of(name)
+        partition_state = "UP" if record is None else record.get("State", "UP")
         unavailable_nodes = [node.get("NodeName", "?") for node in nodes if is_out_of_service(node)]
         summary = f"up; {len(nodes)} nodes, {sum(map(is_usable, nodes))} of them free"
         if num_asleep := sum(map(is_asleep, nodes)):
@@ -77,34 +77,35 @@ def partitions(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
              "name one in the site file"),
             (record is None, "fail", f"there is no such partition; there are: {partition_names}",
              f"correct partition of {labels} in the site file"),
-            (state != "UP", "fail", f"is {state}", f"use another partition for {labels}, or wait until it is up"),
+            (partition_state != "UP", "fail", f"is {partition_state}",
+             f"use another partition for {labels}, or wait until it is up"),
             (len(unavailable_nodes) == len(nodes), "fail", "no node of it works", "ask the site's administrators"),
             (unavailable_nodes, "warn", f"{summary}; out of service: {names(unavailable_nodes)}",
              "sinfo --list-reasons says why"),
         )  # fmt: skip
 
 
-def accounts(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
+def accounts(slurm_facts: SlurmFacts, site: Site) -> Iterator[Finding]:
     """Checks that the site's account and QOS exist, if sacctmgr answers."""
     account_qos_pairs = sorted(
         {(group.account, group.qos) for group in site.groups if group.account or group.qos}, key=str
     )
-    rows = [line.strip().split("|") for line in facts.associations.text.splitlines() if line.count("|") >= 2]
-    user_accounts = ", ".join(sorted({row[0] for row in rows})) or "none"
-    is_enforced = "associations" in facts.config.get("AccountingStorageEnforce", "").lower()
+    rows = [line.strip().split("|") for line in slurm_facts.associations.text.splitlines() if line.count("|") >= 2]
+    accounts_text = ", ".join(sorted({row[0] for row in rows})) or "none"
+    is_enforced = "associations" in slurm_facts.config.get("AccountingStorageEnforce", "").lower()
     severity: Level = "fail" if is_enforced else "warn"
-    has_answered = facts.associations.code == 0
+    has_answered = slurm_facts.associations.code == 0
     for account, qos in account_qos_pairs:
-        request = " ".join(filter(None, (account, f"with QOS {qos}" if qos else "")))
+        request_text = " ".join(filter(None, (account, f"with QOS {qos}" if qos else "")))
         matching_rows = [row for row in rows if account in (None, row[0])]
         levels = sorted({name for row in matching_rows for name in row[2].split(",") if name})
         yield decide(
-            "account", request,
-            (not has_answered, "warn", f"{request} could not be looked up: {facts.associations.words}",
+            "account", request_text,
+            (not has_answered, "warn", f"{request_text} could not be looked up: {slurm_facts.associations.words}",
              "a wrong one shows when a job is submitted"),
-            (account and not matching_rows, severity, f"{account} is none of yours ({user_accounts})",
+            (account and not matching_rows, severity, f"{account} is none of yours ({accounts_text})",
              "correct account in the site file"),
-            (qos and qos not in levels, severity, f"{request}: that QOS is none of {', '.join(levels) or 'none'}",
+            (qos and qos not in levels, severity, f"{request_text}: that QOS is none of {', '.join(levels) or 'none'}",
              "correct qos in the site file"),
         )  # fmt: skip
     if has_answered and not account_qos_pairs and is_enforced and not rows:
@@ -112,30 +113,33 @@ def accounts(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
         yield Finding("fail", "account", "you have none, and jobs need one", advice)
 
 
-def resources(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
+def resources(slurm_facts: SlurmFacts, site: Site) -> Iterator[Finding]:
     """Checks that the partitions have nodes with the GPUs that the site file names."""
     for group in site.groups:
-        nodes = facts.nodes_of(group.partition)
+        nodes = slurm_facts.nodes_of(group.partition)
         if group.gres is None or not nodes:
             continue
-        counts = [count for node in nodes if (count := group.matches(node.get("Gres", "")))]
+        gpu_counts = [num_gpus for node in nodes if (num_gpus := group.matches(node.get("Gres", "")))]
         resource_fields = [gres[:2] for node in nodes for gres in gres_of(node.get("Gres", ""))]
         available_gres = sorted({":".join(filter(None, fields)) for fields in resource_fields})
         yield decide(
             f"GPUs of {group.label}",
-            f"{group.gres}: {'/'.join(map(str, sorted(set(counts))))} a node, on {len(counts)} of {len(nodes)} nodes",
-            (not counts, "fail", f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes "
+            f"{group.gres}: {'/'.join(map(str, sorted(set(gpu_counts))))} a node, on {len(gpu_counts)} of {len(nodes)} nodes",
+            (not gpu_counts, "fail", f"no node of partition {group.partition or '(default)'} has {group.gres}; its nodes "
              f"have: {', '.join(available_gres) or 'nothing of the kind'}", "correct gres_name in the site file"),
         )  # fmt: skip
 
 
-def het_jobs(facts: SlurmFacts, refusal: str | None = None) -> Finding:
+def het_jobs(slurm_facts: SlurmFacts, refusal: str | None = None) -> Finding:
     """Checks heterogeneous jobs, which need backfill; `refusal` is the message if `sbatch --test-only` refused such a job."""
-    scheduler, parameters = facts.config.get("SchedulerType", ""), facts.config.get("SchedulerParameters", "")
+    scheduler, parameters = (
+        slurm_facts.config.get("SchedulerType", ""),
+        slurm_facts.config.get("SchedulerParameters", ""),
+    )
     advice = "runs whose nodes are all alike work; for unlike nodes ask the administrators"
     is_site_error = re.search(r"account|partition|qos|node count|walltime|time limit", refusal or "", re.IGNORECASE)
-    interval = re.search(r"bf_interval=(\d+)", parameters)
-    interval_s = int(interval[1]) if interval else 30
+    interval_match = re.search(r"bf_interval=(\d+)", parameters)
+    interval_s = int(interval_match[1]) if interval_match else 30
     summary = f"allowed; started by backfill every {interval_s} s"
     return decide(
         "het jobs", summary,
@@ -173,38 +177,38 @@ def requeue(facts: SlurmFacts, jobs: Iterable[ProbeJob], environ: Mapping[str, s
     )  # fmt: skip
 
 
-def _has_database(facts: SlurmFacts) -> bool:
-    return facts.config.get("AccountingStorageType", "").endswith("slurmdbd")
+def _has_database(slurm_facts: SlurmFacts) -> bool:
+    return slurm_facts.config.get("AccountingStorageType", "").endswith("slurmdbd")
 
 
-def accounting(facts: SlurmFacts) -> Finding:
+def accounting(slurm_facts: SlurmFacts) -> Finding:
     return decide(
         "accounting", "sacct answers and counts GPUs",
-        (not _has_database(facts), "warn",
-         f"none (AccountingStorageType={facts.config.get('AccountingStorageType') or '?'})",
+        (not _has_database(slurm_facts), "warn",
+         f"none (AccountingStorageType={slurm_facts.config.get('AccountingStorageType') or '?'})",
          "runs work; use profiles/slurm-no-accounting; reports have no GPU-hours"),
-        (facts.accounting.code, "warn", f"sacct does not answer: {facts.accounting.words}",
+        (slurm_facts.accounting.code, "warn", f"sacct does not answer: {slurm_facts.accounting.words}",
          "runs go on; if it stays so, use profiles/slurm-no-accounting"),
-        ("gres/gpu" not in facts.config.get("AccountingStorageTRES", ""), "warn",
+        ("gres/gpu" not in slurm_facts.config.get("AccountingStorageTRES", ""), "warn",
          "sacct answers, but does not count GPUs", "ask for AccountingStorageTRES=gres/gpu"),
     )  # fmt: skip
 
 
-def min_job_age(facts: SlurmFacts) -> Finding:
-    age_text = facts.config.get("MinJobAge", "")
-    age, has_database = seconds_of(age_text), _has_database(facts)
+def min_job_age(slurm_facts: SlurmFacts) -> Finding:
+    age_text = slurm_facts.config.get("MinJobAge", "")
+    min_age_s, has_database = seconds_of(age_text), _has_database(slurm_facts)
     return decide(
         "MinJobAge", age_text or "not told",
-        (age is not None and age < _MIN_JOB_AGE_S, "warn" if has_database else "fail",
+        (min_age_s is not None and min_age_s < _MIN_JOB_AGE_S, "warn" if has_database else "fail",
          f"{age_text}: Slurm forgets how a job ended before it is asked" + (", where sacct fails" if has_database else ""),
          f"ask for MinJobAge={_MIN_JOB_AGE_S} or more"),
     )  # fmt: skip
 
 
-def _minutes(text: str | None) -> int | None:
+def _parse_minutes(time_text: str | None) -> int | None:
     """Returns a walltime in minutes; None if it is missing or unlimited."""
     try:
-        return minutes_of(text) if text else None
+        return minutes_of(time_text) if time_text else None
     except ValueError:
         return None
 
@@ -217,33 +221,35 @@ def walltime(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
         if record is None:
             continue
         max_time, default = record.get("MaxTime", "UNLIMITED"), record.get("DefaultTime", "NONE")
-        requested, maximum = _minutes(group.time), _minutes(max_time)
-        minutes = requested or _minutes(default) or maximum
+        requested_minutes, max_minutes = _parse_minutes(group.time), _parse_minutes(max_time)
+        limit_minutes = requested_minutes or _parse_minutes(default) or max_minutes
         summary = f"{group.time or f'not set (the partition has {default})'}; at most {max_time}"
         yield decide(
             f"walltime of {group.label}", f"{summary}; told {lead_s} s before the end",
-            (requested is not None and maximum is not None and requested > maximum, "fail", summary,
+            (requested_minutes is not None and max_minutes is not None and requested_minutes > max_minutes, "fail", summary,
              f"lower time in the site file to {max_time}"),
-            (minutes is not None and lead_s > minutes * 60 / 2, "fail",
+            (limit_minutes is not None and lead_s > limit_minutes * 60 / 2, "fail",
              f"{summary}; signal_lead_s={lead_s} is more than half of it", "raise time or lower signal_lead_s"),
             (lead_s < 30, "warn", f"{summary}; signal_lead_s={lead_s}", "a save may take longer; raise it"),
             (group.time is None and default not in ("NONE", "UNLIMITED"), "warn", summary, "set time in the site file"),
         )  # fmt: skip
 
 
-def preemption(facts: SlurmFacts, site: Site) -> Iterator[Finding]:
-    has_user_signal = "preempt_send_user_signal" in facts.config.get("SlurmctldParameters", "")
+def preemption(slurm_facts: SlurmFacts, site: Site) -> Iterator[Finding]:
+    has_user_signal = "preempt_send_user_signal" in slurm_facts.config.get("SlurmctldParameters", "")
     for name in dict.fromkeys(group.partition for group in site.groups):
-        record = facts.partition(name) or {}
-        mode = record.get("PreemptMode", "OFF")
-        if mode == "OFF" or facts.config.get("PreemptType", "preempt/none").endswith("none"):
+        record = slurm_facts.partition(name) or {}
+        preempt_mode = record.get("PreemptMode", "OFF")
+        if preempt_mode == "OFF" or slurm_facts.config.get("PreemptType", "preempt/none").endswith("none"):
             continue
         grace_s = seconds_of(record.get("GraceTime", "0")) or 0
-        summary = f"PreemptMode={mode}, GraceTime={grace_s}" + (", preempt_send_user_signal" if has_user_signal else "")
+        summary = f"PreemptMode={preempt_mode}, GraceTime={grace_s}" + (
+            ", preempt_send_user_signal" if has_user_signal else ""
+        )
         yield decide(
             f"preemption in {name or '(default)'}", summary,
-            (mode == "CANCEL", "warn", summary, "a preempted run ends; start it again with the same command"),
-            (mode == "REQUEUE" and not (grace_s and has_user_signal), "warn",
+            (preempt_mode == "CANCEL", "warn", summary, "a preempted run ends; start it again with the same command"),
+            (preempt_mode == "REQUEUE" and not (grace_s and has_user_signal), "warn",
              f"{summary}: a preempted run is not warned, and loses the steps since its last checkpoint",
              "save often (runner.save_interval), or ask for a GraceTime and preempt_send_user_signal"),
         )  # fmt: skip
@@ -253,10 +259,13 @@ def het_script(groups: Iterable[SiteNodeGroup]) -> str:
     """Returns a batch script for `sbatch --test-only` that requests two components."""
     group_options = []
     for group in groups:
-        keys = ("partition", "account", "qos", "constraint")
+        directive_keys = ("partition", "account", "qos", "constraint")
         group_options.append(
-            " ".join(f"--{key}={option_value}" for key in keys if (option_value := getattr(group, key)))
+            " ".join(f"--{key}={option_value}" for key in directive_keys if (option_value := getattr(group, key)))
         )
     first_options, second_options = (*group_options, group_options[0])[:2]
-    common = "--nodes=1 --ntasks=1 --mem=500M --time=1"
-    return f"#!/bin/bash\n#SBATCH {common} {first_options}\n#SBATCH hetjob\n#SBATCH {common} {second_options}\ntrue\n"
+    common_directives = "--nodes=1 --ntasks=1 --mem=500M --time=1"
+    return (
+        f"#!/bin/bash\n#SBATCH {common_directives} {first_options}\n#SBATCH hetjob\n"
+        f"#SBATCH {common_directives} {second_options}\ntrue\n"
+    )

@@ -17,21 +17,21 @@ from rlhpc.runtime.slurm import CommandOutput, ask
 Record = Mapping[str, str]
 
 
-def parse_config(text: str) -> dict[str, str]:
+def parse_config(config_text: str) -> dict[str, str]:
     """Parses the output of `scontrol show config` into names and values."""
-    assignments = (line.split("=", 1) for line in text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
-    return {name.strip(): value.strip() for name, value in assignments}
+    assignments = (line.split("=", 1) for line in config_text.splitlines() if re.match(r"[A-Za-z]\S*\s*=", line))
+    return {name.strip(): setting_value.strip() for name, setting_value in assignments}
 
 
-def seconds_of(text: str) -> int | None:
-    """Parses seconds such as `600 sec` into 600; returns None without a number."""
-    match = re.match(r"\d+", text or "")
+def seconds_of(time_text: str) -> int | None:
+    """Parses seconds such as `600 sec` into 600; returns None if there is no number."""
+    match = re.match(r"\d+", time_text or "")
     return int(match[0]) if match else None
 
 
-def version_of(text: str) -> tuple[int, ...]:
+def version_of(version_text: str) -> tuple[int, ...]:
     """Parses a version such as `slurm-wlm 22.05.8` into (22, 5, 8); returns () without a version."""
-    match = re.search(r"\d+(?:\.\d+)+", text)
+    match = re.search(r"\d+(?:\.\d+)+", version_text)
     return tuple(int(digits) for digits in match[0].split(".")) if match else ()
 
 
@@ -41,8 +41,8 @@ def gres_of(text: str) -> list[tuple[str, str, int]]:
     for gres_text in re.sub(r"\([^)]*\)", "", text or "").split(","):
         fields = gres_text.strip().split(":")
         if fields[0] and fields[0] != "null":
-            count = int(fields[-1]) if len(fields) > 1 and fields[-1].isdigit() else 1
-            resources.append((fields[0], fields[1] if len(fields) > 1 and not fields[1].isdigit() else "", count))
+            num_gpus = int(fields[-1]) if len(fields) > 1 and fields[-1].isdigit() else 1
+            resources.append((fields[0], fields[1] if len(fields) > 1 and not fields[1].isdigit() else "", num_gpus))
     return resources
 
 
@@ -77,17 +77,19 @@ class Site:
     scratch: str | None = None
     setup: tuple[str, ...] = ()
     container: tuple[str, ...] = ()
+    container_python: str | None = None
     sbatch: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
     signal_lead_s: int = 120
 
     @classmethod
     def of(cls, section: SectionSource) -> Site:
         """Reads the section `cluster` of a configuration."""
 
-        def group(raw: SectionSource) -> SiteNodeGroup:
+        def make_group(raw_group: SectionSource) -> SiteNodeGroup:
             def text_of(key: Key) -> str | None:
-                setting = read_key(raw, key, read_key(section, key))
-                return None if setting is None else str(setting)
+                raw_value = read_key(raw_group, key, read_key(section, key))
+                return None if raw_value is None else str(raw_value)
 
             gres = next(
                 (gres_part for gres_part in (text_of("gres") or "").split(",") if gres_part.startswith("gpu")), None
@@ -95,7 +97,7 @@ class Site:
             gres_name = ":".join(
                 gres_field for gres_field in (gres or text_of("gres_name") or "").split(":") if not gres_field.isdigit()
             )
-            label = str(read_key(raw, "label", "cluster"))
+            label = str(read_key(raw_group, "label", "cluster"))
             return SiteNodeGroup(
                 label,
                 text_of("partition"),
@@ -108,12 +110,14 @@ class Site:
 
         raw_groups = list(read_key(section, "node_groups", ())) or [None]
         return cls(
-            groups=tuple(group(raw_group) for raw_group in raw_groups),
+            groups=tuple(make_group(raw_group) for raw_group in raw_groups),
             interface=read_key(section, "interface"),
             scratch=read_key(section, "scratch"),
             setup=tuple(str(line) for line in read_key(section, "setup", ())),
             container=tuple(str(argument) for argument in read_key(section, "container", ())),
+            container_python=read_key(section, "container_python"),
             sbatch=tuple(str(argument) for argument in read_key(section, "sbatch", ())),
+            srun=tuple(str(argument) for argument in read_key(section, "srun", ())),
             signal_lead_s=int(read_key(section, "signal_lead_s", 120)),
         )
 
@@ -191,7 +195,7 @@ _UNAVAILABLE = frozenset(["MAINT", "MAINTENANCE", "RESERVED", "REBOOT", "REBOOT_
 def state_words(node: Record) -> frozenset[str]:
     """Splits a node's state, such as `IDLE+CLOUD+POWERED_DOWN` or `DOWN*+DRAIN`, into its words; a star is NOT_RESPONDING."""
     state_text = node.get("State", "").upper()
-    flags = {flag.rstrip("*~#!%$@^-") for flag in state_text.split("+")} - {""}
+    flags = {state_flag.rstrip("*~#!%$@^-") for state_flag in state_text.split("+")} - {""}
     return frozenset(flags | ({"NOT_RESPONDING"} if "*" in state_text else set()))
 
 
@@ -242,8 +246,8 @@ FindingRow = tuple[object, Level, str, str]
 
 def decide(subject: str, pass_result: str, *rows: FindingRow) -> Finding:
     """Returns the finding of the first row with a true condition; without such a row, `pass` with `pass_result`."""
-    failed = (Finding(level, subject, result, advice) for condition, level, result, advice in rows if condition)
-    return next(failed, Finding("pass", subject, pass_result))
+    findings = (Finding(level, subject, result, advice) for is_failing, level, result, advice in rows if is_failing)
+    return next(findings, Finding("pass", subject, pass_result))
 
 
 def names(nodes: Iterable[str]) -> str:
@@ -273,9 +277,9 @@ def render(lines: Sequence[Finding]) -> str:
                 line.advice, _WIDTH, initial_indent=f"{indent}→ ", subsequent_indent=f"{indent}  ",
                 break_long_words=False, break_on_hyphens=False,
             )  # fmt: skip
-    counts = Counter(line.level for line in lines)
+    level_counts = Counter(line.level for line in lines)
     return "\n".join(
-        [*wrapped_lines, "", f"{len(lines)} checks: " + ", ".join(f"{counts[level]} {level}" for level in LEVELS)]
+        [*wrapped_lines, "", f"{len(lines)} checks: " + ", ".join(f"{level_counts[level]} {level}" for level in LEVELS)]
     )
 
 

@@ -17,18 +17,18 @@ from typing import Any
 VLLM_KERNELS = ("vllm._C_stable_libtorch", "vllm._C")
 
 
-def say(**values: Any) -> None:
+def print_values(**values: Any) -> None:
     print(json.dumps(values), flush=True)
 
 
 def newest_cuda() -> str:
-    """Returns the newest CUDA version that the node's driver supports; empty without a driver."""
+    """Returns the newest CUDA version that the node's driver supports; empty if there is no driver."""
     cuda_version = ctypes.c_int()
     try:
-        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda_version))
+        status_code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda_version))
     except (OSError, AttributeError):
         return ""
-    return "" if code else f"{cuda_version.value // 1000}.{cuda_version.value % 1000 // 10}"
+    return "" if status_code else f"{cuda_version.value // 1000}.{cuda_version.value % 1000 // 10}"
 
 
 def import_vllm_kernels() -> bool:
@@ -49,17 +49,19 @@ def import_vllm_kernels() -> bool:
 def probe_torch() -> None:
     import torch
 
-    say(torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
+    print_values(torch=torch.__version__, cuda=torch.version.cuda, hip=torch.version.hip)
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    say(seen=num_devices, warning=str(caught_warnings[0].message).partition("\n")[0][:160] if caught_warnings else "")
+    print_values(
+        seen=num_devices, warning=str(caught_warnings[0].message).partition("\n")[0][:160] if caught_warnings else ""
+    )
     for device_index in range(num_devices):
         torch.ones(
             2, device=f"cuda:{device_index}"
         ).sum().item()  # fails on a busy or broken device, or on a device that is too new for the build
-    say(computes=True)
-    say(vllm=import_vllm_kernels())
+    print_values(computes=True)
+    print_values(vllm=import_vllm_kernels())
     if num_devices < 2:
         return
     tensors = [
@@ -71,13 +73,13 @@ def probe_torch() -> None:
     start_time = time.monotonic()
     torch.cuda.nccl.all_reduce(tensors)
     is_correct = all(bool((tensor == num_devices * (num_devices + 1) / 2).all()) for tensor in tensors)
-    say(nccl=is_correct, nccl_s=time.monotonic() - start_time)
+    print_values(nccl=is_correct, nccl_s=time.monotonic() - start_time)
 
 
 if __name__ == "__main__":
-    say(driver=newest_cuda())
+    print_values(driver=newest_cuda())
     try:
         probe_torch()
     except Exception as error:  # the doctor reports any error
         text = next(iter(str(error).strip().splitlines()), "")
-        say(error=f"{type(error).__name__}: {text[:200]}")
+        print_values(error=f"{type(error).__name__}: {text[:200]}")

@@ -69,8 +69,8 @@ class ClusterState:
     Attributes:
         now: Seconds of any clock.
         jobs: Jobs that have not ended, oldest first.
-        waited: Share of the last steps' time in which the actor waited for rollouts; None if unknown.
-        requested_ranks: Number of ranks that a user requested; None without a request.
+        waited_s: Share of the last steps' time in which the actor waited for rollouts; None if unknown.
+        requested_ranks: Number of ranks that a user requested; None if there is no request.
         spent: Hours of the budget that ended jobs have used.
         useful: Maximum number of ranks that the run can use.
         num_consecutive_failures: Number of failed jobs since the last successful one. A failed job ended before any of its
@@ -80,7 +80,7 @@ class ClusterState:
 
     now: float
     jobs: Sequence[LiveHelperJob] = ()
-    waited: float | None = None
+    waited_s: float | None = None
     requested_ranks: int | None = None
     spent: float = 0.0
     useful: int = 2**31
@@ -121,33 +121,37 @@ class Rule:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self._target: int | None = None  # in jobs
+        self._target_jobs: int | None = None  # in jobs
         self._trend_started_at: float | None = None
         self._trend = 0
 
     def decide(self, state: ClusterState) -> Decision:
         """Returns the decision for the current state."""
         bounds, live_jobs = self.bounds, [job for job in state.jobs if job.state != "leaving"]
-        if self._target is None:  # a restarted driver begins with the present jobs
-            self._target = self._jobs_for(len(live_jobs) * bounds.per_job)
+        if self._target_jobs is None:  # a restarted driver begins with the present jobs
+            self._target_jobs = self._count_jobs_for(len(live_jobs) * bounds.per_job)
         spent_hours = state.spent + sum(job.hours for job in state.jobs)
         if bounds.budget is not None and spent_hours >= bounds.budget:
             return Decision(
                 leave=tuple(job.id for job in live_jobs), reason=f"the budget of {bounds.budget:g} hours is used up"
             )
         if state.requested_ranks is not None:
-            self._target, self._trend_started_at, reason = (
-                self._jobs_for(state.requested_ranks),
+            self._target_jobs, self._trend_started_at, reason = (
+                self._count_jobs_for(state.requested_ranks),
                 None,
                 f"{state.requested_ranks} were asked for",
             )
         else:
             reason = self._adjust_target(state, live_jobs)
-        ranks = self._target * bounds.per_job
-        if (surplus := len(live_jobs) - self._target) > 0:
-            order = sorted(range(len(live_jobs)), key=lambda at: (live_jobs[at].state != "queued", -at))
-            return Decision(leave=tuple(live_jobs[index].id for index in order[:surplus]), target=ranks, reason=reason)
-        num_missing = min(-surplus, self._max_affordable_jobs(state))
+        ranks = self._target_jobs * bounds.per_job
+        if (surplus := len(live_jobs) - self._target_jobs) > 0:
+            ordered_jobs = sorted(
+                range(len(live_jobs)), key=lambda job_index: (live_jobs[job_index].state != "queued", -job_index)
+            )
+            return Decision(
+                leave=tuple(live_jobs[index].id for index in ordered_jobs[:surplus]), target=ranks, reason=reason
+            )
+        num_missing = min(-surplus, self._count_affordable_jobs(state))
         if num_missing <= 0 or self._is_pausing(state):
             return Decision(target=ranks, reason=reason)
         only_if_soon = state.requested_ranks is None and len(live_jobs) * bounds.per_job >= bounds.min_ranks
@@ -157,18 +161,21 @@ class Rule:
         """Limits the target to the number of live jobs, because the queue would not start a new job soon. The target may grow
         again after the actor has waited for another `react_s` seconds.
         """
-        self._target, self._trend_started_at = self._jobs_for(num_live_jobs * self.bounds.per_job), None
+        self._target_jobs, self._trend_started_at = self._count_jobs_for(num_live_jobs * self.bounds.per_job), None
 
-    def _jobs_for(self, ranks: int) -> int:
-        """Returns the number of whole jobs with up to `ranks` ranks, within the limits."""
+    def _count_jobs_for(self, num_ranks: int) -> int:
+        """Returns the number of whole jobs with up to `num_ranks` ranks, within the limits."""
         bounds = self.bounds
-        return max(bounds.min_jobs, min(ranks, bounds.max_ranks) // bounds.per_job)
+        return max(bounds.min_jobs, min(num_ranks, bounds.max_ranks) // bounds.per_job)
 
-    def _adjust_target(self, state: ClusterState, live_jobs: Sequence[LiveHelperJob]) -> str:
+    def _adjust_target(self, cluster_state: ClusterState, live_jobs: Sequence[LiveHelperJob]) -> str:
         """Adjusts the target to the actor's waiting time; returns the reason as text."""
-        assert self._target is not None
-        self._target = min(self._target, self._jobs_for(state.useful))
-        waited_fraction, unchanged_reason = state.waited, f"there are to be {self._target * self.bounds.per_job}"
+        assert self._target_jobs is not None
+        self._target_jobs = min(self._target_jobs, self._count_jobs_for(cluster_state.useful))
+        waited_fraction, unchanged_reason = (
+            cluster_state.waited_s,
+            f"there are to be {self._target_jobs * self.bounds.per_job}",
+        )
         trend = (
             0
             if waited_fraction is None
@@ -178,33 +185,37 @@ class Rule:
             if waited_fraction <= SHRINK_WAIT_SHARE
             else 0
         )
-        all_running = len(live_jobs) >= self._target and all(job.state == "running" and job.ranks for job in live_jobs)
+        all_running = len(live_jobs) >= self._target_jobs and all(
+            job.state == "running" and job.ranks for job in live_jobs
+        )
         if trend != self._trend or trend == 0 or (trend > 0 and not all_running):
-            self._trend, self._trend_started_at = trend, state.now
+            self._trend, self._trend_started_at = trend, cluster_state.now
             return unchanged_reason
         if self._trend_started_at is None:
-            self._trend_started_at = state.now
-        if state.now - self._trend_started_at < self.bounds.react_s:
+            self._trend_started_at = cluster_state.now
+        if cluster_state.now - self._trend_started_at < self.bounds.react_s:
             return unchanged_reason
-        self._trend_started_at = state.now
+        self._trend_started_at = cluster_state.now
         if trend > 0:
-            self._target = min(max(1, 2 * self._target), self._jobs_for(state.useful))
+            self._target_jobs = min(max(1, 2 * self._target_jobs), self._count_jobs_for(cluster_state.useful))
             return f"the actor waits for rollouts {waited_fraction:.0%} of the time"
-        self._target = max(self.bounds.min_jobs, min(self._target, len(live_jobs)) - 1)
+        self._target_jobs = max(self.bounds.min_jobs, min(self._target_jobs, len(live_jobs)) - 1)
         return f"the actor waits for rollouts only {waited_fraction:.0%} of the time"
 
-    def _max_affordable_jobs(self, state: ClusterState) -> int:
+    def _count_affordable_jobs(self, cluster_state: ClusterState) -> int:
         bounds = self.bounds
         if bounds.budget is None:
-            return len(state.jobs) + bounds.max_ranks
-        reserved_hours = sum(max(job.hours, bounds.hours_per_job) for job in state.jobs)
-        return max(0, int((bounds.budget - state.spent - reserved_hours) / bounds.hours_per_job + 1e-9))
+            return len(cluster_state.jobs) + bounds.max_ranks
+        reserved_hours = sum(max(job.hours, bounds.hours_per_job) for job in cluster_state.jobs)
+        return max(0, int((bounds.budget - cluster_state.spent - reserved_hours) / bounds.hours_per_job + 1e-9))
 
     @staticmethod
-    def _is_pausing(state: ClusterState) -> bool:
-        if not state.num_consecutive_failures:
+    def _is_pausing(cluster_state: ClusterState) -> bool:
+        if not cluster_state.num_consecutive_failures:
             return False
-        return state.now - state.failed_at < min(_PAUSE_S * 2.0 ** (state.num_consecutive_failures - 1), _MAX_PAUSE_S)
+        return cluster_state.now - cluster_state.failed_at < min(
+            _PAUSE_S * 2.0 ** (cluster_state.num_consecutive_failures - 1), _MAX_PAUSE_S
+        )
 
 
 #: Keys of an entry that become sbatch options of the same name.
@@ -221,8 +232,8 @@ def submitit_options(options: Sequence[tuple[str, str]]) -> dict[str, Any]:
         "cpus_per_task": int,
         "time": minutes_of,
     }
-    parameters = {name.replace("-", "_"): option for name, option in options}
-    return {name: converters.get(name, str)(option) for name, option in parameters.items()}
+    parameters = {name.replace("-", "_"): option_value for name, option_value in options}
+    return {name: converters.get(name, str)(option_value) for name, option_value in parameters.items()}
 
 
 class HelperPlacement(Protocol):
@@ -245,6 +256,8 @@ class HelperPlan:
         start_within_s, look_s, signal_lead_s: Values of the configuration keys with these names.
         setup: Shell lines that the batch script runs before the command.
         container: argv of the container runtime, before the command.
+        python: Python in the container; None is this one.
+        srun: Options of srun for the ranks' job steps; without any, ranks are children of the batch step.
     """
 
     group: str
@@ -257,6 +270,8 @@ class HelperPlan:
     signal_lead_s: int
     setup: tuple[str, ...] = ()
     container: tuple[str, ...] = ()
+    python: str | None = None
+    srun: tuple[str, ...] = ()
 
     @property
     def counted(self) -> int:
@@ -265,17 +280,21 @@ class HelperPlan:
 
     def submitit_parameters(self) -> dict[str, Any]:
         """Returns the job's resources as parameters of `submitit.SlurmExecutor`."""
-        additional = {"signal": f"B:USR2@{self.signal_lead_s}", "no-requeue": True}
-        return {**submitit_options(self.options), "setup": list(self.setup), "additional_parameters": additional}
+        additional_parameters = {"signal": f"B:USR2@{self.signal_lead_s}", "no-requeue": True}
+        return {
+            **submitit_options(self.options),
+            "setup": list(self.setup),
+            "additional_parameters": additional_parameters,
+        }
 
     def lines(self) -> list[str]:
         """Returns the lines that `rlhpc plan` prints."""
         bounds = self.bounds
-        ranks = f"{bounds.min_ranks} to {bounds.max_ranks} more ranks of {self.group}, {bounds.per_job} a job"
-        hours = "accelerator-hours" if self.accelerators else "node-hours"
-        budget = "" if bounds.budget is None else f", {bounds.budget:g} {hours} in all"
+        ranks_text = f"{bounds.min_ranks} to {bounds.max_ranks} more ranks of {self.group}, {bounds.per_job} a job"
+        hours_unit = "accelerator-hours" if self.accelerators else "node-hours"
+        budget_text = "" if bounds.budget is None else f", {bounds.budget:g} {hours_unit} in all"
         return [
-            f"# helpers: {ranks}{budget}",
+            f"# helpers: {ranks_text}{budget_text}",
             *(f"#SBATCH --{name}={option_value}" for name, option_value in self.options),
         ]
 
@@ -291,32 +310,37 @@ def helper_plans(section: SectionSource, placements: Mapping[str, Sequence[Helpe
 
 
 def _build_plan(
-    section: SectionSource, raw: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]
+    section: SectionSource, raw_section: SectionSource, placements: Mapping[str, Sequence[HelperPlacement]]
 ) -> HelperPlan:
-    group, per_job = str(read_key(raw, "group", "rollout")), int(read_key(raw, "ranks_per_job", 1))
+    group, per_job = str(read_key(raw_section, "group", "rollout")), int(read_key(raw_section, "ranks_per_job", 1))
     group_ranks = placements.get(group) or ()
     max_accelerators = max((len(rank.accelerators) for rank in group_ranks), default=0)
-    accelerators = int(read_key(raw, "accelerators_per_rank", max_accelerators))
-    gres, count = read_key(raw, "gres"), accelerators * per_job
-    if count and gpus_in(gres) is None:
-        name = read_key(raw, "gres_name", read_key(section, "gres_name", "gpu"))
-        gres = ",".join(filter(None, (gres, f"{name}:{count}")))
-    time = str(read_key(raw, "time", "01:00:00"))
-    values: dict[str, Any] = {key: read_key(raw, key, read_key(section, key)) for key in _SHARED_KEYS}
-    values |= {key: read_key(raw, key) for key in _ENTRY_KEYS}
-    values |= {"nodes": 1, "ntasks-per-node": 1, "cpus-per-task": read_key(raw, "cpus_per_node")}
-    values |= {"mem": read_key(raw, "mem"), "gres": gres or None, "time": time}
-    options = tuple((name, str(option)) for name, option in values.items() if option is not None)
-    minutes = minutes_of(time)
-    budget = read_key(raw, "max_gpu_hours")
+    accelerators = int(read_key(raw_section, "accelerators_per_rank", max_accelerators))
+    gres_text, num_accelerators = read_key(raw_section, "gres"), accelerators * per_job
+    if num_accelerators and gpus_in(gres_text) is None:
+        name = read_key(raw_section, "gres_name", read_key(section, "gres_name", "gpu"))
+        gres_text = ",".join(filter(None, (gres_text, f"{name}:{num_accelerators}")))
+    time = str(read_key(raw_section, "time", "01:00:00"))
+    option_values: dict[str, Any] = {key: read_key(raw_section, key, read_key(section, key)) for key in _SHARED_KEYS}
+    option_values |= {key: read_key(raw_section, key) for key in _ENTRY_KEYS}
+    option_values |= {"nodes": 1, "ntasks-per-node": 1, "cpus-per-task": read_key(raw_section, "cpus_per_node")}
+    option_values |= {"mem": read_key(raw_section, "mem"), "gres": gres_text or None, "time": time}
+    options = tuple(
+        (name, str(option_value)) for name, option_value in option_values.items() if option_value is not None
+    )
+    time_minutes = minutes_of(time)
+    budget = read_key(raw_section, "max_gpu_hours")
     bounds = Bounds(
-        int(read_key(raw, "min", 0)), int(read_key(raw, "max", 1)), per_job, max(1, count) * minutes / 60,
-        None if budget is None else float(budget), float(read_key(raw, "react_s", 60.0)),
+        int(read_key(raw_section, "min", 0)), int(read_key(raw_section, "max", 1)), per_job,
+        max(1, num_accelerators) * time_minutes / 60,
+        None if budget is None else float(budget), float(read_key(raw_section, "react_s", 60.0)),
     )  # fmt: skip
     return HelperPlan(
-        group, bounds, accelerators, options, minutes, float(read_key(raw, "start_within_s", 300.0)),
-        float(read_key(raw, "look_s", 15.0)), int(read_key(raw, "signal_lead_s", 30)),
+        group, bounds, accelerators, options, time_minutes, float(read_key(raw_section, "start_within_s", 300.0)),
+        float(read_key(raw_section, "look_s", 15.0)), int(read_key(raw_section, "signal_lead_s", 30)),
         tuple(read_key(section, "setup", ())), tuple(read_key(section, "container", ())),
+        read_key(section, "container_python") if read_key(section, "container", ()) else None,
+        tuple(read_key(section, "srun", ())),
     )  # fmt: skip
 
 

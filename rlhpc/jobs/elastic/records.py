@@ -31,7 +31,7 @@ class HelperJobRecord:
     Attributes:
         counted: Weight of one hour of the job in the budget.
         state: Slurm's last state of the job.
-        leave_reason: Reason of the request to leave; "" without a request.
+        leave_reason: Reason of the request to leave; "" if there is no request.
         leaving: Time of the request to leave.
         joined: Maximum number of the job's ranks that were present at the same time.
     """
@@ -51,14 +51,14 @@ class HelperJobRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as a dict with the keys of the file."""
-        keys = {field: key for key, field in _FIELD_NAMES.items()}
-        return {keys.get(name, name): value for name, value in asdict(self).items()}
+        keys_by_field = {field: key for key, field in _FIELD_NAMES.items()}
+        return {keys_by_field.get(name, name): field_value for name, field_value in asdict(self).items()}
 
     def hours(self, now: float) -> float:
         """Returns the hours of the budget that the job has used until `now`."""
         return 0.0 if self.started is None else max(0.0, (self.finished or now) - self.started) / 3600 * self.counted
 
-    def observe(self, job: QueuedJob, ranks: int) -> HelperJobRecord:
+    def observe(self, job: QueuedJob, num_ranks: int) -> HelperJobRecord:
         """Returns the record updated with the job's state in the queue and the number of the job's ranks that are present."""
         return replace(
             self,
@@ -67,24 +67,24 @@ class HelperJobRecord:
             started=job.started or self.started,
             finished=None,
             node=job.node or self.node,
-            joined=max(self.joined, ranks),
+            joined=max(self.joined, num_ranks),
         )
 
     def leave(self, now: float, reason: str = "") -> HelperJobRecord:
         """Returns the record with a request to leave; keeps the time and reason of an earlier request."""
         return replace(self, leaving=self.leaving or now, leave_reason=self.leave_reason or reason)
 
-    def finish(self, state: str, ranks: int, *, now: float, last_seen: float, walltime_s: float) -> HelperJobRecord:
+    def finish(self, state: str, num_ranks: int, *, now: float, last_seen: float, walltime_s: float) -> HelperJobRecord:
         """Returns the record of a job that is no longer in the queue. Assumes the longest possible run for unobserved time.
 
         Args:
             state: Slurm's last state of the job.
-            ranks: Number of the job's ranks that were present at the same time.
+            num_ranks: Number of the job's ranks that were present at the same time.
             now: Current time.
             last_seen: Time at which the job was last seen in the queue.
             walltime_s: Time limit of the job.
         """
-        num_joined, started_at = max(self.joined, ranks), self.started
+        num_joined, started_at = max(self.joined, num_ranks), self.started
         was_cancelled = self.leaving is not None and state == JobState.CANCELLED.value
         if started_at is None and (num_joined or not was_cancelled):
             started_at = max(last_seen, now - walltime_s)
@@ -111,11 +111,13 @@ class HelperRecord:
             record._add_rows(read_json_file(file) or {})
         return record
 
-    def _add_rows(self, value: Mapping[str, Any]) -> None:
-        self.earlier += float(value.get("earlier") or 0.0)
-        for row in value.get("jobs") or ():
-            values = {_FIELD_NAMES.get(key, key): value for key, value in row.items()}
-            fields = {name: values[name] for name in HelperJobRecord.__dataclass_fields__ if name in values}
+    def _add_rows(self, stored_records: Mapping[str, Any]) -> None:
+        self.earlier += float(stored_records.get("earlier") or 0.0)
+        for row in stored_records.get("jobs") or ():
+            fields_by_name = {_FIELD_NAMES.get(key, key): field_value for key, field_value in row.items()}
+            fields = {
+                name: fields_by_name[name] for name in HelperJobRecord.__dataclass_fields__ if name in fields_by_name
+            }
             try:
                 self.jobs[str(row["id"])] = HelperJobRecord(**fields)
             except (KeyError, TypeError):
@@ -196,7 +198,9 @@ class Attendance:
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._present = dict.fromkeys(key for key, rank_stay in _stays(path).items() if rank_stay.left_at is None)
+        self._present_ranks = dict.fromkeys(
+            key for key, rank_stay in _parse_stays(path).items() if rank_stay.left_at is None
+        )
         self.close("its driver was gone")  # for ranks of a driver that was killed
 
     def note(self, event: Mapping[str, Any]) -> None:
@@ -204,11 +208,11 @@ class Attendance:
         with self._lock:
             key = str(event.get("incarnation"))
             if event["event"] == JOINED:
-                self._present[key] = None
-            elif key not in self._present:
+                self._present_ranks[key] = None
+            elif key not in self._present_ranks:
                 return
             elif event["event"] == DEPARTED:
-                del self._present[key]
+                del self._present_ranks[key]
             line = json.dumps({"time": time.time(), **event}).encode() + b"\n"
             try:
                 fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -223,7 +227,7 @@ class Attendance:
 
     def close(self, reason: str) -> None:
         """Appends a line for each present rank, which leaves for this reason."""
-        for key in list(self._present):
+        for key in list(self._present_ranks):
             self.note({"event": DEPARTED, "incarnation": key, "why": reason})
 
 
@@ -245,13 +249,13 @@ def _has_sound_numbers(event: Mapping[str, Any]) -> bool:
     return is_number(event.get("time") or 0.0) and all(is_count(event.get(k) or 0) for k in ("rank", "accelerators"))
 
 
-def stays(paths: RunPaths) -> list[Stay]:
+def read_stays(paths: RunPaths) -> list[Stay]:
     """Returns the stays of all ranks that have joined a run, in order of joining."""
-    return list(_stays(paths.attendance).values())
+    return list(_parse_stays(paths.attendance).values())
 
 
-def _stays(path: Path) -> dict[str, Stay]:
-    """Returns incarnation → stay of the rank."""
+def _parse_stays(path: Path) -> dict[str, Stay]:
+    """Returns the stays of ranks, by incarnation."""
     stays_by_incarnation: dict[str, Stay] = {}
     for event in _events(path):
         key, event_time = str(event["incarnation"]), float(event.get("time") or 0.0)

@@ -42,7 +42,7 @@ Ticket = dict[str, Any]
 AgentReply = dict[str, Any]
 
 
-def _episodes_parent() -> str | None:
+def _find_episodes_parent() -> str | None:
     """Returns the parent of the episodes' folders (`shell.make_temporary_folder`); None for the system's default."""
     folder = session_folder()
     return str(folder) if folder else None
@@ -88,11 +88,11 @@ class Program:
             "paths": paths,
             "options": self.options,
             "sandbox": self.confinement(),
-            "temporary": _episodes_parent(),
+            "temporary": _find_episodes_parent(),
         }
 
     def confinement(self) -> dict[str, Any] | None:
-        """Returns the argument `confinement` of `shell.sandbox_command`; None without a sandbox."""
+        """Returns the argument `confinement` of `shell.sandbox_command`; None if there is no sandbox."""
         if self.sandbox is None:
             return None
         return {"kind": self.sandbox, "read": list(self.read), "hidden": list(self.hidden), **self.limits}
@@ -107,7 +107,9 @@ def require_sandbox(program: Program) -> None:
     for path in program.read:
         if not Path(path).expanduser().exists():
             raise ConfigError(f"agent.sandbox_read names {path!r}, which is not there on {node_name()}: correct it")
-    if (confinement := program.confinement()) is not None and (reason := find_fault(confinement, _episodes_parent())):
+    if (confinement := program.confinement()) is not None and (
+        reason := find_fault(confinement, _find_episodes_parent())
+    ):
         raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {reason}")
 
 
@@ -130,8 +132,8 @@ class Harnesses:
         self._closed, self._num_failures, self._failure_reason = False, 0, ""
         self._is_starting, self._close_event = False, threading.Event()  # while the runner starts, tickets are queued
         require_sandbox(program)
-        self._process = self._start()
-        threading.Thread(target=self._fail_overdue, name="rlhpc-overdue", daemon=True).start()
+        self._process = self._start_process()
+        threading.Thread(target=self._fail_overdue_episodes, name="rlhpc-overdue", daemon=True).start()
 
     def run(self, ticket: Ticket) -> None:
         """Queues a ticket; its program starts as soon as the limit of concurrent processes allows it."""
@@ -176,7 +178,7 @@ class Harnesses:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         python = self._program.python or sys.executable
         try:
             process = subprocess.Popen(
@@ -219,13 +221,13 @@ class Harnesses:
             if reply is None:
                 log.warning("what runs the agents said what is no outcome, %d bytes of it: it is left out", len(line))
                 continue
-            episode_number, outcome = reply
+            episode_number, raw_outcome = reply
             with self._lock:
                 is_running = self._deadlines.pop(episode_number, None) is not None
                 self._num_failures = 0
                 self._start_queued()
             if is_running:
-                self._on_outcome(episode_number, outcome)
+                self._on_outcome(episode_number, raw_outcome)
         self._on_exit(process)
 
     def _on_exit(self, process: subprocess.Popen[bytes]) -> None:
@@ -245,9 +247,9 @@ class Harnesses:
             self._on_outcome(episode_number, {"error": f"what ran it ended with status {status}"})
         if self._num_failures <= _MAX_RESTARTS:
             try:
-                self._start()
+                self._start_process()
             except ConfigError as error:  # the environment has changed since the first start
-                self._fail_queued(str(error))
+                self._fail_queued_episodes(str(error))
                 return
             with self._lock:
                 self._is_starting = False
@@ -255,9 +257,9 @@ class Harnesses:
                     self._outbox.put(None)
                 self._start_queued()
             return
-        self._fail_queued(f"what runs the agents has ended {self._num_failures} times")
+        self._fail_queued_episodes(f"what runs the agents has ended {self._num_failures} times")
 
-    def _fail_queued(self, reason: str) -> None:
+    def _fail_queued_episodes(self, reason: str) -> None:
         with self._lock:
             self._failure_reason = reason
             waiting_tickets, self._queued_tickets = list(self._queued_tickets), collections.deque()
@@ -270,7 +272,7 @@ class Harnesses:
             self._deadlines[ticket["id"]] = time.monotonic() + ticket["timeout_s"] + _SLACK_S
             self._outbox.put(ticket)
 
-    def _fail_overdue(self) -> None:
+    def _fail_overdue_episodes(self) -> None:
         """Fails each episode without an outcome `_SLACK_S` seconds after its time limit."""
         while not self._close_event.wait(_CHECK_S):
             with self._lock:

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.language.data.images import Looker, from_url, has_vision, make_looker, read_images, size_of
+from rlhpc.language.data.images import (
+    PromptImageProcessor,
+    from_url,
+    has_vision,
+    load_image_processor,
+    read_images,
+    size_of,
+)
 from rlhpc.language.data.tokenizer import REPLY, render_chat
 from rlhpc.runtime.errors import ConfigError
 
@@ -20,31 +27,31 @@ _IMAGE_TYPES = ("image_url", "input_image", "image")
 Content = str | list[dict[str, Any]]
 
 
-def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[bytes, ...]]:
+def content_of(raw_content: Any, *, is_trusted: bool = False) -> tuple[Content, tuple[bytes, ...]]:
     """Converts a message's content to the form that chat templates read: a text or, with images, a list of parts. Returns the
     content and the images.
 
     Args:
-        content: A text, or a list of texts and parts.
-        trusted: Whether the content comes from this process. The key `image` of a part may then have any form that
+        raw_content: A text, or a list of texts and parts.
+        is_trusted: Whether the content comes from this process. The key `image` of a part may then have any form that
             `rlhpc.language.data.images` reads.
 
     Raises:
-        ConfigError: The content has another type, or an image is not accepted.
+        ConfigError: The content has a different type, or an image is not accepted.
     """
-    if content is None or isinstance(content, str):
-        return content or "", ()
-    if not isinstance(content, Sequence):
+    if raw_content is None or isinstance(raw_content, str):
+        return raw_content or "", ()
+    if not isinstance(raw_content, Sequence):
         raise ConfigError("a message's content must be a text, or a list of parts")
     content_parts, images = list[dict[str, Any]](), list[bytes]()
-    for content_part in content:
-        part_type, text = ("text", content_part) if isinstance(content_part, str) else _parse_part(content_part)
-        if part_type in _TEXT_TYPES and isinstance(text, str):
-            content_parts.append({"type": "text", "text": text})
+    for content_part in raw_content:
+        part_type, part_value = ("text", content_part) if isinstance(content_part, str) else _parse_part(content_part)
+        if part_type in _TEXT_TYPES and isinstance(part_value, str):
+            content_parts.append({"type": "text", "text": part_value})
         elif part_type in _IMAGE_TYPES:
             images += (
                 read_images(content_part["image"], Path())
-                if trusted and "image" in content_part
+                if is_trusted and "image" in content_part
                 else [_decode_image(part_type, content_part)]
             )
             content_parts.append({"type": "image"})
@@ -57,13 +64,13 @@ def content_of(content: Any, *, trusted: bool = False) -> tuple[Content, tuple[b
     )
 
 
-def make_image_parts(images: Sequence[bytes], kind: str = "image/png") -> list[dict[str, Any]]:
+def make_image_parts(images: Sequence[bytes], mime_type: str = "image/png") -> list[dict[str, Any]]:
     """Converts images to message parts with data URLs, for requests to the gateway."""
-    urls = [f"data:{kind};base64,{base64.b64encode(image).decode()}" for image in images]
+    urls = [f"data:{mime_type};base64,{base64.b64encode(image).decode()}" for image in images]
     return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
 
 
-def looker_of(tokenizer: Any) -> Looker | None:
+def image_processor_of(tokenizer: Any) -> PromptImageProcessor | None:
     """Returns the image processor of the model that a tokenizer belongs to; None if the model reads only text."""
     from rlhpc.language.hugging_face import load_model_config
 
@@ -74,7 +81,7 @@ def looker_of(tokenizer: Any) -> Looker | None:
         is_vision_model = has_vision(load_model_config(path, False))
     except ConfigError:  # the tokenizer's folder has no model
         return None
-    return make_looker(path) if is_vision_model else None
+    return load_image_processor(path) if is_vision_model else None
 
 
 def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> str:
@@ -97,34 +104,34 @@ def message_text(tokenizer: Any, message: Mapping[str, Any], ids: list[int]) -> 
     return following_text
 
 
-def text_after_reply(tokenizer: Any, text: str, sampled_ids: list[int]) -> str | None:
+def text_after_reply(tokenizer: Any, conversation_text: str, sampled_ids: list[int]) -> str | None:
     """Returns the text after `REPLY` in a rendered conversation, or None if it does not contain `REPLY`. Omits an end token
     that the model has already sampled.
     """
-    _, marker, following_text = text.partition(REPLY)
+    _, marker, following_text = conversation_text.partition(REPLY)
     return (
         following_text.removeprefix(tokenizer.decode(sampled_ids[-1:], skip_special_tokens=False)) if marker else None
     )
 
 
-def _parse_part(part: Any) -> tuple[str, Any]:
-    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+def _parse_part(content_part: Any) -> tuple[str, Any]:
+    if not isinstance(content_part, Mapping) or not isinstance(content_part.get("type"), str):
         raise ConfigError("a message's content must be a text, or a list of parts that have a type")
-    return part["type"], part.get("text")
+    return content_part["type"], content_part.get("text")
 
 
-def _decode_image(kind: str, part: Mapping[str, Any]) -> bytes:
+def _decode_image(part_type: str, content_part: Mapping[str, Any]) -> bytes:
     """Returns the bytes of an image that a client's message contains. Images at other URLs are refused, not fetched."""
-    source, url = part.get("source"), part.get("image_url")
-    if isinstance(source, Mapping) and source.get("type") == "base64":  # Anthropic's format
-        url = f"data:{source.get('media_type', 'image/png')};base64,{source.get('data', '')}"
-    elif isinstance(source, Mapping):
-        url = source.get("url", "")
+    image_source, url = content_part.get("source"), content_part.get("image_url")
+    if isinstance(image_source, Mapping) and image_source.get("type") == "base64":  # Anthropic's format
+        url = f"data:{image_source.get('media_type', 'image/png')};base64,{image_source.get('data', '')}"
+    elif isinstance(image_source, Mapping):
+        url = image_source.get("url", "")
     elif isinstance(url, Mapping):
         url = url.get("url")
     if not isinstance(url, str) or not url.startswith("data:"):
         raise ConfigError(
-            f"a part of type {kind} has its picture elsewhere ({str(url)[:60]!r}), and nothing is fetched here: send it "
+            f"a part of type {part_type} has its picture elsewhere ({str(url)[:60]!r}), and nothing is fetched here: send it "
             "within the message, as a data URL (data:image/png;base64,…)"
         )
     if len(url) > MAX_IMAGE_BYTES * 4 // 3 + 100:

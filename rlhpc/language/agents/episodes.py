@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import queue
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,8 +20,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rlhpc.language.agents.chat_content import content_of, looker_of, message_text
-from rlhpc.language.data.images import Looker, PromptImages, concatenate_images
+from rlhpc.language.agents.chat_content import content_of, image_processor_of, message_text
+from rlhpc.language.data.images import PromptImageProcessor, PromptImages, concatenate_images
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tokenizer import without_end
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
@@ -28,30 +29,32 @@ from rlhpc.language.policy_text import valid_text
 from rlhpc.language.rewards.base import Sample
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import former_members
+from rlhpc.runtime.trace_recorder import NO_SPAN, span
 
-E = TypeVar("E")
+_E = TypeVar("_E")
+_T = TypeVar("_T")
 
 
-class AgentThreads(Generic[E]):
+class AgentThreads(Generic[_E]):
     """Thread pool that calls an agent. A thread that does not return in time is abandoned and replaced.
 
     Args:
         respond: Function that answers a turn; called with an episode and the turn's text.
         timeout_s: Time limit of one answer, in seconds.
-        threads: Maximum number of threads.
+        num_threads: Maximum number of threads.
 
     Attributes:
         answers: Queue of tickets, each with the agent's answer or the exception that the agent raised.
     """
 
-    def __init__(self, respond: Callable[[E, str], Any], timeout_s: float, threads: int) -> None:
+    def __init__(self, respond: Callable[[_E, str], Any], timeout_s: float, num_threads: int) -> None:
         self._respond, self._timeout_s = respond, timeout_s
-        self._queue: queue.SimpleQueue[tuple[int, E, str] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, _E, str] | None] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._start_times: dict[int, float] = {}
-        self._num_threads, self._max_threads = 0, threads
+        self._num_threads, self._max_threads = 0, num_threads
 
-    def ask(self, ticket: int, episode: E, text: str) -> None:
+    def ask(self, ticket: int, episode: _E, text: str) -> None:
         """Queues a turn for the agent's answer."""
         self._queue.put((ticket, episode, text))
         self._add_thread()
@@ -66,7 +69,8 @@ class AgentThreads(Generic[E]):
             ticket, episode, turn_text = queued_turn
             self._start_times[ticket] = time.monotonic()
             try:
-                answer: Any = self._respond(episode, turn_text)
+                with span("turn", "turn"):
+                    answer: Any = self._respond(episode, turn_text)
                 if not isinstance(answer, (str, dict, type(None))):
                     raise TypeError(f"respond gave a {type(answer).__name__}; allowed: str, dict, None")
             except Exception as error:
@@ -181,9 +185,9 @@ class Episode:
         return self.outcome is not None and bool(self.outcome.error)
 
     @property
-    def later(self) -> bool:
+    def has_delayed_reward(self) -> bool:
         """True if the episode's reward is delayed."""
-        return self.outcome is not None and self.outcome.later
+        return self.outcome is not None and self.outcome.has_delayed_reward
 
 
 @dataclass
@@ -195,18 +199,18 @@ class Outcome:
         response: Text to score; None for the model's last answer.
         error: Reason for the failure; "" if the episode did not fail.
         metrics: Additional metrics.
-        later: Whether the reward is delayed.
+        has_delayed_reward: Whether the reward is delayed.
     """
 
     reward: float | None = None
     response: str | None = None
     error: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    later: bool = False
+    has_delayed_reward: bool = False
 
     def delay_reward(self) -> None:
         """Marks the reward as delayed."""
-        self.later = True
+        self.has_delayed_reward = True
 
 
 class Agent:
@@ -249,19 +253,24 @@ class EpisodeRunner:
         tokenizer: Tokenizer for the agent's answers.
         agent: Agent; None for episodes of one turn.
         max_turns: Maximum number of turns of the model.
-        threads: Maximum number of concurrent calls of the agent.
+        num_threads: Maximum number of concurrent calls of the agent.
     """
 
     def __init__(
-        self, backend: RolloutBackend, tokenizer: Any, agent: Agent | None = None, max_turns: int = 1, threads: int = 8
+        self,
+        backend: RolloutBackend,
+        tokenizer: Any,
+        agent: Agent | None = None,
+        max_turns: int = 1,
+        num_threads: int = 8,
     ) -> None:
         self._backend, self._tokenizer, self._agent, self._max_turns = backend, tokenizer, agent, max_turns
-        self._agent_threads = None if agent is None else AgentThreads(agent.respond, agent.timeout_s, threads)
+        self._agent_threads = None if agent is None else AgentThreads(agent.respond, agent.timeout_s, num_threads)
         self._engine_episodes: dict[int, tuple[Episode, Request]] = {}
         self._agent_episodes: dict[int, tuple[Episode, Request, Completion]] = {}
         self._finished_episodes: list[Episode] = []
         self._num_tickets = 0
-        self._looker: Looker | None = None
+        self._image_processor: PromptImageProcessor | None = None
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
         """Starts an episode for each request. `sampling.max_new_tokens` limits all its turns and answers together.
@@ -272,12 +281,12 @@ class EpisodeRunner:
         requests = [self._add_stops(request) for request in requests]
         self._backend.add(requests)
         for request in requests:
-            self._engine_episodes[request.id] = self._new_episode(request, prompt), request
+            self._engine_episodes[request.id] = self._make_episode(request, prompt), request
 
-    def _new_episode(self, request: Request, prompt: Prompt | None) -> Episode:
+    def _make_episode(self, request: Request, prompt: Prompt | None) -> Episode:
         return Episode(request.id, tuple(request.prompt_ids), prompt, images=request.images)
 
-    def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
+    def resume(self, request: Request, partial_completion: Completion, prompt: Prompt | None = None) -> None:
         """Resumes an episode of one turn that another rank has started.
 
         Its tokens, log-probs and versions remain unchanged. The continuation uses a different seed, because the original
@@ -285,18 +294,18 @@ class EpisodeRunner:
 
         Args:
             request: The prompt's original request.
-            drawn: The answer so far; if it is finished, the next `step` returns the episode.
+            partial_completion: The answer so far; if it is finished, the next `step` returns the episode.
             prompt: Prompt of the episode.
         """
         assert self._agent is None, "what an agent has under way cannot be handed on"
-        episode = self._new_episode(request, prompt)
-        _append_completion(episode, drawn)
-        if drawn.finish_reason != "abort":
+        episode = self._make_episode(request, prompt)
+        _append_completion(episode, partial_completion)
+        if partial_completion.finish_reason != "abort":
             episode.turns = 1
-            self._end(episode, drawn.finish_reason)
+            self._end_episode(episode, partial_completion.finish_reason)
             return
-        num_drawn = len(drawn.token_ids)
-        self._backend.add([_continuation(episode, request, num_drawn) if num_drawn else request])
+        num_drawn = len(partial_completion.token_ids)
+        self._backend.add([_make_continuation(episode, request, num_drawn) if num_drawn else request])
         self._engine_episodes[request.id] = episode, request
 
     def step(self) -> list[Episode]:
@@ -304,7 +313,7 @@ class EpisodeRunner:
         if self._backend.unfinished():
             for completion in self._backend.step():
                 self._on_completion(completion)
-        self._receive_answers(wait=not self._backend.unfinished() and not self._finished_episodes)
+        self._receive_answers(should_wait=not self._backend.unfinished() and not self._finished_episodes)
         episodes, self._finished_episodes = self._finished_episodes, []
         return episodes
 
@@ -324,9 +333,9 @@ class EpisodeRunner:
                 continue
             episode, _ = self._engine_episodes.pop(completion.id)
             _append_completion(episode, completion)
-            self._end(episode, "abort")
+            self._end_episode(episode, "abort")
         for episode, *_ in self._agent_episodes.values():
-            self._end(episode, "abort")
+            self._end_episode(episode, "abort")
         self._agent_episodes.clear()
         episodes, self._finished_episodes = self._finished_episodes, []
         return episodes
@@ -342,15 +351,15 @@ class EpisodeRunner:
     def _add_stops(self, request: Request) -> Request:
         if self._agent is None or not self._agent.stop:
             return request
-        stop = tuple(dict.fromkeys((*request.sampling.stop, *self._agent.stop)))
-        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=stop))
+        stop_texts = tuple(dict.fromkeys((*request.sampling.stop, *self._agent.stop)))
+        return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop=stop_texts))
 
     def _on_completion(self, completion: Completion) -> None:
         episode, request = self._engine_episodes.pop(completion.id)
         _append_completion(episode, completion)
         episode.turns += 1
         if self._agent_threads is None or completion.finish_reason != "stop":
-            self._end(episode, completion.finish_reason)
+            self._end_episode(episode, completion.finish_reason)
             return
         self._num_tickets += 1
         self._agent_episodes[self._num_tickets] = episode, request, completion
@@ -358,13 +367,14 @@ class EpisodeRunner:
         ids = without_end(completion.token_ids, self._tokenizer)
         self._agent_threads.ask(self._num_tickets, episode, self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _receive_answers(self, wait: bool) -> None:
+    def _receive_answers(self, should_wait: bool) -> None:
         if self._agent_threads is None:
             return
-        deadline = time.monotonic() + (_IDLE_S if wait and self._agent_episodes else 0.0)
+        deadline = time.monotonic() + _IDLE_S if should_wait and self._agent_episodes else 0.0
         while True:
             try:
-                ticket, answer = self._agent_threads.answers.get(timeout=max(0.0, deadline - time.monotonic()))
+                with span("agents", "wait") if deadline else NO_SPAN:
+                    ticket, answer = self._agent_threads.answers.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
             deadline = 0.0
@@ -374,61 +384,61 @@ class EpisodeRunner:
             if ticket in self._agent_episodes:
                 episode, *_ = self._agent_episodes.pop(ticket)
                 log.warning("episode %d: the agent took longer than its timeout_s", episode.id)
-                self._end(episode, "error")
+                self._end_episode(episode, "error")
 
     def _on_answer(self, episode: Episode, request: Request, completion: Completion, answer: Any) -> None:
         if isinstance(answer, BaseException):
             log.warning("episode %d: the agent failed", episode.id, exc_info=answer)
-            self._end(episode, "error")
+            self._end_episode(episode, "error")
             return
         if answer is None:
-            self._end(episode, "stop")
+            self._end_episode(episode, "stop")
             return
         if episode.turns >= self._max_turns:
-            self._end(episode, "turns")
+            self._end_episode(episode, "turns")
             return
         remaining_tokens = request.sampling.max_new_tokens - len(episode.token_ids)
         try:
             ids, images = self._encode_answer(episode, answer, completion.token_ids)
         except _UnusableAnswer as error:
             log.warning("episode %d: the agent's answer cannot be put in: %s", episode.id, error)
-            self._end(episode, "error")
+            self._end_episode(episode, "error")
             return
         if len(ids) <= remaining_tokens:
             episode.images = concatenate_images(episode.images, images)
         elif images is not None:  # an image must not be truncated
-            self._end(episode, "length")
+            self._end_episode(episode, "length")
             return
         episode.append(ids[:remaining_tokens], episode.turns)
         if len(ids) >= remaining_tokens:
-            self._end(episode, "length")
+            self._end_episode(episode, "length")
             return
         try:
-            self._backend.add([_continuation(episode, request, episode.turns)])
+            self._backend.add([_make_continuation(episode, request, episode.turns)])
         except ConfigError:  # the context is full
-            self._end(episode, "length")
+            self._end_episode(episode, "length")
             return
         self._engine_episodes[request.id] = episode, request
 
     def _encode_answer(
-        self, episode: Episode, answer: str | dict[str, Any], drawn: list[int]
+        self, episode: Episode, answer: str | dict[str, Any], sampled_ids: list[int]
     ) -> tuple[list[int], PromptImages | None]:
         """Encodes an agent's answer; returns its tokens and images."""
         images: tuple[bytes, ...] = ()
         if isinstance(answer, dict):
             with _convert_config_errors():
-                content, images = content_of(answer.get("content"), trusted=True)
-            answer = message_text(self._tokenizer, {**answer, "content": content}, drawn)
+                text_content, images = content_of(answer.get("content"), is_trusted=True)
+            answer = message_text(self._tokenizer, {**answer, "content": text_content}, sampled_ids)
         ids: list[int] = self._tokenizer.encode(valid_text(answer), add_special_tokens=False)
         if not images:
             return ids, None
-        self._looker = self._looker or looker_of(self._tokenizer)
-        if self._looker is None:
+        self._image_processor = self._image_processor or image_processor_of(self._tokenizer)
+        if self._image_processor is None:
             raise _UnusableAnswer("it shows a picture, and the model reads text alone")
         with _convert_config_errors():
-            return self._looker.look(images, ids, len(episode.prompt_ids) + len(episode.token_ids))
+            return self._image_processor.process_prompt(images, ids, len(episode.prompt_ids) + len(episode.token_ids))
 
-    def _end(self, episode: Episode, reason: str) -> None:
+    def _end_episode(self, episode: Episode, reason: str) -> None:
         episode.finish_reason = reason
         self._finished_episodes.append(episode)
 
@@ -450,14 +460,14 @@ def _append_completion(episode: Episode, completion: Completion) -> None:
     episode.experts = completion.experts  # covers all tokens read, including those of earlier turns
 
 
-def _continuation(episode: Episode, request: Request, count: int) -> Request:
-    """Returns the request that continues an episode after `count` turns or tokens. It has a different seed, because the
+def _make_continuation(episode: Episode, request: Request, num_tokens: int) -> Request:
+    """Returns the request that continues an episode after `num_tokens` turns or tokens. It has a different seed, because the
     original seed would repeat its random numbers.
     """
     return dataclasses.replace(
         request,
         prompt_ids=(*episode.prompt_ids, *episode.token_ids),
-        seed=(request.seed * 0x9E3779B1 + count * 0x85EBCA6B) % (1 << 31),
+        seed=(request.seed * 0x9E3779B1 + num_tokens * 0x85EBCA6B) % (1 << 31),
         sampling=dataclasses.replace(
             request.sampling, max_new_tokens=request.sampling.max_new_tokens - len(episode.token_ids)
         ),
@@ -465,7 +475,7 @@ def _continuation(episode: Episode, request: Request, count: int) -> Request:
     )
 
 
-def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: bool) -> Sample:
+def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, has_finished: bool) -> Sample:
     """Builds the reward input from an episode. Its response is the text that the agent reported or, by default, the model's
     last answer.
 
@@ -473,12 +483,19 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
         prompt: Prompt of the episode.
         episode: Finished episode.
         tokenizer: Tokenizer of the model.
-        finished: Whether the episode ended without reaching a limit.
+        has_finished: Whether the episode ended without reaching a limit.
     """
     response, meta = None, prompt.meta
-    if (outcome := episode.outcome) is not None:
-        response = outcome.response
-        meta = {**meta, "agent": {"reward": outcome.reward, "error": outcome.error, "later": outcome.later}}
+    if (episode_outcome := episode.outcome) is not None:
+        response = episode_outcome.response
+        meta = {
+            **meta,
+            "agent": {
+                "reward": episode_outcome.reward,
+                "error": episode_outcome.error,
+                "later": episode_outcome.has_delayed_reward,
+            },
+        }
     if response is None:
         response = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
     return Sample(
@@ -487,7 +504,7 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
         prompt.answer,
         meta,
         tokens_of(episode),
-        finished,
+        has_finished,
         prompt.messages,
         prompt.tools,
     )
@@ -495,4 +512,28 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, finished: boo
 
 def tokens_of(episode: Episode) -> int:
     """Returns the number of trained tokens in all samples of an episode."""
-    return sum(int(np.count_nonzero(sample.loss_mask)) for sample in episode.samples)
+    return sum(sample.loss_mask.count(True) for sample in episode.samples)
+
+
+def repeated_value(values: Sequence[_T]) -> _T | None:
+    """Returns the value of all entries of a list; None if entries differ or the list is empty.
+
+    Most lists of token flags and versions have one value. Comparing is much faster than converting each entry to a number.
+    """
+    return values[0] if values and values.count(values[0]) == len(values) else None
+
+
+def token_array(values: Sequence[int], dtype: type[np.generic]) -> np.ndarray:
+    """Converts a list with an integer or a flag of each token to an array, like `np.asarray`, but faster."""
+    common_value = repeated_value(values)
+    return id_array(*values).astype(dtype) if common_value is None else np.full(len(values), common_value, dtype)
+
+
+def logprob_array(token_logprobs: Sequence[float]) -> np.ndarray:
+    """Converts log-probs to float32, like `np.asarray`, but faster."""
+    return np.frombuffer(struct.pack(f"{len(token_logprobs)}d", *token_logprobs)).astype(np.float32)
+
+
+def id_array(*token_ids: int) -> np.ndarray:
+    """Converts token ids to int64, like `np.asarray`, but faster."""
+    return np.frombuffer(struct.pack(f"{len(token_ids)}q", *token_ids), np.int64)

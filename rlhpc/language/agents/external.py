@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from rlhpc.language.agents.agent_processes import AgentReply, Harnesses, Program, Ticket
-from rlhpc.language.agents.chat_content import looker_of, make_image_parts
+from rlhpc.language.agents.chat_content import image_processor_of, make_image_parts
 from rlhpc.language.agents.episodes import UNTRAINED_ROLE, Episode, Outcome
 from rlhpc.language.agents.gateway.feedback import awaited_turns
 from rlhpc.language.agents.gateway.output_parsers import Parsers
@@ -30,6 +30,7 @@ from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.text import first_line
+from rlhpc.runtime.trace_recorder import NO_SPAN, record, recorder, span
 
 log = logging.getLogger(__name__)
 _IDLE_S = 0.01
@@ -99,21 +100,28 @@ class OutsideEpisodes:
     ) -> None:
         self._on_close, self._check = on_close, check
         self._backend, self._options = backend, options
-        self._agents: Harnesses | InlineAgents | RemoteAgents
+        self._harnesses: Harnesses | InlineAgents | RemoteAgents
+        #: Name in traces of the agents that run in other processes; "" if they run in this one.
+        self._agents_name = runs.kind if isinstance(runs, Program) else "agent ranks" * isinstance(runs, AgentRanks)
         if isinstance(runs, Program):
-            self._agents = Harnesses(runs, self._on_outcome)
+            self._harnesses = Harnesses(runs, self._on_outcome)
         self._gateway = Gateway(
-            tokenizer, parsers, context, address, looker := looker_of(tokenizer), feedback=options.feedback_s > 0.0
+            tokenizer,
+            parsers,
+            context,
+            address,
+            image_processor := image_processor_of(tokenizer),
+            accepts_feedback=options.feedback_s > 0.0,
         )
-        self._has_images = looker is not None
+        self._has_images = image_processor is not None
         if isinstance(runs, InlineEnvironment):
-            self._agents = InlineAgents(runs, self._gateway, self._on_outcome)
+            self._harnesses = InlineAgents(runs, self._gateway, self._on_outcome)
         if isinstance(runs, AgentRanks):
-            self._agents = RemoteAgents(runs, self._on_outcome, self._restart)
+            self._harnesses = RemoteAgents(runs, self._on_outcome, self._restart)
         self._sessions: dict[int, tuple[GatewaySession, Prompt | None, tuple[int, ...]]] = {}
         self._engine_requests: dict[int, EngineRequest] = {}
         self._reward_queue: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
-        self._unrewarded, self._early_rewards = dict[int, Episode](), list[tuple[Episode, Episode]]()
+        self._unrewarded_episodes, self._early_rewards = dict[int, Episode](), list[tuple[Episode, Episode]]()
         self._num_requests = self._num_tickets = self._num_failures = 0
 
     def add(self, requests: Iterable[Request], prompt: Prompt | None = None) -> None:
@@ -123,7 +131,7 @@ class OutsideEpisodes:
             self._num_tickets += 1  # unique, because the outcome of an aborted episode may still arrive
             self._sessions[self._num_tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
-            self._agents.run(self._build_ticket(self._num_tickets, session, prompt))
+            self._harnesses.run(self._build_ticket(self._num_tickets, session, prompt))
 
     def _restart(self, number: int) -> dict[str, Any]:
         """Restarts an episode with a new session and the same seed; returns its new ticket."""
@@ -135,13 +143,13 @@ class OutsideEpisodes:
         self._sessions[number] = session, prompt, ids
         return self._build_ticket(number, session, prompt)
 
-    def _build_ticket(self, number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
+    def _build_ticket(self, episode_number: int, session: GatewaySession, prompt: Prompt | None) -> dict[str, Any]:
         task = {"messages": [], "question": "", "seed": session.seed, "kwargs": self._options.kwargs}
         if prompt is not None:
             task |= {name: getattr(prompt, name) for name in ("id", "question", "answer", "meta")}
-            task["messages"] = _conversation(prompt)
+            task["messages"] = _build_conversation(prompt)
         return {
-            "id": number,
+            "id": episode_number,
             "task": task,
             "base_url": f"{self._gateway.url}/v1",
             "api_key": session.key,
@@ -155,22 +163,26 @@ class OutsideEpisodes:
             "looks": self._has_images,
         }
 
-    def resume(self, request: Request, drawn: Completion, prompt: Prompt | None = None) -> None:
+    def resume(self, request: Request, partial_completion: Completion, prompt: Prompt | None = None) -> None:
         """Raises AssertionError, because no rank can resume the episode of an external agent."""
         raise AssertionError("what an agent has under way cannot be handed on")
 
     def step(self) -> list[Episode]:
         """Advances the engine by a step; returns the episodes that ended."""
         self._check()
-        if isinstance(self._agents, RemoteAgents):
-            self._agents.poll()
-        episodes = self._process_queue(wait=not self._backend.unfinished())
+        if isinstance(self._harnesses, RemoteAgents):
+            self._harnesses.poll()
+        episodes = self._start_queued_requests(should_wait=not self._backend.unfinished())
         self._abort_abandoned()
         if self._backend.unfinished():
             for completion in self._backend.step():
                 if (engine_request := self._engine_requests.pop(completion.id, None)) is not None:
+                    if recorder.is_on:  # before the answer, after which the next turn may begin
+                        span_details = {"tokens": len(completion.token_ids), "episode": engine_request.session.number}
+                        lane = f"episodes/{engine_request.session.number}"
+                        record("turn", "turn", engine_request.started_ns, time.monotonic_ns(), span_details, lane)
                     engine_request.answer(completion)
-            self._stream_tokens()
+            self._send_stream_tokens()
         return episodes
 
     def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
@@ -181,10 +193,10 @@ class OutsideEpisodes:
             while True:
                 self._early_rewards.append(self._reward_queue.get_nowait())
         # The reward of an episode may arrive before `step` has returned the episode.
-        rewarded_pairs = [pair for pair in self._early_rewards if id(pair[0]) in self._unrewarded]
-        self._early_rewards = [pair for pair in self._early_rewards if id(pair[0]) not in self._unrewarded]
+        rewarded_pairs = [pair for pair in self._early_rewards if id(pair[0]) in self._unrewarded_episodes]
+        self._early_rewards = [pair for pair in self._early_rewards if id(pair[0]) not in self._unrewarded_episodes]
         for unrewarded_episode, _ in rewarded_pairs:
-            del self._unrewarded[id(unrewarded_episode)]
+            del self._unrewarded_episodes[id(unrewarded_episode)]
         return rewarded_pairs
 
     @property
@@ -204,13 +216,13 @@ class OutsideEpisodes:
 
     def abort(self) -> list[Episode]:
         """Ends all episodes; returns them without samples and with `finish_reason` "abort"."""
-        self._agents.abort()
+        self._harnesses.abort()
         sessions, self._sessions = self._sessions, {}
         for session, *_ in sessions.values():
             session.closed = True
             self._gateway.loop.call_soon_threadsafe(self._gateway.end, session)
         self._gateway.loop.call_soon_threadsafe(self._gateway.feedback.forget)
-        self._unrewarded.clear()
+        self._unrewarded_episodes.clear()
         self._early_rewards.clear()
         self._backend.abort()
         for engine_request in self._engine_requests.values():
@@ -220,7 +232,7 @@ class OutsideEpisodes:
 
     def close(self) -> None:
         """Closes the agents, then the gateway."""
-        self._agents.close()
+        self._harnesses.close()
         self._gateway.close()
         self._on_close()
 
@@ -244,7 +256,7 @@ class OutsideEpisodes:
         for request_id in abandoned_ids:
             self._engine_requests.pop(request_id).answer(RequestError("the episode has ended", 401))
 
-    def _stream_tokens(self) -> None:
+    def _send_stream_tokens(self) -> None:
         """Passes the tokens sampled so far to streaming clients."""
         callbacks = {
             request_id: engine_request.show
@@ -256,12 +268,13 @@ class OutsideEpisodes:
                 if ids:
                     callbacks[request_id](ids)
 
-    def _process_queue(self, wait: bool) -> list[Episode]:
-        """Starts queued engine requests; returns the episodes that ended. With `wait`, waits briefly for an item."""
-        deadline, episodes = time.monotonic() + (_IDLE_S if wait else 0.0), list[Episode]()
+    def _start_queued_requests(self, should_wait: bool) -> list[Episode]:
+        """Starts queued engine requests; returns the episodes that ended. With `should_wait`, waits briefly for an item."""
+        deadline, episodes = time.monotonic() + _IDLE_S if should_wait else 0.0, list[Episode]()
         while True:
             try:
-                queue_item = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
+                with span("agents", "wait") if deadline else NO_SPAN:
+                    queue_item = self._gateway.engine_queue.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 return episodes
             deadline = 0.0
@@ -272,8 +285,8 @@ class OutsideEpisodes:
                 if self._sessions.pop(episode_number, None) is not None:
                     self._log_failure(episode)
                     episodes.append(episode)
-                    if episode.later:
-                        self._unrewarded[id(episode)] = episode
+                    if episode.has_delayed_reward:
+                        self._unrewarded_episodes[id(episode)] = episode
 
     def _start_request(self, engine_request: EngineRequest) -> None:
         if engine_request.session.closed:
@@ -300,30 +313,39 @@ class OutsideEpisodes:
             return
         self._engine_requests[self._num_requests] = engine_request
 
-    def _on_outcome(self, number: int, outcome: dict[str, Any]) -> None:
+    def _on_outcome(self, episode_number: int, raw_outcome: dict[str, Any]) -> None:
         """Passes an outcome from a harness's thread to the gateway's event loop, which owns the episode's turns."""
-        self._gateway.loop.call_soon_threadsafe(self._on_end, number, outcome)
+        self._gateway.loop.call_soon_threadsafe(self._on_end, episode_number, raw_outcome)
 
-    def _on_end(self, number: int, reported: dict[str, Any]) -> None:
-        session_fields = self._sessions.get(number)
+    def _on_end(self, episode_number: int, raw_outcome: dict[str, Any]) -> None:
+        session_fields = self._sessions.get(episode_number)
         if session_fields is None:
             return
         self._gateway.end(session_fields[0])
-        turns, later = dict[str, AgentTurn](), reported.get("later")
-        if later and not self._options.feedback_s:
-            reported = {"error": "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"}
-        elif later:
+        turns, delayed_rewards = dict[str, AgentTurn](), raw_outcome.get("later")
+        if delayed_rewards and not self._options.feedback_s:
+            raw_outcome = {
+                "error": "its reward comes `later`: set agent.feedback_timeout_s to how long to wait for that"
+            }
+        elif delayed_rewards:
             try:
-                turns = awaited_turns(session_fields[0].tree.turns, later)
+                turns = awaited_turns(session_fields[0].tree.turns, delayed_rewards)
             except RequestError as error:
-                reported = {"error": str(error)}
-        episode = self._build_episode(*session_fields, reported)
+                raw_outcome = {"error": str(error)}
+        episode = self._build_episode(*session_fields, raw_outcome)
         if turns and episode.outcome is not None and not episode.outcome.error:
             episode.outcome.delay_reward()
-        self._gateway.engine_queue.put((number, episode))
-        if episode.later:
+        if recorder.is_on and self._agents_name:
+            session = session_fields[0]
+            span_details = {"episode": session.number, "turns": len(session.tree.turns), "agents": self._agents_name}
+            # A wait of this rank: the agent works in its own process, between the turns that the gateway answers.
+            record(
+                "episode", "wait", session.started_ns, time.monotonic_ns(), span_details, f"episodes/{session.number}"
+            )
+        self._gateway.engine_queue.put((episode_number, episode))
+        if episode.has_delayed_reward:
             on_reward = partial(
-                self._on_delayed_reward, episode, partial(self._build_episode, *session_fields), reported
+                self._on_delayed_reward, episode, partial(self._build_episode, *session_fields), raw_outcome
             )
             self._gateway.feedback.expect(turns, self._options.feedback_s, on_reward)
 
@@ -331,62 +353,69 @@ class OutsideEpisodes:
         self,
         unrewarded_episode: Episode,
         build_episode: Callable[[dict[str, Any]], Episode],
-        reported: dict[str, Any],
+        raw_outcome: dict[str, Any],
         reward: float | None,
     ) -> None:
         """Queues an episode with the sum of its delayed rewards, or with an error if they did not arrive (None)."""
-        reported = {**reported, "metrics": {**reported.get("metrics", {}), "later": 1.0}, "reward": reward}
+        raw_outcome = {**raw_outcome, "metrics": {**raw_outcome.get("metrics", {}), "later": 1.0}, "reward": reward}
         if reward is None:
-            reported["error"] = (
+            raw_outcome["error"] = (
                 f"no reward came for it within agent.feedback_timeout_s ({self._options.feedback_s:g} s)"
             )
-        self._reward_queue.put((unrewarded_episode, build_episode(reported)))
+        self._reward_queue.put((unrewarded_episode, build_episode(raw_outcome)))
 
     def _build_episode(
-        self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], reported: dict[str, Any]
+        self, session: GatewaySession, prompt: Prompt | None, ids: tuple[int, ...], raw_outcome: dict[str, Any]
     ) -> Episode:
-        outcome = Outcome(
-            reported.get("reward"), reported.get("response"), reported.get("error", ""), reported.get("metrics", {})
+        episode_outcome = Outcome(
+            raw_outcome.get("reward"),
+            raw_outcome.get("response"),
+            raw_outcome.get("error", ""),
+            raw_outcome.get("metrics", {}),
         )
-        if "turn_rewards" in reported:
-            outcome.error = outcome.error or _assign_turn_rewards(session.tree, reported["turn_rewards"])
+        if "turn_rewards" in raw_outcome:
+            episode_outcome.error = episode_outcome.error or _assign_turn_rewards(
+                session.tree, raw_outcome["turn_rewards"]
+            )
         branches = session.tree.samples(session.number)
         num_untrained_tokens = _mask_untrained_roles(branches, session.limits)
-        role_rewards = reported.get("rewards", {})
-        if role_rewards and outcome.reward is None:
-            outcome.reward = sum(role_rewards.values()) / len(role_rewards)
-        for branch in branches if role_rewards else []:
-            name = session.limits.roles[branch.role] if session.limits.roles else ""
+        role_rewards = raw_outcome.get("rewards", {})
+        if role_rewards and episode_outcome.reward is None:
+            episode_outcome.reward = sum(role_rewards.values()) / len(role_rewards)
+        for branch_episode in branches if role_rewards else []:
+            name = session.limits.roles[branch_episode.role] if session.limits.roles else ""
             if name not in role_rewards:
-                outcome.error = outcome.error or f"rewards has none for {name or 'any role: agent.roles is empty'}"
+                episode_outcome.error = (
+                    episode_outcome.error or f"rewards has none for {name or 'any role: agent.roles is empty'}"
+                )
                 break
-            branch.role_reward_offset = role_rewards[name] - (outcome.reward or 0.0)
-        if not branches and not outcome.error:
-            outcome.error = "it ended without an answer of the model"
+            branch_episode.role_reward_offset = role_rewards[name] - (episode_outcome.reward or 0.0)
+        if not branches and not episode_outcome.error:
+            episode_outcome.error = "it ended without an answer of the model"
         last_turn = next((turn for turn in reversed(session.tree.turns) if turn.received), None)
-        is_truncated = reported.get("cut") or (
+        is_truncated = raw_outcome.get("cut") or (
             last_turn is not None and stop_reason(last_turn.finish_reason) == "length"
         )
-        reason = "error" if outcome.error else "length" if is_truncated else "stop"
-        counts = session.tree.counts() + session.counts
+        reason = "error" if episode_outcome.error else "length" if is_truncated else "stop"
+        session_counts = session.tree.counts() + session.counts
         episode = Episode(
             session.number,
             ids,
             prompt,
-            turns=counts["turns"],
+            turns=session_counts["turns"],
             finish_reason=reason,
-            outcome=outcome,
+            outcome=episode_outcome,
             branches=branches,
         )
         if last_turn is not None:
             episode.append(last_turn.token_ids, 0, last_turn.logprobs, last_turn.versions)
         count_names = ["turns", "not_received", "retried", "refused", "given_up"]
-        if isinstance(self._agents, RemoteAgents):
+        if isinstance(self._harnesses, RemoteAgents):
             count_names.append("begun_again")
-        outcome.metrics |= {name: float(counts[name]) for name in count_names}
-        outcome.metrics["samples"] = float(len(branches))
+        episode_outcome.metrics |= {name: float(session_counts[name]) for name in count_names}
+        episode_outcome.metrics["samples"] = float(len(branches))
         if num_untrained_tokens:
-            outcome.metrics[UNTRAINED_ROLE] = float(num_untrained_tokens)
+            episode_outcome.metrics[UNTRAINED_ROLE] = float(num_untrained_tokens)
         return episode
 
     def _log_failure(self, episode: Episode) -> None:
@@ -399,7 +428,7 @@ class OutsideEpisodes:
             log.warning(message, episode.id, self._num_failures, episode.outcome.error)
 
 
-def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
+def _build_conversation(prompt: Prompt) -> list[dict[str, Any]]:
     """Returns a prompt's messages for agents, including its images."""
     if not prompt.images:
         return [{**m, "role": "user"} if m["role"] == "raw" else m for m in prompt.messages]
@@ -415,13 +444,13 @@ def _conversation(prompt: Prompt) -> list[dict[str, Any]]:
     return messages
 
 
-def _mask_untrained_roles(branches: list[Episode], limits: EpisodeLimits) -> int:
+def _mask_untrained_roles(branches: list[Episode], episode_limits: EpisodeLimits) -> int:
     """Removes the tokens of untrained roles from the loss masks; returns their number."""
     num_masked = 0
-    for branch in branches:
-        if limits.untrained and limits.roles[branch.role] in limits.untrained:
-            num_masked += sum(branch.loss_mask)
-            branch.loss_mask = [False] * len(branch.loss_mask)
+    for branch_episode in branches:
+        if episode_limits.untrained and episode_limits.roles[branch_episode.role] in episode_limits.untrained:
+            num_masked += sum(branch_episode.loss_mask)
+            branch_episode.loss_mask = [False] * len(branch_episode.loss_mask)
     return num_masked
 
 
@@ -501,14 +530,14 @@ class RemoteAgents:
             elif message["ident"] == self.ident:
                 episode = self._episodes.get(message["number"])
                 if episode is not None and episode.runner == (message["agent"], message["of"]):
-                    self._end(message["number"], message["outcome"])
+                    self._end_episode(message["number"], message["outcome"])
         now = time.monotonic()
-        for number, episode in list(self._episodes.items()):
+        for episode_number, episode in list(self._episodes.items()):
             if episode.deadline and now > episode.deadline:
                 self._kill(episode)
                 time_limit_s = episode.ticket["timeout_s"] + _GRACE_S
                 reason = f"agent-{episode.runner[0]}, which ran it, said nothing within {time_limit_s:g} s"
-                self._end(number, {"error": reason})
+                self._end_episode(episode_number, {"error": reason})
 
     def abort(self) -> None:
         """Ends all running programs and removes queued tickets, without reporting outcomes."""
@@ -525,15 +554,19 @@ class RemoteAgents:
 
     def _on_take(self, message: dict[str, Any]) -> None:
         """Sends an episode's ticket to the rank that has taken it; sends None if the episode has ended."""
-        runner, number, ticket = (message["agent"], message["take"]), message["number"], None
-        episode = self._episodes.get(number) if message["ident"] == self.ident else None
+        runner, episode_number, ticket = (message["agent"], message["take"]), message["number"], None
+        episode = self._episodes.get(episode_number) if message["ident"] == self.ident else None
         if episode is not None and episode.num_starts == _MAX_STARTS:
-            self._end(number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"})
+            self._end_episode(
+                episode_number, {"error": f"{_MAX_STARTS} ranks of the group agent were lost while they ran it"}
+            )
         elif episode is not None:
             if episode.num_starts:
                 lost_rank = episode.runner[0]
-                log.info("episode %d is begun again on agent-%d: agent-%d was lost", number, runner[0], lost_rank)
-                episode.ticket = self._on_restart(number)
+                log.info(
+                    "episode %d is begun again on agent-%d: agent-%d was lost", episode_number, runner[0], lost_rank
+                )
+                episode.ticket = self._on_restart(episode_number)
             episode.num_starts += 1
             episode.runner, ticket = runner, episode.ticket
             episode.deadline = time.monotonic() + ticket["timeout_s"] + _GRACE_S
@@ -542,6 +575,6 @@ class RemoteAgents:
     def _kill(self, episode: _RemoteEpisode) -> None:
         self._post.send(episode.runner[0], {"kill": episode.runner[1]})
 
-    def _end(self, number: int, outcome: AgentReply) -> None:
+    def _end_episode(self, number: int, outcome: AgentReply) -> None:
         del self._episodes[number]
         self._on_outcome(number, outcome)

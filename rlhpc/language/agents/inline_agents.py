@@ -17,6 +17,7 @@ from rlhpc.language.agents.turn_tree import RequestError
 from rlhpc.language.envs.base import Environment, play
 from rlhpc.language.envs.tools import PythonTool, Tool, calculator
 from rlhpc.language.policy_text import valid_text
+from rlhpc.runtime.trace_recorder import span
 
 if TYPE_CHECKING:
     from rlhpc.language.agents.gateway.server import Gateway
@@ -60,7 +61,7 @@ class InlineAgents:
 
     def run(self, ticket: dict[str, Any]) -> None:
         """Queues a ticket; its episode starts as soon as the limit of concurrent episodes allows it."""
-        self._gateway.loop.call_soon_threadsafe(self._add, ticket)
+        self._gateway.loop.call_soon_threadsafe(self._add_episode, ticket)
 
     def abort(self) -> None:
         """Ends all running episodes and removes queued tickets, without reporting outcomes."""
@@ -79,7 +80,7 @@ class InlineAgents:
             task.cancel()
         self._tasks.clear()
 
-    def _add(self, ticket: dict[str, Any]) -> None:
+    def _add_episode(self, ticket: dict[str, Any]) -> None:
         self._queued_tickets.append(ticket)
         self._start_queued()
 
@@ -90,18 +91,18 @@ class InlineAgents:
 
     async def _run_episode(self, ticket: dict[str, Any]) -> None:
         try:
-            outcome = await asyncio.wait_for(self._play(ticket), ticket["timeout_s"])
+            episode_outcome = await asyncio.wait_for(self._run_agent(ticket), ticket["timeout_s"])
         except TimeoutError:
-            outcome = {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)"}
+            episode_outcome = {"error": f"it took longer than agent.timeout_s ({ticket['timeout_s']:g} s)"}
         except asyncio.CancelledError:
             return
         except Exception as error:
-            outcome = {"error": describe(error)}
+            episode_outcome = {"error": describe(error)}
         del self._tasks[ticket["id"]]
-        self._on_outcome(ticket["id"], outcome)
+        self._on_outcome(ticket["id"], episode_outcome)
         self._start_queued()
 
-    async def _play(self, ticket: dict[str, Any]) -> dict[str, Any]:
+    async def _run_agent(self, ticket: dict[str, Any]) -> dict[str, Any]:
         async def ask(role: str, messages: list[dict[str, Any]], tools: Sequence[Any]) -> dict[str, Any] | None:
             try:
                 return await self._gateway.chat(ticket["api_key"], role, list(messages), list(tools))
@@ -129,7 +130,7 @@ class ToolAgent(Agent):
         self.tools: dict[str, Tool] = (
             dict(tools) if tools is not None else {"calculator": calculator, "python": PythonTool()}
         )
-        self._longest = longest
+        self._max_characters = longest
 
     def respond(self, episode: Episode, text: str) -> str | dict[str, Any] | None:
         """Runs the tool call that ends the turn; a turn without a call ends the episode."""
@@ -146,7 +147,8 @@ class ToolAgent(Agent):
         if tool is None:
             return f"error: there is no tool {name}; there are {', '.join(self.tools)}"
         try:
-            output = tool(text.strip("\n"))
+            with span(name, "tool"):
+                output = tool(text.strip("\n"))
             if isinstance(output, bytes) or hasattr(output, "save"):
                 return output
             output_text = valid_text(str(output))
@@ -154,4 +156,4 @@ class ToolAgent(Agent):
             output_text = f"error: {error}"
         # Tags within a result would end the result early or call another tool.
         output_text = re.sub(r"</?(?:result|tool)>", "", output_text)
-        return output_text if len(output_text) <= self._longest else output_text[: self._longest] + "..."
+        return output_text if len(output_text) <= self._max_characters else output_text[: self._max_characters] + "..."

@@ -17,11 +17,11 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Request, RolloutBackend
 from rlhpc.language.envs.registry import find_environment
 from rlhpc.language.multi_policy import ENVIRONMENT, policies_of, roles_of
-from rlhpc.language.scoring.groups import AGENT, placed
-from rlhpc.runtime.comm.context import installed
+from rlhpc.language.scoring.groups import AGENT, placed_groups
+from rlhpc.runtime.comm.context import installed_context
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plugins import Registry, required
+from rlhpc.runtime.plugins import Registry, require_package
 
 if TYPE_CHECKING:
     from rlhpc.language.agents.agent_processes import Program
@@ -103,7 +103,11 @@ def configured_agent(cfg: LanguageConfig) -> Agent | None:
 
 
 def make_generation(
-    cfg: LanguageConfig, backend: RolloutBackend, tokenizer: Any, elsewhere: AgentRanks | None = None, address: str = ""
+    cfg: LanguageConfig,
+    backend: RolloutBackend,
+    tokenizer: Any,
+    agent_ranks: AgentRanks | None = None,
+    address: str = "",
 ) -> Generation:
     """Builds the runner of episodes from sections `rollout` and `agent`. The episodes have one turn, use the inline agent
     `rollout.agent`, or use an external agent.
@@ -112,7 +116,7 @@ def make_generation(
         cfg: Configuration of the run.
         backend: Engine.
         tokenizer: Tokenizer of the model.
-        elsewhere: Connection to the ranks that run external agents; None to run them from this process.
+        agent_ranks: Connection to the ranks that run external agents; None to run them from this process.
         address: Address of this host for processes on other hosts; "" to refuse them.
 
     Raises:
@@ -125,17 +129,17 @@ def make_generation(
 
     parsers, options = build_external_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
-    build = partial(OutsideEpisodes, backend, tokenizer, parsers, context, options=options)
-    if elsewhere is not None:
-        return build(elsewhere, address=address)
+    build_episodes = partial(OutsideEpisodes, backend, tokenizer, parsers, context, options=options)
+    if agent_ranks is not None:
+        return build_episodes(agent_ranks, address=address)
     if cfg.agent.kind == ENVIRONMENT:
-        return build(build_inline_environment(cfg))
+        return build_episodes(build_inline_environment(cfg))
     from rlhpc.language.agents.services import Services
 
     services = Services(cfg.agent.services)
     try:
         program = program_of(cfg, services.addresses)
-        return build(program, on_close=services.close, address=address, check=services.check)
+        return build_episodes(program, on_close=services.close, address=address, check=services.check)
     except BaseException:
         services.close()
         raise
@@ -147,7 +151,7 @@ def build_external_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, 
     Raises:
         ConfigError: The model has no chat template, a parser is unknown, or a package is missing.
     """
-    required("aiohttp", f"agent.kind={cfg.agent.kind} needs aiohttp")
+    require_package("aiohttp", f"agent.kind={cfg.agent.kind} needs aiohttp")
     from rlhpc.language.agents.external import AgentOptions
     from rlhpc.language.agents.gateway.output_parsers import Parsers
     from rlhpc.language.agents.gateway.sessions import EpisodeLimits
@@ -165,9 +169,9 @@ def build_external_agent(cfg: LanguageConfig, tokenizer: Any) -> tuple[Parsers, 
         raise ConfigError(
             f"agent.untrained_roles is {list(untrained_roles)}; allowed: some of the roles, not all of them ({role_names})"
         )
-    limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained_roles, policies_of(cfg).by_role)
+    episode_limits = EpisodeLimits(agent.max_turns, agent.max_tokens, roles, untrained_roles, policies_of(cfg).by_role)
     feedback_s = float(select(cfg, "agent.feedback_timeout_s") or 0.0)
-    options = AgentOptions(limits, agent.timeout_s, kwargs, feedback_s)
+    options = AgentOptions(episode_limits, agent.timeout_s, kwargs, feedback_s)
     return Parsers(tokenizer, agent.tool_parser, agent.reasoning_parser), options
 
 
@@ -187,7 +191,7 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
     options = plain(agent.framework) or {"servers": servers}
     command = tuple(fill_addresses(list(agent.command), addresses))
     environment = {f"RLHPC_SERVICE_{name.upper()}": address for name, address in addresses.items()}
-    limits = {name: int(getattr(agent, name)) for name in LIMITS}
+    sandbox_limits = {name: int(getattr(agent, name)) for name in LIMITS}
     return Program(
         agent.kind,
         agent.target,
@@ -198,17 +202,17 @@ def program_of(cfg: LanguageConfig, addresses: Mapping[str, str] | None = None) 
         environment,
         agent.sandbox,
         tuple(plain(agent.sandbox_read)),
-        _private_paths(cfg),
-        limits,
+        _find_private_paths(cfg),
+        sandbox_limits,
     )
 
 
-def _private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
+def _find_private_paths(cfg: LanguageConfig) -> tuple[str, ...]:
     """Returns the paths that sandboxes hide by default: the folder of runs, the registry, and files with reference
     answers.
     """
     paths = [expand_home(cfg.runner.run_dir).absolute() / cfg.runner.name]
-    if (context := installed()) is not None:
+    if (context := installed_context()) is not None:
         paths.append(context.registry.root)
     for section in (cfg.data.train, *cfg.data.eval):
         if section.path:
@@ -239,9 +243,9 @@ def check_harness(cfg: LanguageConfig) -> None:
 
     program = program_of(cfg)
     # Ranks of a group `agent` check the program on their nodes, which may have other software.
-    if AGENT in placed(cfg) and program.python is not None and not Path(program.python).exists():
+    if AGENT in placed_groups(cfg) and program.python is not None and not Path(program.python).exists():
         return
-    Harnesses(replace(program, sandbox=None), lambda number, outcome: None).close()
+    Harnesses(replace(program, sandbox=None), lambda episode_number, raw_outcome: None).close()
 
 
 def check_sandbox(cfg: LanguageConfig) -> None:
@@ -252,5 +256,5 @@ def check_sandbox(cfg: LanguageConfig) -> None:
     """
     from rlhpc.language.agents.agent_processes import require_sandbox
 
-    if AGENT not in placed(cfg):
+    if AGENT not in placed_groups(cfg):
         require_sandbox(program_of(cfg))

@@ -89,14 +89,14 @@ class Services:
         self._services: list[_RunningService] = []
         try:
             for section in sections:
-                self._services.append(_start(section, log_folder, (ports or {}).get(section.name)))
+                self._services.append(_start_service(section, log_folder, (ports or {}).get(section.name)))
             for service in self._services:
                 _await_ready(service)
         except BaseException:
             self.close()
             raise
         self.addresses = {service.section.name: service.address for service in self._services}
-        self._next_check = time.monotonic() + _WATCH_S
+        self._next_check_at = time.monotonic() + _WATCH_S
 
     def check(self) -> None:
         """Checks that the services still run and own their ports.
@@ -104,15 +104,15 @@ class Services:
         Raises:
             ConfigError: A service has ended, or another program has its port.
         """
-        if time.monotonic() < self._next_check:
+        if time.monotonic() < self._next_check_at:
             return
-        self._next_check = time.monotonic() + _WATCH_S
+        self._next_check_at = time.monotonic() + _WATCH_S
         for service in self._services:
             name, status = service.section.name, service.process.poll()
             if status is not None:
                 raise ConfigError(f"agent.services[{name}] ended with status {status} during the run{service.tail()}")
             if service.has_foreign_listener():
-                raise ConfigError(_foreign_error(service))
+                raise ConfigError(_format_foreign_error(service))
 
     def close(self) -> None:
         """Ends the services, with all their descendants."""
@@ -130,22 +130,22 @@ class Services:
             shutil.rmtree(self._temporary_folder, ignore_errors=True)
 
 
-def fill_addresses(value: Any, addresses: Mapping[str, str]) -> Any:
+def fill_addresses(config_value: Any, addresses: Mapping[str, str]) -> Any:
     """Replaces service names in braces by addresses, in all texts of a nested value."""
-    if isinstance(value, str):
+    if isinstance(config_value, str):
         for name, address in addresses.items():
-            value = value.replace(f"{{{name}}}", address)
-        return value
-    if isinstance(value, Mapping):
-        return {key: fill_addresses(nested_value, addresses) for key, nested_value in value.items()}
+            config_value = config_value.replace(f"{{{name}}}", address)
+        return config_value
+    if isinstance(config_value, Mapping):
+        return {key: fill_addresses(child, addresses) for key, child in config_value.items()}
     return (
-        [fill_addresses(nested_value, addresses) for nested_value in value]
-        if isinstance(value, (list, tuple))
-        else value
+        [fill_addresses(child, addresses) for child in config_value]
+        if isinstance(config_value, (list, tuple))
+        else config_value
     )
 
 
-def _start(section: ServiceConfig, folder: Path, earlier_address: str | None) -> _RunningService:
+def _start_service(section: ServiceConfig, folder: Path, earlier_address: str | None) -> _RunningService:
     with socket.socket() as probe_socket:
         probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -173,7 +173,7 @@ def _await_ready(service: _RunningService) -> None:
     while not (_is_ready(service) and service.process.poll() is None and not service.has_foreign_listener()):
         status = service.process.poll()
         if service.has_foreign_listener():
-            raise ConfigError(_foreign_error(service))
+            raise ConfigError(_format_foreign_error(service))
         if status is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             continue
@@ -184,7 +184,7 @@ def _await_ready(service: _RunningService) -> None:
     log.info("service %s is ready at %s", section.name, service.address)
 
 
-def _foreign_error(service: _RunningService) -> str:
+def _format_foreign_error(service: _RunningService) -> str:
     return (
         f"agent.services[{service.section.name}]: a program that is not this service listens at its address {service.address} "
         f"(another user's, or of this user outside it){service.tail()}. Start the run again: it takes another port"
@@ -236,7 +236,7 @@ class Relays:
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
                 upstream, upstream_writer = await asyncio.open_connection(target_url.hostname, target_url.port)
-                await asyncio.gather(_copy(reader, upstream_writer), _copy(upstream, writer))
+                await asyncio.gather(_copy_stream(reader, upstream_writer), _copy_stream(upstream, writer))
             writer.close()
 
         await asyncio.start_unix_server(relay, path)
@@ -248,7 +248,7 @@ class Relays:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while chunk := await reader.read(_CHUNK):
             writer.write(chunk)

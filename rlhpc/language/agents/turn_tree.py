@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.agents.chat_content import content_of, text_after_reply
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.data.images import Looker, PromptImages, concatenate_images, digest_of
+from rlhpc.language.data.images import PromptImageProcessor, PromptImages, concatenate_images, digest_of
 from rlhpc.language.data.tokenizer import REPLY, render_chat
 from rlhpc.language.policy_text import parse_arguments, valid_text
 from rlhpc.runtime.errors import ConfigError
@@ -60,9 +60,9 @@ class AgentTurn:
     feedback: float | None = None
     images: PromptImages | None = None
 
-    def mark_received(self, received: bool = True) -> bool:
+    def mark_received(self, is_received: bool = True) -> bool:
         """Records whether the reply has reached the client; returns the previous value."""
-        was_received, self.received = self.received, received
+        was_received, self.received = self.received, is_received
         return was_received
 
 
@@ -81,7 +81,7 @@ class TurnTree:
         return [
             token
             for turn_index in self.path(turn)
-            for part_ids in self._context_and_reply(turn_index)
+            for part_ids in self._find_context_and_reply(turn_index)
             for token in part_ids
         ]
 
@@ -98,24 +98,28 @@ class TurnTree:
         """
         ids, end_positions, best_turn = list(ids), dict[int, int](), None
         for turn_index, turn in enumerate(self.turns):  # a parent comes before its children
-            start = 0 if turn.parent is None else end_positions.get(turn.parent)
-            if start is None or turn.role != role:
+            suffix_start = 0 if turn.parent is None else end_positions.get(turn.parent)
+            if suffix_start is None or turn.role != role:
                 continue
-            for part_ids in self._context_and_reply(turn_index):
-                if ids[start : start + len(part_ids)] != part_ids:
+            for part_ids in self._find_context_and_reply(turn_index):
+                if ids[suffix_start : suffix_start + len(part_ids)] != part_ids:
                     break
-                start += len(part_ids)
+                suffix_start += len(part_ids)
             else:
-                end_positions[turn_index] = start
-                has_same_images = _image_places(turn.images) == tuple(
-                    image_place for image_place in _image_places(images) if image_place[0] < start
+                end_positions[turn_index] = suffix_start
+                has_same_images = _list_image_places(turn.images) == tuple(
+                    image_place for image_place in _list_image_places(images) if image_place[0] < suffix_start
                 )
-                if has_same_images and start < len(ids) and (best_turn is None or start >= end_positions[best_turn]):
+                if (
+                    has_same_images
+                    and suffix_start < len(ids)
+                    and (best_turn is None or suffix_start >= end_positions[best_turn])
+                ):
                     best_turn = turn_index
         return best_turn
 
-    def _context_and_reply(self, at: int) -> tuple[list[int], list[int]]:
-        return self.turns[at].context, self.turns[at].token_ids
+    def _find_context_and_reply(self, turn_index: int) -> tuple[list[int], list[int]]:
+        return self.turns[turn_index].context, self.turns[turn_index].token_ids
 
     def samples(self, number: int) -> list[Episode]:
         """Returns one sample per leaf, in an order that does not depend on which call ended first. Turns that no client
@@ -133,7 +137,7 @@ class TurnTree:
             (
                 self.turns[leaf_index].role,
                 self.ids(leaf_index),
-                _image_places(self.turns[leaf_index].images),
+                _list_image_places(self.turns[leaf_index].images),
                 self.path(leaf_index),
             )
             for leaf_index in leaf_indices
@@ -145,7 +149,7 @@ class TurnTree:
             trained_turns.update(path)
         return samples
 
-    def _sample(self, number: int, path: Sequence[int], trained: set[int], numbers: Sequence[int]) -> Episode:
+    def _sample(self, number: int, path: Sequence[int], trained_turns: set[int], numbers: Sequence[int]) -> Episode:
         first_turn = self.turns[path[0]]
         sample = Episode(
             number,
@@ -160,7 +164,7 @@ class TurnTree:
             turn = self.turns[turn_index]
             if depth:
                 sample.append(turn.context, numbers[turn_index])
-            is_trained = turn.received and turn_index not in trained
+            is_trained = turn.received and turn_index not in trained_turns
             sample.append(turn.token_ids, numbers[turn_index], turn.logprobs, turn.versions, is_trained=is_trained)
             sample.rewards += [0.0] * (len(sample.token_ids) - len(sample.rewards))
             if is_trained and turn.token_ids:
@@ -177,7 +181,7 @@ class TurnTree:
         )
 
 
-def _image_places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
+def _list_image_places(images: PromptImages | None) -> tuple[tuple[int, bytes], ...]:
     return () if images is None else images.places
 
 
@@ -214,34 +218,34 @@ def canonical(message: Mapping[str, Any]) -> Message:
         raise RequestError("messages must be a list of objects with role and content")
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
     try:
-        content, images = content_of(message.get("content"))
+        text_content, images = content_of(message.get("content"))
     except ConfigError as error:
         raise RequestError(str(error)) from None
-    canonical_message: Message = {"role": role, "content": content, **({"images": images} if images else {})}
-    reasoning = _text_field(message, "reasoning_content") or _text_field(message, "reasoning")
+    canonical_message: Message = {"role": role, "content": text_content, **({"images": images} if images else {})}
+    reasoning = _read_text_field(message, "reasoning_content") or _read_text_field(message, "reasoning")
     if reasoning:
         canonical_message["reasoning_content"] = reasoning
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise RequestError("a message's tool_calls must be a list")
     if calls:
-        canonical_message["tool_calls"] = [_canonical_call(call) for call in calls]
+        canonical_message["tool_calls"] = [_canonicalize_call(call) for call in calls]
     if message.get("function_call"):
         raise RequestError("a message has a function_call; functions are tools here: send tool_calls")
     for name in ("tool_call_id", "name"):
-        if field_text := _text_field(message, name):
+        if field_text := _read_text_field(message, name):
             canonical_message[name] = field_text
     return canonical_message
 
 
-def _text_field(message: Mapping[str, Any], name: str) -> str:
+def _read_text_field(message: Mapping[str, Any], name: str) -> str:
     field_text = message.get(name)
     if field_text is not None and not isinstance(field_text, str):
         raise RequestError(f"a message's {name} must be a text")
     return field_text or ""
 
 
-def _canonical_call(call: Any) -> Message:
+def _canonicalize_call(call: Any) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     arguments = function.get("arguments") if isinstance(function, Mapping) else None
@@ -257,30 +261,34 @@ def _canonical_call(call: Any) -> Message:
 
 def key_of(message: Message) -> str:
     """Returns a digest of a message's content. Ids of tool calls and surrounding white space do not change it."""
-    content = {name: value for name, value in message.items() if name not in ("tool_call_id", "name")}
-    content["content"] = _strip_texts(message["content"])
-    if "images" in content:
-        content["images"] = [digest_of(image) for image in content["images"]]
-    if "reasoning_content" in content:
-        content["reasoning_content"] = content["reasoning_content"].strip()
-    if "tool_calls" in content:
-        content["tool_calls"] = [call["function"] for call in content["tool_calls"]]
-    return _digest(content)
+    compared_fields = {
+        name: field_value for name, field_value in message.items() if name not in ("tool_call_id", "name")
+    }
+    compared_fields["content"] = _remove_surrounding_space(message["content"])
+    if "images" in compared_fields:
+        compared_fields["images"] = [digest_of(image) for image in compared_fields["images"]]
+    if "reasoning_content" in compared_fields:
+        compared_fields["reasoning_content"] = compared_fields["reasoning_content"].strip()
+    if "tool_calls" in compared_fields:
+        compared_fields["tool_calls"] = [call["function"] for call in compared_fields["tool_calls"]]
+    return _compute_digest(compared_fields)
 
 
-def _strip_texts(content: Any) -> Any:
-    if isinstance(content, str):
-        return content.strip()
-    return [content_part["text"].strip() if "text" in content_part else content_part for content_part in content]
+def _remove_surrounding_space(message_content: Any) -> Any:
+    if isinstance(message_content, str):
+        return message_content.strip()
+    return [
+        content_part["text"].strip() if "text" in content_part else content_part for content_part in message_content
+    ]
 
 
 def keys_of(messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
     """Returns the digest of the tools, followed by the digest of each message."""
-    return (_digest(tools or []), *map(key_of, messages))
+    return (_compute_digest(tools or []), *map(key_of, messages))
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
+def _compute_digest(json_value: Any) -> str:
+    return hashlib.blake2b(json.dumps(json_value, sort_keys=True, default=str).encode(), digest_size=12).hexdigest()
 
 
 class Renderer:
@@ -288,12 +296,14 @@ class Renderer:
 
     Args:
         tokenizer: Tokenizer of transformers.
-        looker: Image processor; None if the model reads only text.
+        image_processor: Image processor; None if the model reads only text.
         context: Maximum number of tokens that the model reads.
     """
 
-    def __init__(self, tokenizer: Any, looker: Looker | None = None, context: int = sys.maxsize) -> None:
-        self.tokenizer, self.looker, self.context = tokenizer, looker, context
+    def __init__(
+        self, tokenizer: Any, image_processor: PromptImageProcessor | None = None, context: int = sys.maxsize
+    ) -> None:
+        self.tokenizer, self.image_processor, self.context = tokenizer, image_processor, context
 
     @functools.cached_property
     def _max_characters(self) -> int:
@@ -343,33 +353,33 @@ class Renderer:
         Raises:
             RequestError: The template refuses the conversation, or the model does not read images.
         """
-        if self.looker is None and any("images" in message for message in messages):
+        if self.image_processor is None and any("images" in message for message in messages):
             raise RequestError("a message shows a picture; this model reads text alone")
-        parent, length = None, 0
+        parent, matched_length = None, 0
         for turn_index, turn in enumerate(tree.turns):
             if turn.role != role:
                 continue
-            if length <= len(turn.keys) < len(keys) and turn.keys and keys[: len(turn.keys)] == turn.keys:
-                parent, length = turn_index, len(turn.keys)
+            if matched_length <= len(turn.keys) < len(keys) and turn.keys and keys[: len(turn.keys)] == turn.keys:
+                parent, matched_length = turn_index, len(turn.keys)
         if parent is not None:
             reply = tree.turns[parent]
-            rendered_suffix = self._render_after(messages, length - 2, tools, reply.token_ids)
+            rendered_suffix = self._render_after(messages, matched_length - 2, tools, reply.token_ids)
             if rendered_suffix is not None:
                 prefix_ids = tree.ids(parent)
-                ids, images = self._encode(rendered_suffix, messages[length - 1 :], len(prefix_ids))
+                ids, images = self._encode(rendered_suffix, messages[matched_length - 1 :], len(prefix_ids))
                 return prefix_ids + ids, parent, concatenate_images(reply.images, images)
         ids, images = self._encode(self._text(messages, tools), messages)
         return ids, tree.find_parent(ids, role, images), images
 
-    def _render_after(self, messages: Sequence[Message], reply: int, tools: Any, drawn: list[int]) -> str | None:
+    def _render_after(self, messages: Sequence[Message], reply: int, tools: Any, sampled_ids: list[int]) -> str | None:
         """Returns the rendered text after the message with index `reply`; None if the template changes the reply."""
         marked_messages = [*messages]
         marked_messages[reply] = {"role": "assistant", "content": REPLY}
         try:
-            rendered_text = self._text(marked_messages, tools)
+            rendering = self._text(marked_messages, tools)
         except RequestError:  # the template requires the tool calls, which the placeholder omits
             return None
-        return text_after_reply(self.tokenizer, rendered_text, drawn) if rendered_text.count(REPLY) == 1 else None
+        return text_after_reply(self.tokenizer, rendering, sampled_ids) if rendering.count(REPLY) == 1 else None
 
     def _encode(
         self, text: str, messages: Sequence[Message], num_prior_tokens: int = 0
@@ -378,18 +388,18 @@ class Renderer:
         and the images or None.
         """
         ids, literal_positions, text = list[int](), set[int](), valid_text(text)
-        if self.looker is None:
+        if self.image_processor is None:
             return self.tokenizer.encode(text, add_special_tokens=False), None
         for part_number, text_part in enumerate(text.split(_LITERAL_IMAGE_TOKEN)):
             if part_number:
                 literal_positions.add(len(ids))
-                ids.append(self.looker.token)
+                ids.append(self.image_processor.token)
             ids += self.tokenizer.encode(text_part, add_special_tokens=False)
         images = [image for message in messages for image in message.get("images", ())]
         if not images:
             return ids, None
         try:
-            return self.looker.look(images, ids, num_prior_tokens, literal_positions)
+            return self.image_processor.process_prompt(images, ids, num_prior_tokens, literal_positions)
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
@@ -397,31 +407,33 @@ class Renderer:
         text_messages = [
             {name: field_value for name, field_value in message.items() if name != "images"} for message in messages
         ]
-        if self.looker is not None:
-            text_messages = _remove_image_token(text_messages, self.tokenizer.convert_ids_to_tokens(self.looker.token))
+        if self.image_processor is not None:
+            text_messages = _remove_image_token(
+                text_messages, self.tokenizer.convert_ids_to_tokens(self.image_processor.token)
+            )
         try:
             return render_chat(self.tokenizer, text_messages, tools or (), add_generation_prompt=True)
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
 
-def _count_characters(value: Any) -> int:
+def _count_characters(json_value: Any) -> int:
     """Returns the total number of characters of all texts in a nested value."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_count_characters(name) + _count_characters(nested_value) for name, nested_value in value.items())
-    return sum(map(_count_characters, value)) if isinstance(value, list) else 0
+    if isinstance(json_value, str):
+        return len(json_value)
+    if isinstance(json_value, Mapping):
+        return sum(_count_characters(name) + _count_characters(child) for name, child in json_value.items())
+    return sum(map(_count_characters, json_value)) if isinstance(json_value, list) else 0
 
 
-def _remove_image_token(content: Any, token_text: str) -> Any:
-    """Returns nested content in which `_LITERAL_IMAGE_TOKEN` replaces the image token's text `token_text`."""
-    if isinstance(content, str):
-        return content.replace(token_text, _LITERAL_IMAGE_TOKEN)
-    if isinstance(content, Mapping):
-        return {name: _remove_image_token(nested_value, token_text) for name, nested_value in content.items()}
+def _remove_image_token(message_content: Any, image_token: str) -> Any:
+    """Returns nested content in which `_LITERAL_IMAGE_TOKEN` replaces the image token's text `image_token`."""
+    if isinstance(message_content, str):
+        return message_content.replace(image_token, _LITERAL_IMAGE_TOKEN)
+    if isinstance(message_content, Mapping):
+        return {name: _remove_image_token(child, image_token) for name, child in message_content.items()}
     return (
-        [_remove_image_token(nested_value, token_text) for nested_value in content]
-        if isinstance(content, list)
-        else content
+        [_remove_image_token(child, image_token) for child in message_content]
+        if isinstance(message_content, list)
+        else message_content
     )

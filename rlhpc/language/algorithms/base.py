@@ -71,8 +71,8 @@ class MinibatchCounts:
         """
         batch.columns[SEQUENCE_TOKENS] = batch.sequence_tokens()
         trained_sequences = torch.repeat_interleave(batch.sequence(), batch.lengths)[batch.mask]
-        counts = torch.tensor([float(len(trained_sequences)), float(len(trained_sequences.unique()))])
-        tokens, sequences = (all_reduce(counts) if all_reduce else counts).tolist()
+        class_counts = torch.tensor([float(len(trained_sequences)), float(len(trained_sequences.unique()))])
+        tokens, sequences = (all_reduce(class_counts) if all_reduce else class_counts).tolist()
         return cls(tokens, sequences, length)
 
     def weights(self, batch: TokenBatch, loss_agg: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -105,8 +105,8 @@ class MinibatchCounts:
 
     def shares_of_means(self, means: Mapping[str, Any], batch: TokenBatch) -> dict[str, Tensor]:
         """Converts means over a micro-batch's trained tokens to its shares of the means over all trained tokens."""
-        count = batch.mask.sum()
-        return {name: torch.as_tensor(mean) * count / max(self.tokens, 1.0) for name, mean in means.items()}
+        num_tokens = batch.mask.sum()
+        return {name: torch.as_tensor(mean) * num_tokens / max(self.tokens, 1.0) for name, mean in means.items()}
 
 
 def length_limit(cfg: GrpoConfig) -> int:
@@ -174,3 +174,13 @@ class LanguageAlgorithm(abc.ABC):
         Returns:
             A scalar; and metrics, which are also shares: their sums over micro-batches and ranks are logged as `train/NAME`.
         """
+
+    def summarize(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Returns a minibatch's metrics to log, from the sums of the shares that `loss` returned.
+
+        A metric that is no sum over tokens, such as a ratio of two sums, is computed here.
+
+        Args:
+            metrics: Sums over micro-batches and ranks. With several policies, their names have a prefix.
+        """
+        return dict(metrics)

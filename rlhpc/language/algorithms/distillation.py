@@ -21,10 +21,10 @@ from torch import Tensor
 from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS, VALUES, MinibatchCounts, Reduce
 from rlhpc.language.algorithms.policy_gradient import OLD, PolicyGradient
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.models.divergence import FLOOR, FullDivergence, TopDivergence
+from rlhpc.language.models.divergence import FLOOR, FullDivergence, TopKDivergence
 from rlhpc.language.models.logprobs import RowReader, TokenScores, logit_rows
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.scoring.groups import TEACHER, placed, scoring_groups
+from rlhpc.language.scoring.groups import TEACHER, placed_groups, scoring_groups
 from rlhpc.language.scoring.registry import Column, LogitReader, Scorer, ScoringGroup
 
 #: Columns of the teacher's log-probs: of the sampled tokens, and of its most likely tokens (`top_logprobs`).
@@ -41,7 +41,7 @@ class ColocatedTeacher(Scorer):
         group = scoring_groups(cfg)[TEACHER]
         super().__init__(cfg, device, group)
         self.scorer = make_scorer(cfg, device, group)
-        self.packed = self.scorer.packed
+        self.packed, self.shares_prefixes = self.scorer.packed, self.scorer.shares_prefixes
 
     def score(self, batch: TokenBatch) -> Tensor:
         """Returns the teacher's column (`Scorer.score`)."""
@@ -60,14 +60,14 @@ class ColocatedTeacher(Scorer):
 class TopDivergenceReader(LogitReader):
     """Divergence from the teacher's log-probs of its most likely tokens."""
 
-    packed = True
+    packed = shares_prefixes = True
 
     def rows(self, batch: TokenBatch) -> RowReader:
         """Returns the reader of a micro-batch (`LogitReader.rows`)."""
         teacher_top = batch.columns[TEACHER_TOP][batch.predictors()[0]]
         if not batch.tokens:  # then the teacher's number of likely tokens is unknown
             teacher_top = teacher_top.new_zeros(0, 1, 2)
-        return TopDivergence(teacher_top, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
+        return TopKDivergence(teacher_top, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
 
 
 class FullDivergenceReader(LogitReader):
@@ -78,7 +78,7 @@ class FullDivergenceReader(LogitReader):
     def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
         super().__init__(cfg, device)
         self.teacher = ColocatedTeacher(cfg, device)
-        self.packed = self.teacher.packed
+        self.packed, self.shares_prefixes = self.teacher.packed, self.teacher.shares_prefixes
 
     def rows(self, batch: TokenBatch) -> RowReader:
         """Returns the reader of a micro-batch (`LogitReader.rows`)."""
@@ -111,7 +111,7 @@ class Distillation(PolicyGradient):
         if not self.reward_coef and self.critic:
             self.critic = self.has_value_head = False
             self.columns = [column for column in self.columns if column.name != VALUES]
-        scorer = TEACHER if TEACHER in placed(cfg) else ColocatedTeacher
+        scorer = TEACHER if TEACHER in placed_groups(cfg) else ColocatedTeacher
         if options.mode == "full":
             self.reader = FullDivergenceReader
         else:

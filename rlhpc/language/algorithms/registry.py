@@ -39,8 +39,10 @@ def make_algorithm(cfg: GrpoConfig) -> LanguageAlgorithm:
     if not (isinstance(factory, type) and issubclass(factory, LanguageAlgorithm)):
         raise ConfigError(f"algorithm.name is {name!r}, which is no subclass of rlhpc.LanguageAlgorithm")
     algorithm = factory(cfg, **check_options(factory, cfg.algorithm.kwargs, "algorithm.kwargs", f"algorithm {name}", 1))
-    names = [column.name for column in algorithm.columns]
-    reserved_names = [n for n in names if n in (ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS) or names.count(n) > 1]
+    column_names = [column.name for column in algorithm.columns]
+    reserved_names = [
+        n for n in column_names if n in (ADVANTAGES, ROLLOUT_LOGPROBS, VERSIONS) or column_names.count(n) > 1
+    ]
     if reserved_names:
         raise ConfigError(
             f"algorithm.name is {name!r}, whose column {reserved_names[0]!r} is there already: give it another name"

@@ -43,9 +43,6 @@ _HOMES = {
         "GrpoRolloutConfig",
         "ServingConfig",
     ],
-    "rlhpc.language.config.evaluation": [
-        "answering_config",
-    ],
     "rlhpc.language.config.models": [
         "FrozenModelConfig",
         "LanguageModelConfig",
@@ -67,6 +64,7 @@ _HOMES = {
         "SftConfig",
         "SftRunnerConfig",
         "TrainedLanguageConfig",
+        "answering_config",
         "answers",
         "minibatch_size",
         "responses_per_step",
@@ -96,5 +94,5 @@ _HOMES = {
         "SftOptimConfig",
     ],
 }
-__all__ = sorted(name for names in _HOMES.values() for name in names)
+__all__ = sorted(name for home_names in _HOMES.values() for name in home_names)
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

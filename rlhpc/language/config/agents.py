@@ -52,7 +52,7 @@ class AgentConfig:
     frameworks, `agent.framework`, with its rewards."""
     target: str | None = None
     """For kind `python`: `module:function`, a function or coroutine that gets the task and the model and returns the reward,
-    or more. For kind `environment`: `search`, `guess`, `mastermind`, `kuhn_poker`, `proposer`, `sql`, `micro_swe`, a
+    or more. For kind `environment`: `search`, `guess`, `mastermind`, `kuhn_poker`, `proposer`, `sql`, `micro_swe`, `tools`, a
     registered name, or `module:Class`."""
     command: list[str] = field(default_factory=list)
     """For kind `command`: command and its arguments; `{question}` in them stands for the question. Its output is the response

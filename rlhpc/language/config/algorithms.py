@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rlhpc.config.constraints import COUNT, FRACTION, NOT_NEGATIVE, PART, POSITIVE, Choices, Range, Registered
+from rlhpc.config.constraints import (
+    COUNT,
+    FRACTION,
+    NOT_NEGATIVE,
+    PART,
+    POSITIVE,
+    Choices,
+    OptionsOf,
+    Range,
+    Registered,
+)
 
 
 @dataclass
@@ -13,7 +23,7 @@ class LanguageAlgorithmConfig:
     """Learning rate schedule."""
 
     anneal_lr: bool = False
-    """Lowers the learning rate linearly to 0 over the run."""
+    """Lowers the learning rate linearly to `actor.optim.min_lr` over the run."""
 
 
 @dataclass
@@ -34,6 +44,19 @@ class DistillationConfig:
     """Weight of the distillation loss."""
     task_reward_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the advantages computed from the reward by `algorithm.adv_type`; with 0 the reward is only logged."""
+
+
+@dataclass
+class CorrectionConfig:
+    """Correction for the gap between trainer and rollout engine: importance weights, or rejected tokens."""
+
+    name: Annotated[str, Registered("rlhpc.algorithms.registry:CORRECTIONS")] = "token_tis"
+    """Correction: token_tis, sequence_tis, sequence_mis, icepop, token_rejection, geometric (alias seq_mean_k1), k2 (alias
+    seq_mean_k2), k3 (alias seq_mean_k3), binary_tv, a registered name, or `module:Class`."""
+    kwargs: Annotated[dict[str, Any], OptionsOf("name", "rlhpc.algorithms.registry:CORRECTION_OPTIONS")] = field(
+        default_factory=dict
+    )
+    """Options of the correction, such as its thresholds."""
 
 
 @dataclass
@@ -58,10 +81,11 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     an external agent, `agent.max_tokens`). A sequence consists of one role's tokens in an episode."""
     gamma: Annotated[float, FRACTION] = 1.0
     """Discount factor per token."""
-    credit: Annotated[str, Choices("episode", "turn", "state")] = "episode"
+    credit: Annotated[str, Choices("episode", "turn", "all_turns", "state")] = "episode"
     """Credit of a turn of an agent: `episode`, the reward of the whole episode; `turn`, the rewards from this turn on,
-    compared with the same turn of the group's other episodes; `state`, as `episode`, plus a comparison with turns that had
-    just read the same (GiGPO). The last two require an estimator that compares within groups: grpo, dr_grpo, rloo."""
+    compared with the same turn of the group's other episodes; `all_turns`, the same rewards, compared with all turns of the
+    group, so that long episodes count more in mean and spread; `state`, as `episode`, plus a comparison with turns that had
+    just read the same (GiGPO). All but `episode` require an estimator that compares within groups: grpo, dr_grpo, rloo."""
     turn_gamma: Annotated[float, FRACTION] = 1.0
     """Discount factor per turn, for `algorithm.credit`."""
     turn_coef: Annotated[float, NOT_NEGATIVE] = 1.0
@@ -70,6 +94,8 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """λ of GAE, per token."""
     value_clip: Annotated[float | None, POSITIVE] = None
     """Clip range of the value loss; null turns clipping off."""
+    huber_delta: Annotated[float | None, POSITIVE] = None
+    """Error of a value up to which its loss is quadratic; it is linear beyond (Huber). null is quadratic everywhere."""
     value_coef: Annotated[float, NOT_NEGATIVE] = 0.5
     """Weight of the value loss if the values come from the model's value head (`actor.model.value_head`)."""
     normalize_advantages: Annotated[str, Choices("auto", "batch", "none")] = "auto"
@@ -81,6 +107,9 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """ε of PPO's upper clip bound 1 + ε."""
     clip_ratio_c: Annotated[float | None, Range(1, above=True)] = None
     """c of dual-clip PPO (> 1); null turns it off."""
+    early_stop_imp_ratio: Annotated[float | None, Range(1, above=True)] = None
+    """Leaves out the optimizer step of a minibatch whose mean importance ratio (new policy over old) exceeds this; the later
+    minibatches of the step are tried. null is off. Not with `training_backend: deepspeed`."""
     entropy_coef: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the entropy bonus."""
     update_epochs: Annotated[int, COUNT] = 1
@@ -98,7 +127,11 @@ class GrpoAlgorithmConfig(LanguageAlgorithmConfig):
     """Whether the trainer computes the old log-probs; otherwise the rollout engine's are used."""
     tis_cap: Annotated[float | None, POSITIVE] = None
     """Cap of the truncated importance weight between trainer and rollout engine (with `decoupled_ppo`, between the policy
-    before the update and the policy that sampled); null turns it off."""
+    before the update and the policy that sampled); null turns it off. It is the correction `token_tis`."""
+    corrections: list[CorrectionConfig] = field(default_factory=list)
+    """Corrections for the gap between trainer and rollout engine, which are combined: at most one that weighs tokens, and any
+    that reject them. All but `binary_tv` compare the engine's log-probs with recomputed ones
+    (`algorithm.recompute_logprobs`)."""
     filter_groups: bool = False
     """DAPO's dynamic sampling: groups whose rewards, without penalties on length, are all equal are dropped and refilled."""
     max_refills: Annotated[int, NOT_NEGATIVE] = 4

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from rlhpc.config.constraints import COUNT, EVALUATION, FRACTION, NOT_NEGATIVE, Choices, OptionsOf, Registered
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.plugins import suggest_name
 
 
 class Named(Protocol):
@@ -33,7 +33,7 @@ def suite_named(sections: Sequence[Section], name: str) -> Section:
         return suites[name]
     if name == "default":
         return next(iter(suites.values()))
-    raise ConfigError(f"--suite is {name!r}; {meant(name, suites)}data.eval has: {', '.join(suites)}")
+    raise ConfigError(f"--suite is {name!r}; {suggest_name(name, suites)}data.eval has: {', '.join(suites)}")
 
 
 @dataclass

@@ -52,6 +52,10 @@ class EngineConfig(GenerationConfig):
     """Nucleus sampling (top-p); 1 is off."""
     top_k: Annotated[int, Range(1, also=(-1, "off"))] = -1
     """Number of most likely tokens to sample from; -1 for all."""
+    batch_invariant: Annotated[bool, FREE] = False
+    """Turns on vLLM's batch-invariant mode, in which a request's tokens and log-probs do not depend on the other requests:
+    slower, on GPUs of compute capability 8.0 or higher, and for models whose kernels vLLM has in this mode. The engine `hf` is
+    batch-invariant on CPUs as it is."""
     max_turns: Annotated[int, COUNT] = 1
     """Maximum number of turns of a multi-turn episode (`rollout.agent`)."""
     agent: Annotated[str | None, Registered("rlhpc.language.agents.registry:AGENTS")] = None
@@ -71,7 +75,7 @@ class EngineParallelConfig:
 
 @dataclass
 class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
-    """The rollout group."""
+    """Settings of the rollout group."""
 
     parallel: Annotated[EngineParallelConfig, FREE] = field(default_factory=EngineParallelConfig)
     """Engines of several ranks."""

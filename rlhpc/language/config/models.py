@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from rlhpc.config.constraints import ATTENTION, DTYPES, FREE, NOT_NEGATIVE
+from rlhpc.config.constraints import ATTENTION, ENGINE_DTYPES, FREE, NOT_NEGATIVE
 
 
 @dataclass
@@ -14,9 +14,9 @@ class PretrainedConfig:
 
     model_path: str | None = None
     """A Hugging Face folder or hub name, with its tokenizer."""
-    dtype: Annotated[str, DTYPES] = "auto"
-    """Precision of weights and computation: float32, bfloat16, or auto: bfloat16 on an accelerator that supports it, otherwise
-    float32."""
+    dtype: Annotated[str, ENGINE_DTYPES] = "auto"
+    """Precision of weights and computation: float32, bfloat16, float16, or auto: bfloat16 on an accelerator that supports it,
+    otherwise float32."""
     attn_implementation: Annotated[str, ATTENTION] = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     trust_remote_code: bool = False
@@ -25,7 +25,7 @@ class PretrainedConfig:
 
 @dataclass
 class FrozenModelConfig(PretrainedConfig):
-    """A language model that is not trained."""
+    """Settings of a language model that is not trained."""
 
     model_path: str | None = None
     """A Hugging Face folder or hub name, with its tokenizer, or `builtin:tiny`, `builtin:tiny_vl` or `builtin:smollm2`."""
@@ -35,11 +35,11 @@ class FrozenModelConfig(PretrainedConfig):
 
 @dataclass
 class LanguageModelConfig(FrozenModelConfig):
-    """The language model."""
+    """Settings of the language model."""
 
     dtype: str = "auto"
-    """Precision of the computation: float32, bfloat16 (mixed precision with float32 master weights), or auto: bfloat16 on an
-    accelerator that supports it, otherwise float32."""
+    """Precision of the computation: float32; bfloat16 or float16 (mixed precision with float32 master weights; float16 with a
+    scaled loss, see `grad_scaler`); or auto: bfloat16 on an accelerator that supports it, otherwise float32."""
     attn_implementation: Annotated[str, FREE] = "sdpa"
     """Attention of transformers: sdpa, eager or flash_attention_2."""
     gradient_checkpointing: Annotated[bool, FREE] = False
@@ -52,7 +52,7 @@ class LanguageModelConfig(FrozenModelConfig):
 
 @dataclass
 class PolicyModelConfig(LanguageModelConfig):
-    """The language model."""
+    """Settings of the language model."""
 
     value_head: bool = False
     """Whether the model gets a value head, for `algorithm.adv_type: gae` without a group `critic`; policy and value loss then

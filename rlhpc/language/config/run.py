@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, TypeGuard
+from typing import Annotated, Any, TypeGuard
+
+from omegaconf import DictConfig, OmegaConf
 
 from rlhpc.config.constraints import FREE, INTERVAL
 from rlhpc.config.sections import RunConfig, RunnerConfig, WorkflowConfig
-from rlhpc.config.typed import mapping
+from rlhpc.config.typed import default_section, mapping, plain, typed
 from rlhpc.language.config.agents import AgentConfig, TrainedAgentConfig
 from rlhpc.language.config.algorithms import (
     DpoAlgorithmConfig,
@@ -38,11 +40,15 @@ from rlhpc.runtime.cluster_config import ElasticClusterConfig
 
 @dataclass
 class GrpoRunnerConfig(RunnerConfig):
-    """The loop: how long, what is kept, when it is evaluated."""
+    """Settings of the training loop: duration, checkpoints and evaluation."""
 
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
     """Number of steps between evaluations during training, in which the rollout ranks answer the suites of
     `workflow.eval_suites`; -1 for none (the workflow evaluates checkpoints in any case)."""
+    deterministic: Annotated[bool, FREE] = False
+    """Whether the trainer and the engine `hf` compute the same log-probs, bit for bit, and the run ends if they do not. Both
+    compute by slower functions, on CPUs with one thread per rank. With `actor.parallel.tensor`, `context` or `expert` the
+    difference has a bound instead."""
 
 
 @dataclass
@@ -113,7 +119,7 @@ def minibatch_size(cfg: GrpoConfig, section: GrpoActorConfig | CriticConfig) -> 
 
 @dataclass
 class SftRunnerConfig(RunnerConfig):
-    """The loop: how long, what is kept, when it is evaluated."""
+    """Settings of the training loop: duration, checkpoints and evaluation."""
 
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
     """Number of steps between two evaluations, of which the last step also has one; -1 for none. An evaluation computes the
@@ -132,7 +138,7 @@ class SftConfig(LanguageConfig):
 
 @dataclass
 class RewardRunnerConfig(RunnerConfig):
-    """The loop: how long, what is kept, when it is evaluated."""
+    """Settings of the training loop: duration, checkpoints and evaluation."""
 
     val_check_interval: Annotated[int, INTERVAL, FREE] = -1
     """Number of steps between evaluations during training, in which the actor's ranks score the suites of
@@ -156,3 +162,31 @@ class DpoConfig(SftConfig):
     algorithm: DpoAlgorithmConfig = field(default_factory=DpoAlgorithmConfig)
     data: DpoDataConfig = field(default_factory=DpoDataConfig)
     actor: DpoActorConfig = field(default_factory=DpoActorConfig)
+
+
+#: Sections that determine generation and weight sync.
+_SECTIONS = ("cluster", "runner", "workflow", "actor", "rollout", "agent", "data", "reward")
+
+
+def answering_config(cfg: SftConfig) -> GrpoConfig:
+    """Returns a GRPO configuration with the sections of a supervised run, for the run's engines.
+
+    Keys that the supervised run lacks have their defaults.
+    """
+    defaults = default_section(GrpoConfig)
+    section_contents = {name: section for name, section in plain(cfg).items() if name in _SECTIONS}
+    return typed(GrpoConfig, OmegaConf.merge(defaults, _select_known_keys(section_contents, defaults)))
+
+
+def _select_known_keys(section_content: dict[str, Any], schema: DictConfig) -> dict[str, Any]:
+    """Returns the keys of `section_content` that exist in a schema, section by section; a free mapping accepts all keys."""
+    known_content: dict[str, Any] = {}
+    for name, key_value in section_content.items():
+        if name not in schema:
+            continue
+        section = schema._get_node(name)
+        is_section = isinstance(key_value, dict) and OmegaConf.get_type(section) is not dict
+        known_content[name] = (
+            _select_known_keys(key_value, section) if is_section and isinstance(section, DictConfig) else key_value
+        )
+    return known_content

@@ -41,7 +41,7 @@ class TeacherConfig(ServingConfig, ScoringConfig):
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The teacher model; it must have the actor's vocabulary."""
-    rollout_backend: Annotated[str | None, FREE] = None
+    rollout_backend: Annotated[str | None, FREE, Choices("vllm")] = None
     """`vllm`: an engine on separate ranks computes the log-probs, and the keys of engines apply. Null: the model runs in
     transformers."""
 

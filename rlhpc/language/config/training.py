@@ -8,13 +8,24 @@ from typing import Annotated
 from omegaconf import II
 
 from rlhpc.config.constraints import COUNT, FREE, NOT_NEGATIVE, Choices, Registered
-from rlhpc.config.sections import DeepspeedConfig, FsdpConfig, LoraConfig, OptimConfig, ParallelConfig
+from rlhpc.config.sections import (
+    DeepspeedConfig,
+    FsdpConfig,
+    GradScalerConfig,
+    LoraConfig,
+    ParallelConfig,
+    ScheduledOptimConfig,
+    ValueOptimConfig,
+)
 from rlhpc.language.config.models import LanguageModelConfig, PolicyModelConfig
+
+#: Fewest tokens of a shared prefix (`share_prefixes`): with fewer, more calls of attention cost about what they save.
+SHORTEST_PREFIX = 32
 
 
 @dataclass
-class LanguageOptimConfig(OptimConfig):
-    """The optimizer."""
+class LanguageOptimConfig(ScheduledOptimConfig):
+    """Settings of the optimizer."""
 
     name: str = "adamw"
     """`adam` or `adamw`."""
@@ -24,16 +35,11 @@ class LanguageOptimConfig(OptimConfig):
     """Added to the denominator, for numerical stability."""
     clip_grad: float | None = 1.0
     """Maximum gradient norm; null turns clipping off."""
-    lr_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of steps over which the learning rate rises from 0."""
-    lr_scheduler: Annotated[str, Choices("constant", "linear", "cosine")] = "constant"
-    """Schedule of the learning rate after the warm-up until the end of the run: constant, linear (to 0) or cosine (to
-    0)."""
 
 
 @dataclass
 class LanguageActorConfig:
-    """The actor group: training."""
+    """Settings of the actor group, which trains the model."""
 
     training_backend: Annotated[str, FREE, Registered("rlhpc.training.registry:BACKENDS")] = "local"
     """Training backend: `local` (all weights on each rank, gradients summed over ranks), `fsdp`, `deepspeed`, or
@@ -41,12 +47,16 @@ class LanguageActorConfig:
     model: LanguageModelConfig = field(default_factory=LanguageModelConfig)
     """The model."""
     optim: LanguageOptimConfig = field(default_factory=LanguageOptimConfig)
-    """The optimizer."""
+    """Settings of the optimizer."""
     max_tokens_per_micro_batch: Annotated[int, COUNT, FREE] = 16384
     """Maximum number of tokens, including padding, in one forward and backward pass on a rank."""
     use_remove_padding: Annotated[bool, FREE] = True
     """Sequence packing: a model that supports it (with `sdpa`) reads samples as one row without padding, instead of samples of
     similar length as a padded rectangle."""
+    share_prefixes: Annotated[bool, FREE] = True
+    """Samples of a prompt compute a common prefix of 32 tokens or more once, such as the prompt or earlier turns of an agent.
+    For models that pack samples, without sliding windows, context parallelism, dropout and `compile`; the log says why others
+    compute it for each sample."""
     enable_dp_load_balance: Annotated[bool, FREE] = True
     """Load balance: samples are redistributed before each optimizer step, so that all ranks have about equal work."""
     compile: Annotated[str, Choices("off", "blocks"), FREE] = "off"
@@ -58,6 +68,8 @@ class LanguageActorConfig:
     for GPUs."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """LoRA adapters."""
+    grad_scaler: Annotated[GradScalerConfig, FREE] = field(default_factory=GradScalerConfig)
+    """Loss scale with `model.dtype: float16`."""
     fsdp: Annotated[FsdpConfig, FREE] = field(default_factory=FsdpConfig)
     """Options of FSDP2."""
     parallel: Annotated[ParallelConfig, FREE] = field(default_factory=ParallelConfig)
@@ -67,11 +79,18 @@ class LanguageActorConfig:
 
 
 @dataclass
+class GrpoOptimConfig(LanguageOptimConfig, ValueOptimConfig):
+    """Settings of the optimizer."""
+
+
+@dataclass
 class GrpoActorConfig(LanguageActorConfig):
-    """The actor group: training."""
+    """Settings of the actor group, which trains the model."""
 
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     """The model."""
+    optim: GrpoOptimConfig = field(default_factory=GrpoOptimConfig)
+    """Settings of the optimizer."""
     global_batch_size: Annotated[int | None, COUNT] = None
     """Number of responses per optimizer step over all ranks; null is all responses of a step, so that an epoch has one
     optimizer step."""
@@ -82,7 +101,7 @@ class GrpoActorConfig(LanguageActorConfig):
 
 @dataclass
 class SftOptimConfig(LanguageOptimConfig):
-    """The optimizer."""
+    """Settings of the optimizer."""
 
     lr: float = 2.0e-5
     """Learning rate. The default is for all weights of a pretrained model; adapters need ten times as much or more."""
@@ -90,15 +109,15 @@ class SftOptimConfig(LanguageOptimConfig):
 
 @dataclass
 class SftActorConfig(LanguageActorConfig):
-    """The actor group: training."""
+    """Settings of the actor group, which trains the model."""
 
     optim: SftOptimConfig = field(default_factory=SftOptimConfig)
-    """The optimizer."""
+    """Settings of the optimizer."""
 
 
 @dataclass
 class DpoOptimConfig(SftOptimConfig):
-    """The optimizer."""
+    """Settings of the optimizer."""
 
     lr: float = 1.0e-6
     """Learning rate. The default is for all weights of a pretrained model; adapters need ten times as much or more."""
@@ -106,10 +125,10 @@ class DpoOptimConfig(SftOptimConfig):
 
 @dataclass
 class DpoActorConfig(SftActorConfig):
-    """The actor group: training, and the reference's log-probs."""
+    """Settings of the actor group, which trains the model and computes the reference's log-probs."""
 
     optim: DpoOptimConfig = field(default_factory=DpoOptimConfig)
-    """The optimizer."""
+    """Settings of the optimizer."""
 
 
 @dataclass
@@ -123,7 +142,7 @@ class CriticModelConfig(LanguageModelConfig):
 
 @dataclass
 class CriticOptimConfig(LanguageOptimConfig):
-    """The optimizer."""
+    """Settings of the optimizer."""
 
     lr: float = 1.0e-5
     """Learning rate."""
@@ -136,7 +155,7 @@ class CriticConfig(LanguageActorConfig):
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """The value model."""
     optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
-    """The optimizer."""
+    """Settings of the optimizer."""
     global_batch_size: Annotated[int | None, COUNT] = II("actor.global_batch_size")
     """Number of responses per optimizer step over all ranks; null is all responses of a step."""
     update_epochs: Annotated[int, COUNT] = II("algorithm.update_epochs")
@@ -147,7 +166,7 @@ class CriticConfig(LanguageActorConfig):
 
 @dataclass
 class RewardOptimConfig(LanguageOptimConfig):
-    """The optimizer."""
+    """Settings of the optimizer."""
 
     lr: float = 1.0e-4
     """Learning rate."""
@@ -155,7 +174,7 @@ class RewardOptimConfig(LanguageOptimConfig):
 
 @dataclass
 class RewardActorConfig(LanguageActorConfig):
-    """The actor group: training."""
+    """Settings of the actor group, which trains the model."""
 
     optim: RewardOptimConfig = field(default_factory=RewardOptimConfig)
-    """The optimizer."""
+    """Settings of the optimizer."""

@@ -12,7 +12,7 @@ from rlhpc.config.options import as_list, read_options
 from rlhpc.language.data.procedural import choose_contents, locate
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.key_metadata import Choices, Range
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
 
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
@@ -57,7 +57,7 @@ class DrawnProblems:
 
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
         options = read_options(DrawnOptions, cfg.kwargs, f"{key}.kwargs", "source drawn")
-        required("PIL", f"{key}: source drawn needs Pillow")
+        require_package("PIL", f"{key}: source drawn needs Pillow")
         self._tasks, self._max_answer, self._points = as_list(options.tasks), options.most, options.points
         self._answers = [_answers(task, self._max_answer) for task in self._tasks]
         self._sizes = [len(answers) * _NUM_DRAWINGS for answers in self._answers]
@@ -68,7 +68,7 @@ class DrawnProblems:
 
     def __getitem__(self, index: int) -> Prompt:
         problem_number = self._numbers[index]
-        task, answer, question, boxes = self._scene(problem_number)
+        task, answer, question, boxes = self._draw_scene(problem_number)
         return Prompt(
             id=problem_number,
             messages=({"role": "user", "content": question},),
@@ -78,38 +78,38 @@ class DrawnProblems:
             images=(_draw_png(self._points, boxes),),
         )
 
-    def _scene(self, number: int) -> tuple[str, str, str, list[Box]]:
+    def _draw_scene(self, problem_number: int) -> tuple[str, str, str, list[Box]]:
         """Returns a problem's task, answer and question, and the rectangles of its image."""
-        level, number_in_level = locate(number, self._sizes)
-        task, picture_number = self._tasks[level], number_in_level // len(self._answers[level])
-        answer = self._answers[level][number_in_level % len(self._answers[level])]
+        level_index, number_in_level = locate(problem_number, self._sizes)
+        task, picture_number = self._tasks[level_index], number_in_level // len(self._answers[level_index])
+        answer = self._answers[level_index][number_in_level % len(self._answers[level_index])]
         rng = random.Random(f"{task} {self._max_answer} {number_in_level} {picture_number}")
         return task, answer, *_SCENES[task](rng, answer, self._max_answer, self._points)
 
     def _content(self, number: int) -> str:
-        _, _, question, boxes = self._scene(number)
+        _, _, question, boxes = self._draw_scene(number)
         return f"{question} {self._points} {sorted(boxes, key=repr)}"
 
 
-def _count_scene(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+def _count_scene(rng: random.Random, answer: str, max_answer: int, num_points: int) -> tuple[str, list[Box]]:
     cells_per_row = max(2, int(max_answer**0.5 + 0.999))
-    cell_size = points // cells_per_row
-    size, color = rng.randint(cell_size // 2, cell_size - 2), rng.choice(sorted(_COLOURS))
+    cell_size = num_points // cells_per_row
+    shape_size, color = rng.randint(cell_size // 2, cell_size - 2), rng.choice(sorted(_COLOURS))
     boxes = []
     for cell_number in rng.sample(range(cells_per_row * cells_per_row), int(answer)):
         x, y = (
-            cell_number % cells_per_row * cell_size + (cell_size - size) // 2,
-            cell_number // cells_per_row * cell_size + (cell_size - size) // 2,
+            cell_number % cells_per_row * cell_size + (cell_size - shape_size) // 2,
+            cell_number // cells_per_row * cell_size + (cell_size - shape_size) // 2,
         )
-        boxes.append((x, y, x + size - 1, y + size - 1))
+        boxes.append((x, y, x + shape_size - 1, y + shape_size - 1))
     return "how many=", [(box, _COLOURS[color], None) for box in boxes]
 
 
-def _area_scene(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+def _draw_area_scene(rng: random.Random, answer: str, max_answer: int, num_points: int) -> tuple[str, list[Box]]:
     area = int(answer)
     num_columns = rng.choice([n for n in range(1, area + 1) if area % n == 0])
-    num_rows, square_size = area // num_columns, points // (max_answer + 1)
-    x, y = (rng.randint(0, points - 1 - n * square_size) for n in (num_columns, num_rows))
+    num_rows, square_size = area // num_columns, num_points // (max_answer + 1)
+    x, y = (rng.randint(0, num_points - 1 - n * square_size) for n in (num_columns, num_rows))
     color = _COLOURS[rng.choice(sorted(_COLOURS))]
     square_boxes: list[Box] = [
         (
@@ -123,28 +123,28 @@ def _area_scene(rng: random.Random, answer: str, max_answer: int, points: int) -
     return "area=", square_boxes
 
 
-def _side_scene(rng: random.Random, answer: str, max_answer: int, points: int) -> tuple[str, list[Box]]:
+def _draw_side_scene(rng: random.Random, answer: str, max_answer: int, num_points: int) -> tuple[str, list[Box]]:
     del max_answer
-    half_size = points // 2
-    size = rng.randint(half_size // 3, half_size - 2)
-    x = rng.randint(0, half_size - size) + (half_size if answer == "r" else 0)
-    y = rng.randint(0, points - size)
+    half_size = num_points // 2
+    shape_size = rng.randint(half_size // 3, half_size - 2)
+    x = rng.randint(0, half_size - shape_size) + (half_size if answer == "r" else 0)
+    y = rng.randint(0, num_points - shape_size)
     color = _COLOURS[rng.choice(sorted(_COLOURS))]
-    return "which side=", [((x, y, x + size - 1, y + size - 1), color, None)]
+    return "which side=", [((x, y, x + shape_size - 1, y + shape_size - 1), color, None)]
 
 
 _SCENES: dict[str, Callable[[random.Random, str, int, int], tuple[str, list[Box]]]] = {
     "count": _count_scene,
-    "area": _area_scene,
-    "side": _side_scene,
+    "area": _draw_area_scene,
+    "side": _draw_side_scene,
 }
 
 
-def _draw_png(points: int, boxes: list[Box]) -> bytes:
+def _draw_png(num_points: int, boxes: list[Box]) -> bytes:
     """Draws rectangles on a white image; returns the contents of a PNG file."""
     from PIL import Image, ImageDraw
 
-    image = Image.new("RGB", (points, points), (255, 255, 255))
+    image = Image.new("RGB", (num_points, num_points), (255, 255, 255))
     canvas = ImageDraw.Draw(image)
     for box, color, border_color in boxes:
         canvas.rectangle(box, fill=color, outline=border_color)

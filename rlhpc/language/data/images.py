@@ -17,7 +17,7 @@ import numpy as np
 from rlhpc.config.typed import select
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
 from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class PromptImages:
         import torch
 
         token_types = np.zeros((1, length), np.int64)
-        for start, num_tokens in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
-            token_types[0, start : start + num_tokens] = 1
+        for image_start, num_tokens in zip(self.at.tolist(), self.tokens.tolist(), strict=True):
+            token_types[0, image_start : image_start + num_tokens] = 1
         arrays = {
             "pixel_values": np.concatenate(self.patches),
             "image_grid_thw": self.grids,
@@ -83,43 +83,49 @@ class PromptImages:
         return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
-def concatenate_images(former: PromptImages | None, latter: PromptImages | None) -> PromptImages | None:
+def concatenate_images(first_images: PromptImages | None, latter: PromptImages | None) -> PromptImages | None:
     """Concatenates the images of two consecutive parts of a prompt."""
-    if former is None or latter is None:
-        return former or latter
-    arrays = {name: np.concatenate([getattr(former, name), getattr(latter, name)]) for name in ("grids", "at")}
+    if first_images is None or latter is None:
+        return first_images or latter
+    arrays = {
+        second_images: np.concatenate([getattr(first_images, second_images), getattr(latter, second_images)])
+        for second_images in ("grids", "at")
+    }
     return PromptImages(
-        former.patches + latter.patches, merge=former.merge, digests=former.digests + latter.digests, **arrays
+        first_images.patches + latter.patches,
+        merge=first_images.merge,
+        digests=first_images.digests + latter.digests,
+        **arrays,
     )
 
 
-def positions(length: int, at: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
+def positions(num_tokens: int, first_positions: np.ndarray, grids: np.ndarray, merge: int) -> np.ndarray:
     """Computes the M-RoPE positions of a sample's tokens: time, height and width (Qwen2-VL, arXiv 2409.12191, section 2.1).
 
     In text all three increase by one per token. An image's positions begin after the preceding text; the following text
     begins after the image's longest side.
 
     Args:
-        length: Number of tokens.
-        at, grids, merge: See `PromptImages`.
+        num_tokens: Number of tokens.
+        first_positions, grids, merge: See `PromptImages`.
 
     Returns:
         `[3, length]` int64.
     """
-    position_ids = np.empty((3, length), np.int64)
-    token = position = 0
-    for image_start, grid in zip(at.tolist(), grids, strict=True):
-        position_ids[:, token:image_start] = np.arange(position, position + image_start - token)
-        position += image_start - token
+    position_ids = np.empty((3, num_tokens), np.int64)
+    token = next_position = 0
+    for image_start, grid in zip(first_positions.tolist(), grids, strict=True):
+        position_ids[:, token:image_start] = np.arange(next_position, next_position + image_start - token)
+        next_position += image_start - token
         merged_grid = grid // (1, merge, merge)
         token = image_start + int(merged_grid.prod())
-        position_ids[:, image_start:token] = np.indices(merged_grid).reshape(3, -1) + position
-        position += int(max(merged_grid[1:]))
-    position_ids[:, token:] = np.arange(position, position + length - token)
+        position_ids[:, image_start:token] = np.indices(merged_grid).reshape(3, -1) + next_position
+        next_position += int(max(merged_grid[1:]))
+    position_ids[:, token:] = np.arange(next_position, next_position + num_tokens - token)
     return position_ids
 
 
-class Looker:
+class PromptImageProcessor:
     """Image processor for a model's prompts.
 
     Args:
@@ -146,14 +152,14 @@ class Looker:
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
 
-    def prompt_images(self, images: Sequence[bytes], at: Sequence[int]) -> PromptImages:
-        """Processes images to patches; `at` holds the position of each image's first token."""
+    def prompt_images(self, images: Sequence[bytes], first_positions: Sequence[int]) -> PromptImages:
+        """Processes images to patches; `first_positions` holds the position of each image's first token."""
         patches, grids, image_digests = zip(*map(self._process_cached, images), strict=True)
         return PromptImages(
-            tuple(patches), np.stack(grids), np.asarray(at, np.int64), self._merge, tuple(image_digests)
+            tuple(patches), np.stack(grids), np.asarray(first_positions, np.int64), self._merge, tuple(image_digests)
         )
 
-    def look(
+    def process_prompt(
         self, images: Sequence[bytes], ids: Sequence[int], offset: int = 0, literal_tokens: Collection[int] = ()
     ) -> tuple[list[int], PromptImages]:
         """Repeats each image token as often as its image has tokens; returns the ids and the processed images.
@@ -183,11 +189,11 @@ class Looker:
         for token_position, image in zip(token_positions, images, strict=True):
             expanded_ids += ids[copied_until:token_position]
             image_starts.append(len(expanded_ids))
-            expanded_ids += [self.token] * self._tokens(image)
+            expanded_ids += [self.token] * self._count_tokens(image)
             copied_until = token_position + 1
         return [*expanded_ids, *ids[copied_until:]], image_starts
 
-    def _tokens(self, image: bytes) -> int:
+    def _count_tokens(self, image: bytes) -> int:
         """Returns the number of tokens of an image; reads only its size."""
         width, height = size_of(image)
         return int(self._processor.get_number_of_image_patches(height, width, {})) // self._merge**2
@@ -198,9 +204,9 @@ class Looker:
         merged_patch_size = self._processor.patch_size * self._merge
         return max(1, int(self._processor.size["longest_edge"]) // merged_patch_size**2)
 
-    def blank(self, tokens: int) -> PromptImages:
-        """Returns an image of zeros with `tokens` tokens, at position 0."""
-        grids = np.asarray([[1, self._merge, self._merge * tokens]], np.int64)
+    def blank(self, num_tokens: int) -> PromptImages:
+        """Returns an image of zeros with `num_tokens` tokens, at position 0."""
+        grids = np.asarray([[1, self._merge, self._merge * num_tokens]], np.int64)
         width = 3 * self._processor.temporal_patch_size * self._processor.patch_size**2
         patches = np.zeros((int(grids.prod()), width), np.float32)
         return PromptImages((patches,), grids, np.zeros(1, np.int64), self._merge, (b"",))
@@ -230,12 +236,24 @@ def size_of(image: bytes) -> tuple[int, int]:
     Raises:
         ConfigError: The bytes are not an image, or PIL is missing.
     """
-    size: tuple[int, int] = _read_by_pil(image, lambda opened_image: opened_image.size)
-    return size
+    image_size: tuple[int, int] = _read_by_pil(image, lambda opened_image: opened_image.size)
+    return image_size
+
+
+def make_preview(image: bytes, max_side: int) -> bytes:
+    """Returns a small copy of an image as a JPEG file, whose longer side has at most `max_side` pixels.
+
+    Raises:
+        ConfigError: The bytes are not an image, or PIL is missing.
+    """
+    preview, file = open_image(image), io.BytesIO()
+    preview.thumbnail((max_side, max_side))
+    preview.save(file, "JPEG", quality=80)
+    return file.getvalue()
 
 
 def _read_by_pil(image: bytes, function: Callable[[Any], Any]) -> Any:
-    pillow = required("PIL.Image", "pictures need Pillow")
+    pillow = require_package("PIL.Image", "pictures need Pillow")
     try:
         return function(pillow.open(io.BytesIO(image)))
     except (
@@ -252,7 +270,9 @@ def has_vision(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor.model.model_path") -> Looker:
+def load_image_processor(
+    path: str, trust_remote_code: bool = False, *, key: str = "actor.model.model_path"
+) -> PromptImageProcessor:
     """Creates the image processor for the model of a folder or hub name.
 
     Raises:
@@ -276,7 +296,7 @@ def make_looker(path: str, trust_remote_code: bool = False, *, key: str = "actor
             f"the model in {path} ({key}) looks at pictures, and has no image processor that can be loaded "
             f"({first_line(error)}): put the preprocessor_config.json that came with it beside config.json"
         ) from None
-    return Looker(image_processor, int(config.image_token_id), path)
+    return PromptImageProcessor(image_processor, int(config.image_token_id), path)
 
 
 def require_family(config: Any, path: str, key: str) -> None:
@@ -299,12 +319,12 @@ def multimodal_form(message: dict[str, str]) -> dict[str, Any]:
     return {**message, "content": content_parts}
 
 
-def insert_image_parts(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def insert_image_parts(messages: Sequence[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
     """Returns a conversation with image parts: at each `MARK`, or, without any `MARK`, before the last user message."""
     placed_messages = [dict(message) for message in messages]
     if not any(MARK in message["content"] for message in placed_messages):
         question = next((m for m in reversed(placed_messages) if m["role"] == "user"), placed_messages[-1])
-        question["content"] = MARK * count + question["content"]
+        question["content"] = MARK * num_images + question["content"]
     return [multimodal_form(message) for message in placed_messages]
 
 
@@ -328,9 +348,9 @@ def check_vision(cfg: LanguageConfig, config: Any, has_images: bool) -> None:
     if not has_vision(config):
         return
     require_family(config, path, "actor.model.model_path")
-    if str(select(cfg, "rollout.weight_sync")).lower() == "shards":
+    if str(select(cfg, "rollout.weight_sync")) == "shards":
         raise ConfigError(f"rollout.weight_sync is 'shards', and the model in {path} looks at pictures; allowed: auto")
-    if actor.training_backend.lower() not in _BACKENDS:
+    if actor.training_backend not in _BACKENDS:
         raise ConfigError(
             f"actor.training_backend is {actor.training_backend!r}, and the model in {path} looks at pictures: ranks that see "
             f"none in a micro-batch would not take part in gathering what looks at them; allowed: {', '.join(_BACKENDS)}"
@@ -361,38 +381,38 @@ _DATA_URL_PREFIX = "data:image/"
 _FORMS = "a file's path, a data URL (data:image/png;base64,…), {bytes: …}, or a list of these"
 
 
-def read_images(value: Any, folder: Path) -> tuple[bytes, ...]:
+def read_images(column_value: Any, folder: Path) -> tuple[bytes, ...]:
     """Returns the images of a row as the bytes of their files.
 
     Args:
-        value: Value of the row's image column: a path, a data URL, `{bytes: …}`, a PIL image, or a list of these; None
+        column_value: Value of the row's image column: a path, a data URL, `{bytes: …}`, a PIL image, or a list of these; None
             for no images.
         folder: Base of relative paths.
 
     Raises:
-        ConfigError: The value has another form, or a file cannot be read.
+        ConfigError: The value has a different form, or a file cannot be read.
     """
-    return tuple(_bytes(image, folder) for image in _as_sequence(value))
+    return tuple(_read_image_bytes(image, folder) for image in _as_sequence(column_value))
 
 
-def check_images(value: Any, folder: Path) -> None:
+def check_images(column_value: Any, folder: Path) -> None:
     """Checks the images of a row without reading files: paths must exist, and embedded images must have a size.
 
     Raises:
         ConfigError: An image is invalid, or its file does not exist.
     """
-    for image in _as_sequence(value):
+    for image in _as_sequence(column_value):
         if not isinstance(image, str) or image.startswith(_DATA_URL_PREFIX):
-            size_of(_bytes(image, folder))
-        elif not _path(image, folder).is_file():
-            raise ConfigError(f"there is no file {_path(image, folder)}")
+            size_of(_read_image_bytes(image, folder))
+        elif not _resolve_path(image, folder).is_file():
+            raise ConfigError(f"there is no file {_resolve_path(image, folder)}")
 
 
-def image_names(value: Any) -> str:
+def image_names(column_value: Any) -> str:
     """Returns a text that identifies a row's images, from paths and digests of embedded images, without reading files."""
     image_contents = [
-        image if isinstance(image, str) and not image.startswith(_DATA_URL_PREFIX) else _bytes(image, Path())
-        for image in _as_sequence(value)
+        image if isinstance(image, str) and not image.startswith(_DATA_URL_PREFIX) else _read_image_bytes(image, Path())
+        for image in _as_sequence(column_value)
     ]
     return repr([image if isinstance(image, str) else digest_of(image) for image in image_contents])
 
@@ -402,13 +422,17 @@ def digest_of(image: bytes) -> str:
     return hashlib.blake2b(image, digest_size=16).hexdigest()
 
 
-def _as_sequence(value: Any) -> Sequence[Any]:
-    if value is None:
+def _as_sequence(column_value: Any) -> Sequence[Any]:
+    if column_value is None:
         return ()
-    return value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else (value,)
+    return (
+        column_value
+        if isinstance(column_value, Sequence) and not isinstance(column_value, (str, bytes))
+        else (column_value,)
+    )
 
 
-def _bytes(image: Any, folder: Path) -> bytes:
+def _read_image_bytes(image: Any, folder: Path) -> bytes:
     """Returns the contents of an image file from a path, a data URL, `{bytes: …}` or a PIL image."""
     if isinstance(image, Mapping):
         image_bytes = image.get("bytes")
@@ -416,15 +440,15 @@ def _bytes(image: Any, folder: Path) -> bytes:
     if isinstance(image, bytes):
         return image
     if hasattr(image, "save"):  # a PIL image: `datasets` decodes images
-        return _png(image)
+        return _encode_png(image)
     if not isinstance(image, str) or not image:
         raise ConfigError(f"a picture is {type(image).__name__}; allowed: {_FORMS}")
     if image.startswith(_DATA_URL_PREFIX):
         return from_url(image)
     try:
-        return _path(image, folder).read_bytes()
+        return _resolve_path(image, folder).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{_path(image, folder)} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{_resolve_path(image, folder)} cannot be read: {error.strerror}") from None
 
 
 def from_url(url: str) -> bytes:
@@ -442,7 +466,7 @@ def from_url(url: str) -> bytes:
         raise ConfigError(f"a picture's data URL is not base64: {error}") from None
 
 
-def _png(image: Any) -> bytes:
+def _encode_png(image: Any) -> bytes:
     import io
 
     file = io.BytesIO()
@@ -450,6 +474,6 @@ def _png(image: Any) -> bytes:
     return file.getvalue()
 
 
-def _path(image: str, folder: Path) -> Path:
+def _resolve_path(image: str, folder: Path) -> Path:
     path = expand_home(image)
     return path if path.is_absolute() else folder / path

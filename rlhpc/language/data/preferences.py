@@ -65,7 +65,7 @@ class Preferences:
         source_problems: Any = self._problems.problems
         if form == "labels" and hasattr(source_problems, "expect_responses"):
             source_problems.expect_responses()
-        self._rows = [self._row(index) for index in range(len(self._problems))]
+        self._rows = [self._build_row(index) for index in range(len(self._problems))]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -95,13 +95,15 @@ class Preferences:
         num_dropped, self._rows = len(self._rows) - len(fitting_rows), fitting_rows
         return num_dropped
 
-    def _row(self, index: int) -> PreferenceRow:
+    def _build_row(self, index: int) -> PreferenceRow:
         prompt, cfg = self._problems[index], self._cfg
         if self._form == "labels":
             if not prompt.response:
-                raise self._row_error(index, prompt, "response_key", self._response_key, "a text that is not empty")
+                raise self._make_row_error(
+                    index, prompt, "response_key", self._response_key, "a text that is not empty"
+                )
             label = self._number(index, prompt, "label_key", str(self._label))
-            return PreferenceRow(_prompt_only(prompt), (prompt.response,), label, (prompt.turn,))
+            return PreferenceRow(_keep_prompt_only(prompt), (prompt.response,), label, (prompt.turn,))
         columns = self._columns(index, prompt)
         if prompt.response and cfg.chosen_key in columns and self._response_key not in columns:
             raise ConfigError(
@@ -112,7 +114,7 @@ class Preferences:
             *(self._response(index, prompt, name) for name in ("chosen_key", "rejected_key")), strict=True
         )
         margin = self._number(index, prompt, "margin_key", self._margin) if self._margin else 0.0
-        return PreferenceRow(_prompt_only(prompt), response_texts, margin, turns)
+        return PreferenceRow(_keep_prompt_only(prompt), response_texts, margin, turns)
 
     def _response(self, index: int, prompt: Prompt, name: str) -> tuple[str, Message | None]:
         """Returns a response as text, and as a message if it has tool calls or reasoning (else None)."""
@@ -122,15 +124,15 @@ class Preferences:
         if isinstance(response_value, str) and response_value:
             return response_value, None
         if not isinstance(response_value, list):
-            raise self._row_error(index, prompt, name, column, allowed_forms)
+            raise self._make_row_error(index, prompt, name, column, allowed_forms)
         try:
             prior_messages, last_message = last_turn(
-                read_messages(response_value, sparse=getattr(source_problems, "sparse", False))
+                read_messages(response_value, is_sparse=getattr(source_problems, "sparse", False))
             )
         except ConfigError as error:
-            raise self._row_error(index, prompt, name, column, f"{allowed_forms} ({error})") from None
+            raise self._make_row_error(index, prompt, name, column, f"{allowed_forms} ({error})") from None
         if last_message is None or not (last_message["content"] or not is_plain(last_message)):
-            raise self._row_error(index, prompt, name, column, allowed_forms)
+            raise self._make_row_error(index, prompt, name, column, allowed_forms)
         messages = source_problems[index].messages  # as in the file, without prompt template and system prompt
         turns = [
             [turn for turn in turn_messages if turn["role"] != "system"] for turn_messages in (prior_messages, messages)
@@ -156,10 +158,10 @@ class Preferences:
             or not isinstance(column_value, (int, float))
             or not math.isfinite(column_value)
         ):
-            raise self._row_error(index, prompt, name, column, "a finite number")
+            raise self._make_row_error(index, prompt, name, column, "a finite number")
         return float(column_value)
 
-    def _row_error(self, index: int, prompt: Prompt, name: str, column: str, allowed: str) -> ConfigError:
+    def _make_row_error(self, index: int, prompt: Prompt, name: str, column: str, expectation: str) -> ConfigError:
         row_place, columns = self._place(index, prompt), self._columns(index, prompt)
         if column not in columns:
             other_columns = {self._cfg.chosen_key, self._label} & set(columns)
@@ -171,7 +173,7 @@ class Preferences:
             )
         column_value = prompt.response if name == "response_key" else prompt.meta.get(column)
         excerpt = json.dumps(column_value, ensure_ascii=False)[:60]
-        return ConfigError(f"{row_place}: column {column!r} is {excerpt}; allowed: {allowed}")
+        return ConfigError(f"{row_place}: column {column!r} is {excerpt}; allowed: {expectation}")
 
     def _place(self, index: int, prompt: Prompt) -> str:
         source_problems: Any = self._problems.problems
@@ -186,7 +188,7 @@ class Preferences:
         return list(source_problems.columns(index)) if hasattr(source_problems, "columns") else list(prompt.meta)
 
 
-def _prompt_only(prompt: Prompt) -> Prompt:
+def _keep_prompt_only(prompt: Prompt) -> Prompt:
     """Returns the prompt without response and metadata, which `PreferenceRow` holds separately."""
     return dataclasses.replace(prompt, response="", meta={}, turn=None)
 

@@ -26,18 +26,20 @@ _MAX_LISTED = 200_000
 """Maximum number of possible problems that are all listed and shuffled; of more problems, a sample is drawn."""
 
 
-def is_held_out(text: str, fraction: float) -> bool:
+def is_held_out(problem_text: str, fraction: float) -> bool:
     """Returns whether a problem is held out for evaluation, by a machine-independent hash of its text.
 
     Problems held out at a smaller fraction are also held out at a larger one.
     """
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(problem_text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
 
-def is_in_part(text: str, part: str, fraction: float) -> bool:
-    """Returns whether a problem belongs to `part`, "train" or "eval"; with fraction 0, all problems belong to both parts."""
-    return fraction == 0 or is_held_out(text, fraction) == (part == "eval")
+def is_in_part(problem_text: str, split_part: str, fraction: float) -> bool:
+    """Returns whether a problem belongs to `split_part`, "train" or "eval"; with fraction 0, all problems belong to
+    both parts.
+    """
+    return fraction == 0 or is_held_out(problem_text, fraction) == (split_part == "eval")
 
 
 def procedural_fraction(cfg: DataSourceConfig) -> float:
@@ -55,13 +57,13 @@ def section_kwargs(cfg: DataSourceConfig) -> dict[str, Any]:
 
 
 def choose(
-    cfg: DataSourceConfig, sizes: Sequence[int], keep: Callable[[int], bool], *, part: str, key: str
+    cfg: DataSourceConfig, level_sizes: Sequence[int], keep: Callable[[int], bool], *, part: str, key: str
 ) -> list[int]:
     """Draws the numbers of `cfg.size` different problems, in an order determined by `cfg.source` and `cfg.seed`.
 
     Args:
         cfg: Section `data.train` or `data.eval[i]`.
-        sizes: Number of problems of each level; problems are numbered consecutively over the levels.
+        level_sizes: Number of problems of each level; problems are numbered consecutively over the levels.
         keep: Function that returns whether a problem is in the part.
         part: "train" or "eval".
         key: Name of the section in messages.
@@ -70,17 +72,18 @@ def choose(
         ConfigError: The part has too few problems.
     """
     rng = random.Random(f"{cfg.source} {cfg.seed}")
-    num_possible = sum(sizes)
+    num_possible = sum(level_sizes)
     num_problems = cfg.size or DEFAULT_SIZE[part]
     if num_possible <= _MAX_LISTED:
-        numbers = [candidate for candidate in range(num_possible) if keep(candidate)]
-        rng.shuffle(numbers)
-        if cfg.size and cfg.size > len(numbers):
+        problem_numbers = [candidate for candidate in range(num_possible) if keep(candidate)]
+        rng.shuffle(problem_numbers)
+        if cfg.size and cfg.size > len(problem_numbers):
             raise ConfigError(
-                f"{key}.size is {cfg.size}, but only {len(numbers)} of all {num_possible} problems are in the {part} part; "
+                f"{key}.size is {cfg.size}, but only {len(problem_numbers)} of all {num_possible} problems are in the "
+                f"{part} part; "
                 f"leave size out to take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
             )
-        return numbers[:num_problems]
+        return problem_numbers[:num_problems]
     fraction = procedural_fraction(cfg)
     max_count = int(num_possible * (fraction if part == "eval" else 1 - fraction) / 2)
     if num_problems > max_count:
@@ -89,22 +92,23 @@ def choose(
     drawn_numbers: dict[int, None] = {}
     while len(drawn_numbers) < num_problems:
         # Levels are drawn equally often. Otherwise almost all problems would have the hardest level, which is the largest.
-        level = rng.randrange(len(sizes))
-        candidate = sum(sizes[:level]) + rng.randrange(sizes[level])
+        level_index = rng.randrange(len(level_sizes))
+        candidate = sum(level_sizes[:level_index]) + rng.randrange(level_sizes[level_index])
         if candidate not in drawn_numbers and keep(candidate):
             drawn_numbers[candidate] = None
     return list(drawn_numbers)
 
 
 def choose_contents(
-    cfg: DataSourceConfig, sizes: Sequence[int], content: Callable[[int], str], *, part: str, key: str
+    cfg: DataSourceConfig, level_sizes: Sequence[int], make_content: Callable[[int], str], *, part: str, key: str
 ) -> list[int]:
     """Draws the numbers of `cfg.size` problems with different contents, for sources that may repeat a content.
 
     Args:
         cfg: Section `data.train` or `data.eval[i]`.
-        sizes: Number of problems of each level; problems are numbered consecutively over the levels.
-        content: Function that returns a description of the complete problem; the description's hash decides the part.
+        level_sizes: Number of problems of each level; problems are numbered consecutively over the levels.
+        make_content: Function that returns a description of the complete problem; the description's hash decides
+            the part.
         part: "train" or "eval".
         key: Name of the section in messages.
 
@@ -112,15 +116,17 @@ def choose_contents(
         ConfigError: The part has too few different problems.
     """
     rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
-    num_problems, num_possible = cfg.size or DEFAULT_SIZE[part], sum(sizes)
-    numbers = range(num_possible) if num_possible <= _MAX_LISTED else rng.sample(range(num_possible), _MAX_LISTED)
-    order = list(numbers)
-    rng.shuffle(order)
+    num_problems, num_possible = cfg.size or DEFAULT_SIZE[part], sum(level_sizes)
+    candidate_numbers = (
+        range(num_possible) if num_possible <= _MAX_LISTED else rng.sample(range(num_possible), _MAX_LISTED)
+    )
+    shuffled_numbers = list(candidate_numbers)
+    rng.shuffle(shuffled_numbers)
     number_by_digest: dict[bytes, int] = {}
-    for number in order:
-        description = content(number)
+    for problem_number in shuffled_numbers:
+        description = make_content(problem_number)
         if is_in_part(description, part, fraction):
-            number_by_digest.setdefault(hashlib.blake2b(description.encode(), digest_size=16).digest(), number)
+            number_by_digest.setdefault(hashlib.blake2b(description.encode(), digest_size=16).digest(), problem_number)
         if len(number_by_digest) == num_problems:
             break
     if cfg.size and len(number_by_digest) < cfg.size:
@@ -131,13 +137,13 @@ def choose_contents(
     return list(number_by_digest.values())
 
 
-def locate(number: int, sizes: Sequence[int]) -> tuple[int, int]:
+def locate(problem_number: int, level_sizes: Sequence[int]) -> tuple[int, int]:
     """Returns the level of a problem, and its number within the level."""
-    for level_index, level_size in enumerate(sizes):
-        if number < level_size:
-            return level_index, number
-        number -= level_size
-    raise IndexError(number)
+    for level_index, level_size in enumerate(level_sizes):
+        if problem_number < level_size:
+            return level_index, problem_number
+        problem_number -= level_size
+    raise IndexError(problem_number)
 
 
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -176,10 +182,14 @@ class ArithmeticProblems:
         options = read_options(ArithmeticOptions, cfg.kwargs, f"{key}.kwargs", "source arithmetic")
         self._digits = sorted(as_list(options.digits))
         self._operators = "".join(dict.fromkeys("".join(options.operators)))
-        self._sizes = [len(_operands(digits)) ** 2 * len(self._operators) for digits in self._digits]
+        self._sizes = [len(_list_operands(digits)) ** 2 * len(self._operators) for digits in self._digits]
         fraction = procedural_fraction(cfg)
         self._numbers = choose(
-            cfg, self._sizes, lambda number: is_in_part(self._canonical(number), part, fraction), part=part, key=key
+            cfg,
+            self._sizes,
+            lambda problem_number: is_in_part(self._canonicalize(problem_number), part, fraction),
+            part=part,
+            key=key,
         )
 
     def __len__(self) -> int:
@@ -187,33 +197,33 @@ class ArithmeticProblems:
 
     def __getitem__(self, index: int) -> Prompt:
         problem_number = self._numbers[index]
-        left_operand, sign, right_operand, digits = self._problem(problem_number)
-        answer = str(_OPERATORS[sign](left_operand, right_operand))
+        left_operand, operator_sign, right_operand, digits = self._select_problem(problem_number)
+        answer = str(_OPERATORS[operator_sign](left_operand, right_operand))
         return Prompt(
             id=problem_number,
-            messages=({"role": "user", "content": f"{left_operand}{sign}{right_operand}="},),
+            messages=({"role": "user", "content": f"{left_operand}{operator_sign}{right_operand}="},),
             answer=answer,
             response=answer,
-            level=(f"{sign} " if len(self._operators) > 1 else "") + f"{digits} digit{'s' * (digits > 1)}",
+            level=(f"{operator_sign} " if len(self._operators) > 1 else "") + f"{digits} digit{'s' * (digits > 1)}",
         )
 
-    def _problem(self, number: int) -> tuple[int, str, int, int]:
-        level, number_in_level = locate(number, self._sizes)
-        digits = self._digits[level]
-        operands = _operands(digits)
-        pair_number, sign = divmod(number_in_level, len(self._operators))
+    def _select_problem(self, number: int) -> tuple[int, str, int, int]:
+        level_index, number_in_level = locate(number, self._sizes)
+        digits = self._digits[level_index]
+        operands = _list_operands(digits)
+        pair_number, operator_index = divmod(number_in_level, len(self._operators))
         left_index, right_index = divmod(pair_number, len(operands))
-        return operands[left_index], self._operators[sign], operands[right_index], digits
+        return operands[left_index], self._operators[operator_index], operands[right_index], digits
 
-    def _canonical(self, number: int) -> str:
-        left_operand, sign, right_operand, _ = self._problem(number)
-        if sign != "-":
+    def _canonicalize(self, problem_number: int) -> str:
+        left_operand, operator_sign, right_operand, _ = self._select_problem(problem_number)
+        if operator_sign != "-":
             left_operand, right_operand = min(left_operand, right_operand), max(left_operand, right_operand)
-        return f"{left_operand}{sign}{right_operand}"
+        return f"{left_operand}{operator_sign}{right_operand}"
 
 
-def _operands(digits: int) -> range:
-    return range(10) if digits == 1 else range(10 ** (digits - 1), 10**digits)
+def _list_operands(num_digits: int) -> range:
+    return range(10) if num_digits == 1 else range(10 ** (num_digits - 1), 10**num_digits)
 
 
 _STEPS: list[tuple[str, str]] = [
@@ -241,7 +251,7 @@ _RESULTS: list[tuple[str, str]] = [
 _rng = random.Random("code")
 _TEST_ARGUMENTS = [
     [],
-    *([_rng.randint(-12, 12) for _ in range(length)] for length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)),
+    *([_rng.randint(-12, 12) for _ in range(list_length)] for list_length in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14)),
 ]
 """Arguments of the test cases."""
 
@@ -274,11 +284,11 @@ class CodeProblems:
     def __init__(self, cfg: DataSourceConfig, *, part: str, key: str) -> None:
         options = read_options(CodeOptions, cfg.kwargs, f"{key}.kwargs", "source code")
         self._levels = sorted(as_list(options.steps))
-        self._sizes = [len(_STEPS) ** level * len(_RESULTS) for level in self._levels]
+        self._sizes = [len(_STEPS) ** num_steps * len(_RESULTS) for num_steps in self._levels]
         fraction = procedural_fraction(cfg)
 
-        def keep(number: int) -> bool:
-            steps, result_form = self._steps_and_result(number)
+        def is_selected(problem_number: int) -> bool:
+            steps, result_form = self._find_steps_and_result(problem_number)
             expected_results = _results(steps, result_form)
             return (
                 is_in_part(repr(expected_results), part, fraction)
@@ -288,14 +298,14 @@ class CodeProblems:
                 )
             )
 
-        self._numbers = choose(cfg, self._sizes, keep, part=part, key=key)
+        self._numbers = choose(cfg, self._sizes, is_selected, part=part, key=key)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __getitem__(self, index: int) -> Prompt:
         problem_number = self._numbers[index]
-        steps, result_form = self._steps_and_result(problem_number)
+        steps, result_form = self._find_steps_and_result(problem_number)
         task = (
             "Write a Python function solve(numbers), where numbers is a list of integers. It should do this: "
             f"{', then '.join(_STEPS[step][0] for step in steps)}; and return {_RESULTS[result_form][0]}. "
@@ -303,8 +313,8 @@ class CodeProblems:
         )
         body = "".join(f"    numbers = {_STEPS[step][1]}\n" for step in steps)
         tests = [
-            f"assert solve({numbers}) == {expected_result}"
-            for numbers, expected_result in zip(_TEST_ARGUMENTS, _results(steps, result_form), strict=True)
+            f"assert solve({argument_numbers}) == {expected_result}"
+            for argument_numbers, expected_result in zip(_TEST_ARGUMENTS, _results(steps, result_form), strict=True)
         ]
         return Prompt(
             id=problem_number,
@@ -314,13 +324,13 @@ class CodeProblems:
             level=f"{len(steps)} step" + "s" * (len(steps) > 1),
         )
 
-    def _steps_and_result(self, number: int) -> tuple[list[int], int]:
+    def _find_steps_and_result(self, problem_number: int) -> tuple[list[int], int]:
         """Returns a task's steps, as indices into `_STEPS`, and its result, as an index into `_RESULTS`."""
-        level, number_in_level = locate(number, self._sizes)
+        level_index, number_in_level = locate(problem_number, self._sizes)
         number_in_level, result_form = divmod(number_in_level, len(_RESULTS))
         return [
             number_in_level // len(_STEPS) ** step_position % len(_STEPS)
-            for step_position in range(self._levels[level])
+            for step_position in range(self._levels[level_index])
         ], result_form
 
 
@@ -328,7 +338,8 @@ def _results(steps: list[int], result: int) -> list[Any]:
     """Computes a task's result for each list in `_TEST_ARGUMENTS`."""
     functions = [*(_compile(_STEPS[step][1]) for step in steps), _compile(_RESULTS[result][1])]
     return [
-        functools.reduce(lambda value, function: function(value), functions, numbers) for numbers in _TEST_ARGUMENTS
+        functools.reduce(lambda step_result, function: function(step_result), functions, argument_numbers)
+        for argument_numbers in _TEST_ARGUMENTS
     ]
 
 

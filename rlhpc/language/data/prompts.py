@@ -20,9 +20,9 @@ class Prompt:
         messages: The conversation before the response, in the form of chat templates: `[{"role": "user", "content": ...}]`,
             and possibly further keys such as `tool_calls` and `reasoning_content`. A prompt without a chat template is one
             message with role "raw" and the prompt as content. `content` is always a text.
-        answer: Reference answer for rewards, as text; "" without a reference.
+        answer: Reference answer for rewards, as text; "" if there is no reference.
         meta: Further data for rewards, such as unit tests, JSON-serializable.
-        response: Demonstration for SFT; "" without a demonstration.
+        response: Demonstration for SFT; "" if there is no demonstration.
         level: Difficulty or category, for evaluation tables.
         images: Contents of image files (PNG, JPEG), in the order of `<image>` in the messages; without these placeholders,
             images come before the last user message.
@@ -76,8 +76,8 @@ class HasPlaces(Protocol):
 class ChecksAnswers(Protocol):
     """Dataset that can check for missing reference answers."""
 
-    def require_answers(self, why: str) -> None:
-        """Checks that each problem has a reference answer; `why` names the reward that needs it.
+    def require_answers(self, reason: str) -> None:
+        """Checks that each problem has a reference answer; `reason` names the reward that needs it.
 
         Raises:
             ConfigError: A problem has no answer; the message names its file and row.
@@ -128,10 +128,10 @@ class PromptSampler:
         """Returns the dataset index of problem `index` of the sequence; `index` counts from 0."""
         epoch, index_in_epoch = divmod(index, self._num_problems)
         if self._order is None or self._order[0] != epoch:
-            order = list(range(self._num_problems))
+            problem_order = list(range(self._num_problems))
             # The standard library's shuffle with a text seed gives the same order on every machine and Python version.
-            random.Random(f"order {self._seed} {epoch}").shuffle(order)
-            self._order = (epoch, order)
+            random.Random(f"order {self._seed} {epoch}").shuffle(problem_order)
+            self._order = (epoch, problem_order)
         return self._order[1][index_in_epoch]
 
 
@@ -168,7 +168,7 @@ class PromptTemplate:
         if self.template != "{prompt}":
             for message in reversed(messages):
                 if message["role"] in ("user", "raw"):
-                    message["content"] = self._fill(message["content"], prompt)
+                    message["content"] = self._fill_template(message["content"], prompt)
                     break
         if self.system_prompt:
             if messages[0]["role"] == "raw":
@@ -178,9 +178,9 @@ class PromptTemplate:
                 messages.insert(0, {"role": "system", "content": self.system_prompt})
         return dataclasses.replace(prompt, messages=tuple(messages))
 
-    def _fill(self, question: str, prompt: Prompt) -> str:
-        values = {**prompt.meta, "prompt": question}
-        return _FIELD.sub(lambda match: str(values.get(match[1], match[0])), self.template)
+    def _fill_template(self, question: str, prompt: Prompt) -> str:
+        field_values = {**prompt.meta, "prompt": question}
+        return _FIELD.sub(lambda field_match: str(field_values.get(field_match[1], field_match[0])), self.template)
 
 
 class TemplatedDataset:

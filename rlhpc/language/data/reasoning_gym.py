@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -20,7 +19,8 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.imports import python_path, run_module
 from rlhpc.runtime.os_resources import readable
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
+from rlhpc.runtime.similar_names import similar_names
 
 if TYPE_CHECKING:
     from rlhpc.language.config.data import DataSourceConfig
@@ -79,7 +79,7 @@ class ReasoningGymProblems:
             )
         self._has_several_tasks = len(tasks) > 1
         self._streams = [_TaskStream(name, dict(kwargs or {}), seed, key) for name, kwargs in tasks.items()]
-        self._accepted: list[list[int]] = [[] for _ in self._streams]
+        self._accepted_seeds: list[list[int]] = [[] for _ in self._streams]
 
     def __len__(self) -> int:
         return self._size
@@ -101,14 +101,14 @@ class ReasoningGymProblems:
 
     def _position(self, stream_index: int, turn: int) -> int:
         """Returns the position of question number `turn` of this part in the stream."""
-        accepted_positions, stream = self._accepted[stream_index], self._streams[stream_index]
-        position = accepted_positions[-1] + 1 if accepted_positions else 0
+        accepted_positions, stream = self._accepted_seeds[stream_index], self._streams[stream_index]
+        next_position = accepted_positions[-1] + 1 if accepted_positions else 0
         num_rejected = 0
         while len(accepted_positions) <= turn:
-            if is_in_part(str(stream[position]["question"]), self._part, self._fraction):
-                accepted_positions.append(position)
+            if is_in_part(str(stream[next_position]["question"]), self._part, self._fraction):
+                accepted_positions.append(next_position)
                 num_rejected = 0
-            position, num_rejected = position + 1, num_rejected + 1
+            next_position, num_rejected = next_position + 1, num_rejected + 1
             if num_rejected > 100 / self._fraction:
                 raise ConfigError(
                     f"task {stream.task} asks too few different questions for eval_fraction {self._fraction}: the last "
@@ -158,7 +158,7 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
     task, problem_entry = meta["task"], meta["entry"]
     if task in _TUPLE_TASKS:
         problem_entry = {**problem_entry, "metadata": _as_tuples(problem_entry["metadata"])}
-    scorer = _scorer(task, json.dumps(meta["task_kwargs"], sort_keys=True))
+    scorer = _load_scorer(task, json.dumps(meta["task_kwargs"], sort_keys=True))
     try:
         return float(scorer.score_answer(answer, problem_entry))
     except Exception:
@@ -167,19 +167,19 @@ def score(answer: str | None, meta: dict[str, Any]) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _scorer(task: str, kwargs: str) -> Any:
+def _load_scorer(task: str, kwargs: str) -> Any:
     return _create_dataset(task, json.loads(kwargs), 0, 10)
 
 
-def _reasoning_gym() -> Any:
-    return required("reasoning_gym.factory", "source reasoning_gym needs reasoning-gym")
+def _import_reasoning_gym() -> Any:
+    return require_package("reasoning_gym.factory", "source reasoning_gym needs reasoning-gym")
 
 
 def _check_task(task: Any, kwargs: dict[str, Any], key: str) -> None:
     """Checks the name and the arguments of a task."""
-    factory = _reasoning_gym()
+    factory = _import_reasoning_gym()
     if task not in factory.DATASETS or task == "composite":
-        close_names = difflib.get_close_matches(str(task or ""), factory.DATASETS, 1)
+        close_names = similar_names(str(task or ""), factory.DATASETS, 1)
         suggestion = (
             f"; did you mean {close_names[0]!r}?"
             if close_names
@@ -204,20 +204,20 @@ def _check_task(task: Any, kwargs: dict[str, Any], key: str) -> None:
             )
 
 
-def _create_dataset(task: str, kwargs: dict[str, Any], seed: int, size: int) -> Any:
-    factory = _reasoning_gym()
+def _create_dataset(task: str, kwargs: dict[str, Any], seed: int, num_problems: int) -> Any:
+    factory = _import_reasoning_gym()
     task_options = {name: option_value for name, option_value in kwargs.items() if name != "difficulty"}
     if "difficulty" not in kwargs:
-        return factory.create_dataset(task, **task_options, seed=seed, size=size)
+        return factory.create_dataset(task, **task_options, seed=seed, size=num_problems)
     curriculum = factory.create_curriculum(task)
     curriculum.set_global_level(kwargs["difficulty"])
-    config = dataclasses.replace(curriculum.generate_configuration({}), **task_options, seed=seed, size=size)
+    config = dataclasses.replace(curriculum.generate_configuration({}), **task_options, seed=seed, size=num_problems)
     if hasattr(config, "validate"):
         config.validate()
     return factory.DATASETS[task][0](config=config)
 
 
-def _generate_entry(dataset: Any, position: int) -> Entry:
+def _generate_entry(dataset: Any, entry_position: int) -> Entry:
     """Generates a task's problem.
 
     Some tasks use the global generators of `random` and NumPy. Both are seeded for the call and restored afterwards.
@@ -225,10 +225,10 @@ def _generate_entry(dataset: Any, position: int) -> Entry:
     import numpy as np
 
     random_states = random.getstate(), np.random.get_state()
-    random.seed(dataset.seed + position)
-    np.random.seed((dataset.seed + position) % 2**32)
+    random.seed(dataset.seed + entry_position)
+    np.random.seed((dataset.seed + entry_position) % 2**32)
     try:
-        problem_entry: Entry = _jsonable(dataset[position])
+        problem_entry: Entry = _to_jsonable(dataset[entry_position])
     finally:
         random.setstate(random_states[0])
         np.random.set_state(random_states[1])
@@ -238,14 +238,14 @@ def _generate_entry(dataset: Any, position: int) -> Entry:
 class _ProblemProcess:
     """Subprocess with hash seed 0 that generates problems on request and ends with the process that started it."""
 
-    _current: _ProblemProcess | None = None
+    _current_process: _ProblemProcess | None = None
 
     @classmethod
     def of_this_process(cls) -> _ProblemProcess:
         """Returns the subprocess of this process; starts a subprocess in the first call, and after a fork."""
-        if cls._current is None or cls._current._owner != os.getpid():
-            cls._current = cls()
-        return cls._current
+        if cls._current_process is None or cls._current_process._owner != os.getpid():
+            cls._current_process = cls()
+        return cls._current_process
 
     def __init__(self) -> None:
         self._owner = os.getpid()
@@ -256,9 +256,9 @@ class _ProblemProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        atexit.register(self._stop)
+        atexit.register(self._stop_process)
 
-    def entry(self, task: str, kwargs: dict[str, Any], seed: int, position: int) -> Entry:
+    def entry(self, task: str, kwargs: dict[str, Any], seed: int, entry_position: int) -> Entry:
         """Requests one problem from the subprocess.
 
         Raises:
@@ -270,17 +270,17 @@ class _ProblemProcess:
         assert answers is not None
         with self._lock:
             try:
-                requests.write(json.dumps([task, kwargs, seed, position]).encode() + b"\n")
+                requests.write(json.dumps([task, kwargs, seed, entry_position]).encode() + b"\n")
                 requests.flush()
                 if not readable([answers.fileno()], _TIMEOUT_S):
-                    raise DeadlineExceeded(f"problem {position} of {task} was not made in {_TIMEOUT_S} s")
+                    raise DeadlineExceeded(f"problem {entry_position} of {task} was not made in {_TIMEOUT_S} s")
                 problem_entry: Entry = pickle.load(answers)
             except (OSError, EOFError) as error:
-                _ProblemProcess._current = None
+                _ProblemProcess._current_process = None
                 raise RlhpcError(f"the process that makes problems of {task} ended; its messages are above") from error
         return problem_entry
 
-    def _stop(self) -> None:
+    def _stop_process(self) -> None:
         if self._owner == os.getpid():
             self._process.kill()
             self._process.wait()
@@ -291,27 +291,27 @@ def _serve() -> None:
     output_stream, sys.stdout = sys.stdout.buffer, sys.stderr  # some tasks print
     task_streams: dict[str, _TaskStream] = {}
     for line in sys.stdin:
-        task, kwargs, seed, position = json.loads(line)
+        task, kwargs, seed, entry_position = json.loads(line)
         name = json.dumps([task, kwargs, seed])
         if name not in task_streams:
             task_streams[name] = _TaskStream(task, kwargs, seed, "data")
-        output_stream.write(pickle.dumps(task_streams[name][position]))
+        output_stream.write(pickle.dumps(task_streams[name][entry_position]))
         output_stream.flush()
 
 
-def _jsonable(value: Any) -> Any:
+def _to_jsonable(entry_value: Any) -> Any:
     """Converts values of types that JSON does not support, such as fractions, to texts."""
-    if isinstance(value, dict):
-        return {name: _jsonable(nested_value) for name, nested_value in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_jsonable, value))
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)
+    if isinstance(entry_value, dict):
+        return {name: _to_jsonable(child) for name, child in entry_value.items()}
+    if isinstance(entry_value, (list, tuple)):
+        return type(entry_value)(map(_to_jsonable, entry_value))
+    return entry_value if entry_value is None or isinstance(entry_value, (str, int, float)) else str(entry_value)
 
 
-def _as_tuples(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _as_tuples(nested_value) for name, nested_value in value.items()}
-    return tuple(map(_as_tuples, value)) if isinstance(value, (list, tuple)) else value
+def _as_tuples(json_value: Any) -> Any:
+    if isinstance(json_value, dict):
+        return {name: _as_tuples(child) for name, child in json_value.items()}
+    return tuple(map(_as_tuples, json_value)) if isinstance(json_value, (list, tuple)) else json_value
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from rlhpc.language.data.procedural import is_in_part
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files, read_json
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
 from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class _ParquetFile(_Table):
     sparse = True
 
     def __init__(self, path: Path) -> None:
-        required("pyarrow.parquet", "Parquet files need pyarrow")
+        require_package("pyarrow.parquet", "Parquet files need pyarrow")
         import pyarrow.parquet
 
         self.path = path
@@ -176,7 +176,7 @@ class Hdf5File(_Table):
             raise ConfigError(f"{path} cannot be read as HDF5: {first_line(error)}") from None
         column_lengths = {name: len(column_values) for name, column_values in self._columns.items()}
         if len(set(column_lengths.values())) > 1:
-            lengths_text = ", ".join(f"{name} {length}" for name, length in column_lengths.items())
+            lengths_text = ", ".join(f"{name} {column_length}" for name, column_length in column_lengths.items())
             raise ConfigError(f"{path}: the columns have different lengths: {lengths_text}")
         self._length = next(iter(column_lengths.values()), 0)
 
@@ -198,8 +198,8 @@ class _DatasetFolder(_Table):
 
     sparse = True
 
-    def __init__(self, path: Path, split: str | None, key: str) -> None:
-        datasets = required("datasets", "source hf needs datasets")
+    def __init__(self, path: Path, split_name: str | None, key: str) -> None:
+        datasets = require_package("datasets", "source hf needs datasets")
         self.path = path
         try:
             loaded_dataset = datasets.load_from_disk(str(path))
@@ -210,14 +210,14 @@ class _DatasetFolder(_Table):
             ) from None
         if isinstance(loaded_dataset, datasets.DatasetDict):
             split_names = ", ".join(loaded_dataset)
-            if split is None and len(loaded_dataset) > 1:
+            if split_name is None and len(loaded_dataset) > 1:
                 raise ConfigError(f"{key}.split is not set; {path} has the parts {split_names}")
-            name = next(iter(loaded_dataset)) if split is None else split
+            name = next(iter(loaded_dataset)) if split_name is None else split_name
             if name not in loaded_dataset:
                 raise ConfigError(f"{key}.split is {name!r}; {path} has the parts {split_names}")
             loaded_dataset = loaded_dataset[name]
-        elif split is not None:
-            raise ConfigError(f"{key}.split is {split!r}, but {path} is one part without a name; leave split out")
+        elif split_name is not None:
+            raise ConfigError(f"{key}.split is {split_name!r}, but {path} is one part without a name; leave split out")
         self._rows = loaded_dataset
 
     def __len__(self) -> int:
@@ -291,7 +291,7 @@ class _ColumnProblems:
         ConfigError: A column is missing, or a prompt is neither text nor conversation; the message names file and row.
     """
 
-    def __init__(self, cfg: DataSourceConfig, table: _Table, *, part: str, key: str, filters: str | None) -> None:
+    def __init__(self, cfg: DataSourceConfig, table: _Table, *, split_part: str, key: str, filters: str | None) -> None:
         self._table = table
         self._key = key
         self._prompt = cfg.prompt_key
@@ -302,7 +302,7 @@ class _ColumnProblems:
         self._has_demonstrations = False
         self._images, base_folder = cfg.images_key, expand_home(cfg.path or "")
         self._folder = base_folder if base_folder.is_dir() else base_folder.parent
-        rows = self._select(filters, part, cfg.eval_fraction)
+        rows = self._select(filters, split_part, cfg.eval_fraction)
         if cfg.size is not None and cfg.size < len(rows):
             rows = sorted(random.Random(cfg.seed).sample(rows, cfg.size))
         self._rows = rows
@@ -313,19 +313,19 @@ class _ColumnProblems:
     def __getitem__(self, index: int) -> Prompt:
         row_number = self._rows[index]
         row = self._table.row(row_number)
-        messages, response, turn = self._demonstration(row, row_number)
+        messages, response, turn = self._split_demonstration(row, row_number)
         field_columns = {self._prompt, self._answer, self._response, self._level, self._images, self._tools}
         return Prompt(
             id=row_number,
             messages=tuple(messages),
-            answer=_text(row[self._answer]) if self._answer else "",
+            answer=_to_text(row[self._answer]) if self._answer else "",
             meta={
-                name: plain(cell_value)
+                name: to_plain(cell_value)
                 for name, cell_value in row.items()
                 if name not in field_columns and _is_plain(cell_value)
             },
             response=response,
-            level=_text(row[self._level]) if self._level else "",
+            level=_to_text(row[self._level]) if self._level else "",
             images=self._read_image_column(row, row_number, read_images) if self._images else (),
             tools=self._read_row_tools(row, row_number),
             turn=turn,
@@ -358,31 +358,32 @@ class _ColumnProblems:
         self.expect_responses()
         selected_rows = set(self._rows)
         for row_number, row in enumerate(self._table.rows([self._prompt, self._response])):
-            if row_number in selected_rows and not self._demonstration(row, row_number)[1]:
+            if row_number in selected_rows and not self._split_demonstration(row, row_number)[1]:
                 if self._response not in row:
                     self._refuse_missing_column("response_key", self._response, row_number)
                 raise ConfigError(
                     f"{self._table.place(row_number)}: the demonstration, column {self._response!r}, is empty"
                 )
 
-    def require_answers(self, why: str) -> None:
+    def require_answers(self, reason: str) -> None:
         """Checks that each problem has a reference answer.
 
         Args:
-            why: Name of the reward that needs the answers, for the message.
+            reason: Name of the reward that needs the answers, for the message.
 
         Raises:
             ConfigError: A problem has no answer; the message names its file and row.
         """
         if not self._answer:
             raise ConfigError(
-                f"{self._key}.answer_key is null, and {why} compares with a reference answer; name its column"
+                f"{self._key}.answer_key is null, and {reason} compares with a reference answer; name its column"
             )
         selected_rows = set(self._rows)
         for row_number, row in enumerate(self._table.rows([self._answer])):
-            if row_number in selected_rows and not _text(row[self._answer]).strip():
+            if row_number in selected_rows and not _to_text(row[self._answer]).strip():
                 raise ConfigError(
-                    f"{self._table.place(row_number)}: column {self._answer!r} is {_excerpt(row[self._answer])}, and {why} "
+                    f"{self._table.place(row_number)}: column {self._answer!r} is "
+                    f"{_format_excerpt(row[self._answer])}, and {reason} "
                     "compares with a reference answer; take the row out, or another reward"
                 )
 
@@ -395,7 +396,7 @@ class _ColumnProblems:
             "images_key": self._images,
             "tools_key": self._tools,
         }
-        column, _, expected_value = (filters or "").partition("=")
+        column, _, filter_value = (filters or "").partition("=")
         if filters:
             column_keys["split"] = column
         required_columns = {name: column_name for name, column_name in column_keys.items() if column_name}
@@ -404,15 +405,15 @@ class _ColumnProblems:
             for name, required_column in required_columns.items():
                 if required_column not in row:
                     self._refuse_missing_column(name, required_column, row_number)
-            if filters and _text(row[column]) != expected_value:
+            if filters and _to_text(row[column]) != filter_value:
                 continue
             messages, _ = self._conversation(row[self._prompt], row_number)
-            content = json.dumps(messages, sort_keys=True, default=_to_python)
+            message_json = json.dumps(messages, sort_keys=True, default=_to_python)
             self._read_row_tools(row, row_number)
             if self._images:
                 self._read_image_column(row, row_number, check_images)
-                content += image_names(row[self._images])  # many images share one question
-            if is_in_part(content, part, fraction):
+                message_json += image_names(row[self._images])  # many images share one question
+            if is_in_part(message_json, part, fraction):
                 rows.append(row_number)
         if filters and not rows and len(self._table):
             raise ConfigError(
@@ -427,7 +428,7 @@ class _ColumnProblems:
         reason = ""
         if isinstance(value, (list, tuple)):
             try:
-                messages = read_messages(value, sparse=self._table.sparse, pictures=self._images is not None)
+                messages = read_messages(value, is_sparse=self._table.sparse, has_pictures=self._images is not None)
                 prior_messages, turn = last_turn(messages)
                 if prior_messages:
                     return prior_messages, turn
@@ -435,32 +436,34 @@ class _ColumnProblems:
             except ConfigError as error:
                 reason = f": {error}"
         raise ConfigError(
-            f"{self._table.place(number)}: column {self._prompt!r} is {_excerpt(value)}{reason}; a prompt is a text that is "
+            f"{self._table.place(number)}: column {self._prompt!r} is {_format_excerpt(value)}{reason}; a prompt is a "
+            f"text that is "
             'not empty, or a list of messages {"role": …, "content": …}'
         )
 
-    def _demonstration(self, row: _Row, number: int) -> tuple[list[Message], str, Message | None]:
+    def _split_demonstration(self, row: _Row, row_number: int) -> tuple[list[Message], str, Message | None]:
         """Returns the messages before the response, and the demonstration as text, and as a message if text is not enough."""
-        messages, turn = self._conversation(row[self._prompt], number)
+        messages, turn = self._conversation(row[self._prompt], row_number)
         response_value = row.get(self._response)
         if response_value is None or response_value in ("", [], ()):
             return messages, message_text(turn) if turn else "", turn if turn and not is_plain(turn) else None
         if not self._has_demonstrations or isinstance(response_value, (bool, int, float)):
-            return messages, _text(response_value), None
-        column_place = f"{self._table.place(number)}: column {self._response!r}"
+            return messages, _to_text(response_value), None
+        column_place = f"{self._table.place(row_number)}: column {self._response!r}"
         if isinstance(response_value, str):
             prior_messages, response_message = list[Message](), {"role": "assistant", "content": response_value}
         else:
             try:
-                prior_messages, final_message = last_turn(read_messages(response_value, sparse=self._table.sparse))
+                prior_messages, final_message = last_turn(read_messages(response_value, is_sparse=self._table.sparse))
             except ConfigError as error:
                 raise ConfigError(
-                    f"{column_place} is {_excerpt(response_value)}: {error}; a demonstration is a text, or a list of messages "
+                    f"{column_place} is {_format_excerpt(response_value)}: {error}; a demonstration is a text, or a "
+                    f"list of messages "
                     "of which the last is the assistant's"
                 ) from None
             if final_message is None:
                 raise ConfigError(
-                    f"{column_place} is {_excerpt(response_value)}: the last message is not the assistant's"
+                    f"{column_place} is {_format_excerpt(response_value)}: the last message is not the assistant's"
                 )
             response_message = final_message
         if turn is not None and turn != response_message:
@@ -474,27 +477,27 @@ class _ColumnProblems:
             None if is_plain(response_message) else response_message,
         )
 
-    def _read_row_tools(self, row: _Row, number: int) -> tuple[dict[str, Any], ...]:
+    def _read_row_tools(self, row: _Row, row_number: int) -> tuple[dict[str, Any], ...]:
         if not self._tools:
             return ()
         try:
-            return read_tools(row[self._tools], sparse=self._table.sparse)
+            return read_tools(row[self._tools], is_sparse=self._table.sparse)
         except ConfigError as error:
-            raise ConfigError(f"{self._table.place(number)}: column {self._tools!r}: {error}") from None
+            raise ConfigError(f"{self._table.place(row_number)}: column {self._tools!r}: {error}") from None
 
-    def _read_image_column(self, row: _Row, number: int, read: Callable[[Any, Path], Result]) -> Result:
+    def _read_image_column(self, row: _Row, row_number: int, read_value: Callable[[Any, Path], Result]) -> Result:
         try:
-            return read(row[self._images or ""], self._folder)
+            return read_value(row[self._images or ""], self._folder)
         except ConfigError as error:
-            raise ConfigError(f"{self._table.place(number)}: column {self._images!r}: {error}") from None
+            raise ConfigError(f"{self._table.place(row_number)}: column {self._images!r}: {error}") from None
 
-    def _refuse_missing_column(self, name: str, column: str, number: int) -> None:
+    def _refuse_missing_column(self, name: str, column: str, row_number: int) -> None:
         way_out = (
             f"; set {self._key}.answer_key=null where there is no reference answer" if name == "answer_key" else ""
         )
         raise ConfigError(
-            f"{self._key}.{name} is {column!r}, but {self._table.place(number)} has no such column; it has: "
-            f"{', '.join(self._table.columns(number))}{way_out}"
+            f"{self._key}.{name} is {column!r}, but {self._table.place(row_number)} has no such column; it has: "
+            f"{', '.join(self._table.columns(row_number))}{way_out}"
         )
 
 
@@ -502,14 +505,14 @@ def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `jsonl`."""
     _refuse_kwargs(cfg, key)
     table = _JoinedTables([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
-    return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+    return _ColumnProblems(cfg, table, split_part=part, key=key, filters=_filter(cfg, key))
 
 
 def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `parquet`."""
     _refuse_kwargs(cfg, key)
     table = _JoinedTables([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
-    return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+    return _ColumnProblems(cfg, table, split_part=part, key=key, filters=_filter(cfg, key))
 
 
 def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
@@ -517,7 +520,7 @@ def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), key)
     group = read_options(Hdf5Options, cfg.kwargs, f"{key}.kwargs", "source hdf5").group
     table = _JoinedTables([Hdf5File(file, group) for file in hdf5_files])
-    return _ColumnProblems(cfg, table, part=part, key=key, filters=_filter(cfg, key))
+    return _ColumnProblems(cfg, table, split_part=part, key=key, filters=_filter(cfg, key))
 
 
 def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
@@ -533,38 +536,42 @@ def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
         )
     filters = cfg.split if cfg.split and "=" in cfg.split else None
     table = _DatasetFolder(folder, None if filters else cfg.split, key)
-    return _ColumnProblems(cfg, table, part=part, key=key, filters=filters)
+    return _ColumnProblems(cfg, table, split_part=part, key=key, filters=filters)
 
 
-def plain(value: Any) -> Any:
+def to_plain(column_value: Any) -> Any:
     """Converts a value to types of parsed JSON, such as tuples to lists and NumPy numbers to Python numbers."""
-    return json.loads(json.dumps(value, default=_to_python))
+    return json.loads(json.dumps(column_value, default=_to_python))
 
 
-def _to_python(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} has no JSON")
+def _to_python(array_value: Any) -> Any:
+    if hasattr(array_value, "tolist"):
+        return array_value.tolist()
+    if hasattr(array_value, "isoformat"):
+        return array_value.isoformat()
+    raise TypeError(f"{type(array_value).__name__} has no JSON")
 
 
-def _excerpt(value: Any) -> str:
-    return json.dumps(plain(value), ensure_ascii=False)[:80] if _is_plain(value) else type(value).__name__
+def _format_excerpt(column_value: Any) -> str:
+    return (
+        json.dumps(to_plain(column_value), ensure_ascii=False)[:80]
+        if _is_plain(column_value)
+        else type(column_value).__name__
+    )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(column_value: Any) -> bool:
     try:
-        plain(value)
+        to_plain(column_value)
     except (TypeError, ValueError):
         return False
     return True
 
 
-def _text(value: Any) -> str:
-    if value is None:
+def _to_text(column_value: Any) -> str:
+    if column_value is None:
         return ""
-    return value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
+    return column_value if isinstance(column_value, str) else json.dumps(to_plain(column_value), ensure_ascii=False)
 
 
 def _filter(cfg: DataSourceConfig, key: str) -> str | None:

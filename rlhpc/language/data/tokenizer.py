@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -15,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.typed import select
 from rlhpc.language.data.chat_messages import Message, find_omitted_parts, require_plain
-from rlhpc.language.data.images import Looker, PromptImages, digest_of, make_looker
+from rlhpc.language.data.images import PromptImageProcessor, PromptImages, digest_of, load_image_processor
 from rlhpc.language.data.prompts import Prompt, PromptDataset
 from rlhpc.language.hugging_face import load_model_config, transformers
-from rlhpc.runs.model_names import has_tokenizer, is_hub_name
+from rlhpc.runs.preflight import has_tokenizer, is_hub_name
 from rlhpc.runtime.errors import ConfigError, StorageError
 from rlhpc.runtime.files import expand_home, read_json, replace_durably
 from rlhpc.runtime.host import state_folder
-from rlhpc.runtime.plugins import meant
+from rlhpc.runtime.plugins import suggest_name
+from rlhpc.runtime.similar_names import similar_names
 from rlhpc.runtime.text import first_line
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def render_chat(
         ConfigError: The template raised an error; the message names its file.
     """
     try:
-        rendered_text: str = tokenizer.apply_chat_template(
+        rendering: str = tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
@@ -69,12 +69,12 @@ def render_chat(
         from jinja2 import TemplateError
 
         error_type = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        roles = ", ".join(str(message.get("role")) for message in messages)
+        role_names = ", ".join(str(message.get("role")) for message in messages)
         raise ConfigError(
-            f"the chat template refuses a conversation of {roles}: {error_type}{first_line(error)} "
+            f"the chat template refuses a conversation of {role_names}: {error_type}{first_line(error)} "
             f"({template_file(tokenizer)})"
         ) from None
-    return rendered_text
+    return rendering
 
 
 def turn_end(tokenizer: Any | None) -> int | None:
@@ -87,12 +87,12 @@ def turn_end(tokenizer: Any | None) -> int | None:
     assert tokenizer is not None
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": REPLY}]
     try:
-        rendered_text = render_chat(tokenizer, turns)
+        rendering = render_chat(tokenizer, turns)
     except ConfigError:
         return None
     special_ids = special_tokens(tokenizer)
     ids_after_reply: list[int] = (
-        tokenizer.encode(rendered_text.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in rendered_text else []
+        tokenizer.encode(rendering.rpartition(REPLY)[2], add_special_tokens=False) if REPLY in rendering else []
     )
     return next((token for token in ids_after_reply if token in special_ids), None)
 
@@ -114,10 +114,10 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     folder = expand_home(path)
     if folder.is_dir():
         if not has_tokenizer(folder):
-            entries = ", ".join(sorted(item_path.name for item_path in folder.iterdir())[:8]) or "nothing"
-            raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {entries}")
+            entry_names = ", ".join(sorted(item_path.name for item_path in folder.iterdir())[:8]) or "nothing"
+            raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {entry_names}")
     elif not is_hub_name(path):
-        raise ConfigError(f"{key} is {path!r}; there is no such folder{_suggest_folder(folder)}")
+        raise ConfigError(f"{key} is {path!r}; there is no such folder{_suggest_close_folder(folder)}")
     try:
         tokenizer = transformers_module.AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else path, trust_remote_code=trust_remote_code
@@ -162,7 +162,7 @@ class PromptTokenizer:
     ) -> None:
         if overlong not in OVERLONG:
             raise ConfigError(
-                f"data.overlong_prompts is {overlong!r}; {meant(str(overlong), OVERLONG)}allowed: {', '.join(OVERLONG)}"
+                f"data.overlong_prompts is {overlong!r}; {suggest_name(str(overlong), OVERLONG)}allowed: {', '.join(OVERLONG)}"
             )
         if max_prompt_tokens < 1:
             raise ConfigError(f"data.max_prompt_tokens is {max_prompt_tokens}; allowed: 1 or more")
@@ -182,7 +182,7 @@ class PromptTokenizer:
         self._checked_shapes: set[tuple[str, ...]] = set()
 
     @cached_property
-    def looker(self) -> Looker:
+    def image_processor(self) -> PromptImageProcessor:
         """Image processor for prompts.
 
         Raises:
@@ -193,15 +193,15 @@ class PromptTokenizer:
                 f"{self.key}: prompts have pictures, and {self.key}.chat_template is false: only a chat template says how a "
                 "picture is written; set it to true"
             )
-        return make_looker(str(self.tokenizer.name_or_path))
+        return load_image_processor(str(self.tokenizer.name_or_path))
 
     @cached_property
     def _turn_end(self) -> int | None:
         return turn_end(self.tokenizer)
 
-    def prompt_images(self, prompt: Prompt, at: Sequence[int]) -> PromptImages | None:
+    def prompt_images(self, prompt: Prompt, first_positions: Sequence[int]) -> PromptImages | None:
         """Processes a prompt's images, with their positions from `encode`; returns None if the prompt has no images."""
-        return self.looker.prompt_images(prompt.images, at) if prompt.images else None
+        return self.image_processor.prompt_images(prompt.images, first_positions) if prompt.images else None
 
     def text(
         self,
@@ -223,7 +223,7 @@ class PromptTokenizer:
         return not self.chat_template or messages[0]["role"] == "raw"
 
     def _messages(self, prompt: Prompt) -> Sequence[dict[str, Any]]:
-        return self.looker.conversation(prompt) if prompt.images else prompt.messages
+        return self.image_processor.conversation(prompt) if prompt.images else prompt.messages
 
     def encode_messages(
         self,
@@ -233,8 +233,8 @@ class PromptTokenizer:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Tokenizes a conversation without checking its length."""
-        rendered_text = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
-        return self._ids(rendered_text, bare=self._is_bare(messages))
+        rendering = self.text(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self._ids(rendering, is_bare=self._is_bare(messages))
 
     def check(self, prompt: Prompt) -> list[str]:
         """Checks that the chat template renders every part of a problem.
@@ -246,11 +246,11 @@ class PromptTokenizer:
             ConfigError: The template omits a part; the message names the file and line of the problem.
         """
         try:
-            return self._check(prompt)
+            return self._check_prompt(prompt)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
 
-    def _check(self, prompt: Prompt) -> list[str]:
+    def _check_prompt(self, prompt: Prompt) -> list[str]:
         """Implements `check`; error messages do not name the problem."""
         messages = [*prompt.messages, *([prompt.turn] if prompt.turn else [])]
         if self._is_bare(prompt.messages):
@@ -262,8 +262,8 @@ class PromptTokenizer:
             return []
 
         def render(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> str:
-            with_pictures = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
-            return self.text(with_pictures, tools, add_generation_prompt=prompt.turn is None)
+            picture_messages = self._messages(Prompt(prompt.id, tuple(messages), images=prompt.images))
+            return self.text(picture_messages, tools, add_generation_prompt=prompt.turn is None)
 
         missing_parts, old_reasoning = find_omitted_parts(messages, prompt.tools, render)
         if missing_parts:
@@ -287,7 +287,7 @@ class PromptTokenizer:
             raise ConfigError(f"{prompt.where}: {error}") from None
         ids, image_starts = self._expand_image_tokens(prompt, ids)
         if not ids:
-            raise ConfigError(f"{prompt.where} has no tokens: {_excerpt(prompt)}")
+            raise ConfigError(f"{prompt.where} has no tokens: {_format_excerpt(prompt)}")
         is_fitting = self._fits(prompt, len(ids), self.max_prompt_tokens, self.limit, "tokens")
         return (ids, image_starts) if is_fitting else None
 
@@ -313,7 +313,9 @@ class PromptTokenizer:
                 `overlong` is "error".
         """
         if not prompt.response:
-            raise ConfigError(f"{prompt.where} has no demonstration (data.train.response_key): {_excerpt(prompt)}")
+            raise ConfigError(
+                f"{prompt.where} has no demonstration (data.train.response_key): {_format_excerpt(prompt)}"
+            )
         if self.tokenizer.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer of {self.tokenizer.name_or_path} has no end token (eos_token); sft needs one"
@@ -324,11 +326,11 @@ class PromptTokenizer:
         ids, image_starts = encoded_prompt
         is_bare = self._is_bare(prompt.messages)
         prompt_text = self.text(self._messages(prompt), prompt.tools)
-        response_text = self._turn_text(prompt, prompt_text) if prompt.turn else prompt.response
+        response_text = self._render_turn_text(prompt, prompt_text) if prompt.turn else prompt.response
         # Prompt and response are tokenized together, because some tokenizers prepend a space to any separate text. If that
         # changes the prompt's ids, the response is tokenized separately.
         try:
-            joined_ids = self._ids(prompt_text + response_text, bare=is_bare)
+            joined_ids = self._ids(prompt_text + response_text, is_bare=is_bare)
         except ConfigError as error:
             raise ConfigError(f"{prompt.where}: {error}") from None
         joined_ids, _ = self._expand_image_tokens(prompt, joined_ids)
@@ -351,7 +353,7 @@ class PromptTokenizer:
     def _special_ids(self) -> frozenset[int]:
         return special_tokens(self.tokenizer)
 
-    def _turn_text(self, prompt: Prompt, prompt_text: str) -> str:
+    def _render_turn_text(self, prompt: Prompt, prompt_text: str) -> str:
         """Returns the text that the chat template renders for `prompt.turn`, up to and including its end token."""
         if self._is_bare(prompt.messages):
             self.check(prompt)  # raises
@@ -374,23 +376,25 @@ class PromptTokenizer:
         return turn_text[:turn_end_index] if turn_end_index and not turn_text[turn_end_index:].strip() else turn_text
 
     def fitting(
-        self, dataset: PromptDataset, *, demonstrations: bool = False, max_tokens: int | None = None
+        self, dataset: PromptDataset, *, requires_demonstrations: bool = False, max_tokens: int | None = None
     ) -> FittingPrompts:
         """Checks all problems and returns the problems that are not too long; caches results in the user's state folder.
 
         Args:
             dataset: All problems.
-            demonstrations: Whether to check prompt and response together.
+            requires_demonstrations: Whether to check prompt and response together.
             max_tokens: Maximum number of tokens of prompt and response; None for no limit.
 
         Raises:
             ConfigError: A problem is too long and `overlong` is "error"; the chat template omits a part of a problem or
                 rejects it; or all problems are too long.
         """
-        file = state_folder("prompts") / f"{self._digest(dataset, demonstrations, max_tokens)}.json"
+        file = (
+            state_folder("prompts") / f"{self._compute_check_digest(dataset, requires_demonstrations, max_tokens)}.json"
+        )
         check_results = _read_cached_results(file)
         if check_results is None:
-            check_results = self._check_dataset(dataset, demonstrations, max_tokens)
+            check_results = self._check_dataset(dataset, requires_demonstrations, max_tokens)
             with contextlib.suppress(OSError, StorageError):
                 replace_durably(file, json.dumps(check_results).encode(), sync=False)
         if len(check_results["dropped"]) == len(dataset):
@@ -405,20 +409,22 @@ class PromptTokenizer:
         return FittingPrompts(dataset, check_results["dropped"], check_results["left_out"])
 
     def _check_dataset(
-        self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None
+        self, dataset: PromptDataset, has_demonstrations: bool, max_tokens: int | None
     ) -> dict[str, list[Any]]:
-        dropped_indices, omitted_parts = list[int](), set[str]()
+        dropped_indices, omitted_names = list[int](), set[str]()
         for index in range(len(dataset)):
             prompt = dataset[index]
-            if not demonstrations:
+            if not has_demonstrations:
                 prompt = dataclasses.replace(prompt, turn=None)
-            omitted_parts.update(self.check(prompt))
-            encoded_prompt = self.encode_demonstration(prompt, max_tokens) if demonstrations else self.encode(prompt)
+            omitted_names.update(self.check(prompt))
+            encoded_prompt = (
+                self.encode_demonstration(prompt, max_tokens) if has_demonstrations else self.encode(prompt)
+            )
             if encoded_prompt is None:
                 dropped_indices.append(index)
-        return {"dropped": dropped_indices, "left_out": sorted(omitted_parts)}
+        return {"dropped": dropped_indices, "left_out": sorted(omitted_names)}
 
-    def _digest(self, dataset: PromptDataset, demonstrations: bool, max_tokens: int | None) -> str:
+    def _compute_check_digest(self, dataset: PromptDataset, has_demonstrations: bool, max_tokens: int | None) -> str:
         """Returns a digest of all inputs of the checks: tokenizer, options and problems."""
         tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = (
@@ -430,7 +436,7 @@ class PromptTokenizer:
             self.max_prompt_tokens,
             self.overlong,
             self.chat_template,
-            demonstrations,
+            has_demonstrations,
             max_tokens,
             _CACHE_VERSION,
         ]
@@ -449,24 +455,27 @@ class PromptTokenizer:
         return digest.hexdigest()
 
     def _expand_image_tokens(self, prompt: Prompt, ids: list[int]) -> tuple[list[int], list[int]]:
-        return self.looker.expand_image_tokens(prompt, ids) if prompt.images else (ids, [])
+        return self.image_processor.expand_image_tokens(prompt, ids) if prompt.images else (ids, [])
 
-    def _ids(self, text: str, bare: bool) -> list[int]:
+    def _ids(self, text: str, is_bare: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            code = f"\\u{ord(text[error.start]):04x}"
-            raise ConfigError(f"a text has {code}, half of the pair that writes one character: take it out") from None
+            code_point = f"\\u{ord(text[error.start]):04x}"
+            raise ConfigError(
+                f"a text has {code_point}, half of the pair that writes one character: take it out"
+            ) from None
         # A chat template renders the start token. For bare text, the tokenizer adds start and end token; the end is removed.
-        ids: list[int] = list(self.tokenizer(text, add_special_tokens=bare, verbose=False)["input_ids"])
-        return ids[:-1] if bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
+        ids: list[int] = list(self.tokenizer(text, add_special_tokens=is_bare, verbose=False)["input_ids"])
+        return ids[:-1] if is_bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
 
     def _fits(self, prompt: Prompt, length: int, bound: int, limit: str, unit: str) -> bool:
         if length <= bound:
             return True
         if self.overlong == "error":
             raise ConfigError(
-                f"{prompt.where} has {length} {unit}, more than {limit} allows ({bound}): {_excerpt(prompt)}; raise the "
+                f"{prompt.where} has {length} {unit}, more than {limit} allows ({bound}): {_format_excerpt(prompt)}; "
+                f"raise the "
                 "limit, or set data.overlong_prompts=drop"
             )
         return False
@@ -480,11 +489,11 @@ class FittingPrompts:
         left_out: Message keys that the chat template renders only for the last turn (reasoning).
     """
 
-    def __init__(self, dataset: PromptDataset, dropped: Sequence[int], left_out: Sequence[str]) -> None:
-        positions = frozenset(dropped)
+    def __init__(self, dataset: PromptDataset, dropped_indices: Sequence[int], left_out: Sequence[str]) -> None:
+        dropped_positions = frozenset(dropped_indices)
         self._dataset = dataset
-        self._positions = [index for index in range(len(dataset)) if index not in positions]
-        self.dropped = len(positions)
+        self._positions = [index for index in range(len(dataset)) if index not in dropped_positions]
+        self.dropped = len(dropped_positions)
         self.left_out = tuple(left_out)
 
     def notes(self, key: str) -> list[str]:
@@ -519,14 +528,14 @@ def _read_cached_results(file: Path) -> dict[str, list[Any]] | None:
     )
 
 
-def _excerpt(prompt: Prompt) -> str:
+def _format_excerpt(prompt: Prompt) -> str:
     last_content = prompt.messages[-1]["content"]
     return repr(last_content if len(last_content) <= 60 else last_content[:60] + "…")
 
 
-def _suggest_folder(folder: Path) -> str:
+def _suggest_close_folder(folder: Path) -> str:
     folder_names = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-    close_names = difflib.get_close_matches(folder.name, folder_names, 1)
+    close_names = similar_names(folder.name, folder_names, 1)
     return f"; did you mean {str(folder.with_name(close_names[0]))!r}?" if close_names else ""
 
 
@@ -583,12 +592,12 @@ def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset
 
 def without_end(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
     """Returns a response's token ids without a final end token of the model."""
-    end_ids = _response_ends(tokenizer)
+    end_ids = _find_response_ends(tokenizer)
     return list(token_ids[:-1] if token_ids and token_ids[-1] in end_ids else token_ids)
 
 
 @functools.lru_cache(maxsize=16)
-def _response_ends(tokenizer: Any) -> frozenset[int]:
+def _find_response_ends(tokenizer: Any) -> frozenset[int]:
     """Returns the end tokens of a tokenizer's model, and the padding token, with which some models end responses."""
     path = str(getattr(tokenizer, "name_or_path", "") or "")
     end_ids = {getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id")} | {turn_end(tokenizer)}
@@ -597,7 +606,7 @@ def _response_ends(tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token in end_ids if token is not None)
 
 
-def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None]:
+def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop_texts: Sequence[str]) -> tuple[str, str | None]:
     """Cuts a response's text at its first stop text.
 
     A match must not begin or end inside a special token: the stop text `b` does not match in `<bos>`, but `<bos>` does.
@@ -605,25 +614,27 @@ def cut_at_stop(tokenizer: Any, token_ids: Sequence[int], stop: Sequence[str]) -
     Returns:
         Text before the stop text, and the stop text; the complete text and None if no stop text matches.
     """
-    decoded_text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    text: str = tokenizer.decode(list(token_ids), skip_special_tokens=False)
     inside_positions: set[int] | None = None
-    stop_start, match = len(decoded_text), None
-    for stop_text in stop:
-        match_start = decoded_text.find(stop_text)
+    stop_start, matched_stop = len(text), None
+    for stop_text in stop_texts:
+        match_start = text.find(stop_text)
         while 0 <= match_start < stop_start:
-            inside_positions = _inside_special(tokenizer, token_ids) if inside_positions is None else inside_positions
+            inside_positions = (
+                _find_inside_special(tokenizer, token_ids) if inside_positions is None else inside_positions
+            )
             if inside_positions.isdisjoint((match_start, match_start + len(stop_text))):
-                stop_start, match = match_start, stop_text
-            match_start = decoded_text.find(stop_text, match_start + 1)
-    return decoded_text[:stop_start], match
+                stop_start, matched_stop = match_start, stop_text
+            match_start = text.find(stop_text, match_start + 1)
+    return text[:stop_start], matched_stop
 
 
-def _inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
+def _find_inside_special(tokenizer: Any, token_ids: Sequence[int]) -> set[int]:
     """Returns the character positions strictly inside a special token of a response's text."""
     special_ids, inside_positions = _special_ids(tokenizer), set[int]()
-    for position, token in enumerate(token_ids):
+    for token_position, token in enumerate(token_ids):
         if token in special_ids:
-            text_end = len(tokenizer.decode(list(token_ids[: position + 1]), skip_special_tokens=False))
+            text_end = len(tokenizer.decode(list(token_ids[: token_position + 1]), skip_special_tokens=False))
             inside_positions.update(
                 range(text_end - len(tokenizer.decode([token], skip_special_tokens=False)) + 1, text_end)
             )

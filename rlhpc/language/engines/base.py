@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from rlhpc.checkpoint.tensor_slice import Box
+    from rlhpc.checkpoint.tensor_slice import TensorSlice
     from rlhpc.language.data.images import PromptImages
 
 
@@ -108,6 +108,8 @@ class RolloutBackend(abc.ABC):
     """Whether the engine can load only the slices of tensors that it needs (`wants`, `update_shards`)."""
     forkable: ClassVar[bool] = True
     """Whether the engine's ranks may be forked. Engines that start processes or threads need a new interpreter instead."""
+    preload: ClassVar[Sequence[str]] = ()
+    """What a node imports once for the engine's ranks (`Worker.preloads`)."""
     awaiting: ClassVar[Mapping[str, Any] | None] = None
     """The `rollout.engine_kwargs` with which the engine starts without reading weights, before a first complete update.
     None if it always reads them."""
@@ -146,7 +148,7 @@ class RolloutBackend(abc.ABC):
         Args:
             version: Version of the weights.
             named_tensors: Hugging Face names and tensors, in any order; with `takes_partial_updates`, a tensor may be given as
-                its changed `Elements` (`rlhpc.weights.delta.put`).
+                its changed `Elements` (`rlhpc.weights.delta.copy_update`).
             complete: Whether the update has all tensors; if false, missing tensors stay unchanged. Passed only with
                 `takes_partial_updates`.
         """
@@ -188,7 +190,7 @@ class RolloutBackend(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} cannot score texts")
 
-    def wants(self) -> Mapping[str, Sequence[Box]] | None:
+    def wants(self) -> Mapping[str, Sequence[TensorSlice]] | None:
         """Returns the slices of each tensor that this rank needs, by the tensors' names in the model's files.
 
         Tensors that this rank does not need are omitted. Returns None without `takes_shards`, because the engine then needs
@@ -203,10 +205,17 @@ class RolloutBackend(abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} takes complete tensors")
 
+    def parameter_digests(self) -> dict[str, int]:
+        """Returns a digest of each of the engine's parameters, by the engine's names.
+
+        Returns an empty dict if the engine does not give its parameters.
+        """
+        return {}
+
     def held(self, name: str) -> torch.Tensor | None:
         """Returns the current tensor called `name`.
 
-        Returns None if the engine stores it in another form or dtype than received, or does not return weights.
+        Returns None if the engine stores it in a different form or dtype than received, or does not return weights.
         """
         return None
 
@@ -225,13 +234,15 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
         "takes_partial_updates": bool(getattr(engine, "updates_in_part", False)),
         "takes_shards": hasattr(engine, "wants") and hasattr(engine, "update_shards"),
     }
-    missing = {
-        name: _unsupported_method(name) for name in RolloutBackend.__abstractmethods__ if not hasattr(engine, name)
+    missing_methods = {
+        name: _make_unsupported_method(name) for name in RolloutBackend.__abstractmethods__ if not hasattr(engine, name)
     }
-    return type(engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **missing, **attributes})
+    return type(
+        engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **missing_methods, **attributes}
+    )
 
 
-def _unsupported_method(name: str) -> Callable[..., Any]:
+def _make_unsupported_method(name: str) -> Callable[..., Any]:
     """Returns a method that raises NotImplementedError, for engines that lack it, such as the engine of an LLM judge."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> Any:
@@ -245,6 +256,6 @@ def _unsupported_method(name: str) -> Callable[..., Any]:
 EngineFactory = Callable[..., RolloutBackend]
 
 
-def beyond_context(key: str, limit: int, context: int) -> str:
+def beyond_context(key: str, configured_limit: int, context: int) -> str:
     """Returns the error message for a `max_model_len` that exceeds the model's context."""
-    return f"{key} is {limit}; the model's context is {context} (at most that)"
+    return f"{key} is {configured_limit}; the model's context is {context} (at most that)"

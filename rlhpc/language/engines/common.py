@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rlhpc.config.parallel import splits_sums
 from rlhpc.config.typed import select
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.trace_recorder import span
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,8 @@ class EngineOptions:
         returns_experts: `rollout.routing_replay`.
         adapters: Rank and alpha of unmerged adapters (`rollout.merge_adapters`); None if they are merged.
         policies: Names of the policies, each with such adapters (`agent.policies`); empty for a single policy.
+        batch_invariant: `rollout.batch_invariant`.
+        exact: Whether the engine computes with the trainer's bits (`runner.deterministic`).
     """
 
     model_path: str
@@ -63,6 +67,8 @@ class EngineOptions:
     returns_experts: bool = False
     adapters: tuple[int, int] | None = None
     policies: tuple[str, ...] = ()
+    batch_invariant: bool = False
+    exact: bool = False
 
     @classmethod
     def from_config(cls, cfg: LanguageConfig, model_path: str, device: str | torch.device) -> EngineOptions:
@@ -72,9 +78,12 @@ class EngineOptions:
             ConfigError: A value is out of range; the message names the key.
         """
         rollout, model = cfg.rollout, cfg.actor.model
-        for key, limit in (("max_batch_size", rollout.max_batch_size), ("max_model_len", rollout.max_model_len)):
-            if limit is not None and limit < 1:
-                raise ConfigError(f"rollout.{key} is {limit}; at least 1 is needed")
+        for key, configured_limit in (
+            ("max_batch_size", rollout.max_batch_size),
+            ("max_model_len", rollout.max_model_len),
+        ):
+            if configured_limit is not None and configured_limit < 1:
+                raise ConfigError(f"rollout.{key} is {configured_limit}; at least 1 is needed")
         if not 0.0 < rollout.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization}; allowed: (0, 1]")
         return cls(
@@ -93,6 +102,8 @@ class EngineOptions:
             returns_experts=bool(select(cfg, "rollout.routing_replay")),
             adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if has_separate_adapters(cfg) else None,
             policies=policies_of(cfg).names,
+            batch_invariant=bool(select(cfg, "rollout.batch_invariant")),
+            exact=bool(select(cfg, "runner.deterministic")) and not splits_sums(cfg.actor.parallel),
         )
 
     @property
@@ -156,6 +167,8 @@ class EngineBase(RolloutBackend):
         self._active_ids: set[int] = set()
         self._retained_completions: list[Completion] = []
         self._update_error: str = ""
+        #: Number of tokens sampled so far, for traces.
+        self.num_drawn = 0
 
     @abc.abstractmethod
     def _queue(self, requests: Sequence[Request]) -> None:
@@ -207,14 +220,14 @@ class EngineBase(RolloutBackend):
                 f"request {request.id} has stop_token_ids {sorted(sampling.stop_token_ids)[:8]}; the model's vocabulary is "
                 f"{self.vocabulary}: take tokens of this model"
             )
-        for key, value, is_valid, requirement in (
+        for key, option_value, is_valid, requirement in (
             ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
             ("temperature", sampling.temperature, sampling.temperature >= 0.0, "at least 0"),
             ("top_p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "(0, 1]"),
             ("top_k", sampling.top_k, sampling.top_k == -1 or sampling.top_k >= 1, "-1, or at least 1"),
         ):
             if not is_valid:
-                raise ConfigError(f"rollout.{key} is {value}; allowed: {requirement}")
+                raise ConfigError(f"rollout.{key} is {option_value}; allowed: {requirement}")
 
     def step(self) -> list[Completion]:
         """Advances the running requests; see `RolloutBackend.step`.
@@ -226,7 +239,10 @@ class EngineBase(RolloutBackend):
             raise WeightUpdateError(self._update_error)
         completions, self._retained_completions = self._retained_completions, []
         if len(self._active_ids) > len(completions):
-            completions += self._advance()
+            with span("engine step", "engine", batch=len(self._active_ids)) as engine_step:
+                num_before = self.num_drawn
+                completions += self._advance()
+                engine_step.add(tokens=self.num_drawn - num_before)
         self._active_ids.difference_update(completion.id for completion in completions)
         return completions
 
@@ -278,7 +294,7 @@ class EngineBase(RolloutBackend):
 
 def checked_update(
     named_tensors: Iterable[tuple[str, T]],
-    needed: dict[str, tuple[int, ...]],
+    required_shapes: dict[str, tuple[int, ...]],
     optional: dict[str, tuple[int, ...]],
     *,
     complete: bool = True,
@@ -287,7 +303,7 @@ def checked_update(
 
     Args:
         named_tensors: Hugging Face names and tensors.
-        needed: Shape of each required tensor.
+        required_shapes: Shape of each required tensor.
         optional: Shape of each tensor that the update may omit: other names of tied weights, and buffers.
         complete: Whether all required tensors must be in the update.
 
@@ -296,7 +312,7 @@ def checked_update(
     """
     received_names: set[str] = set()
     for name, tensor in named_tensors:
-        shape = needed.get(name, optional.get(name))
+        shape = required_shapes.get(name, optional.get(name))
         if shape is None:
             raise WeightUpdateError(f"a weight update brought {name!r}, which the rollout engine's model does not have")
         if tuple(tensor.shape) != shape:
@@ -307,7 +323,7 @@ def checked_update(
             raise WeightUpdateError(f"a weight update brought {name!r} twice")
         received_names.add(name)
         yield name, tensor
-    missing_names = sorted(needed.keys() - received_names) if complete else []
+    missing_names = sorted(required_shapes.keys() - received_names) if complete else []
     if missing_names:
         remainder = f" and {len(missing_names) - 3} more" if len(missing_names) > 3 else ""
         raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3])}{remainder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,43 +14,45 @@ from torch import Tensor
 
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
 from rlhpc.language.engines.base import Completion, Request, beyond_context
-from rlhpc.language.engines.batch_invariance import KVCache, plan_row_moves
+from rlhpc.language.engines.batch_invariance import STATE_LAYER_TYPES
 from rlhpc.language.engines.common import EngineBase, EngineOptions, checked_update
-from rlhpc.language.engines.hf_forward import Forward
-from rlhpc.language.hugging_face import load_model_config, no_progress_bar, transformers
+from rlhpc.language.engines.hf_forward import Forward, KVCache, plan_row_moves
+from rlhpc.language.hugging_face import explain_loading_error, load_model_config, no_progress_bar, transformers
 from rlhpc.language.models.loading import auto_class
 from rlhpc.language.models.moe_routing import Routing, routing_of
 from rlhpc.language.models.vision import place_by_token_type
-from rlhpc.runtime.devices import empty_cache, moved
+from rlhpc.runtime.devices import empty_cache, move_module
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.delta import Elements, put
+from rlhpc.runtime.trace_recorder import add_gauge
+from rlhpc.weights.delta import Elements, copy_update
+from rlhpc.weights.verification import digests
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
 
 
-def uniforms(request: Request, count: int) -> np.ndarray:
+def uniforms(request: Request, num_draws: int) -> np.ndarray:
     """Returns a request's random numbers in [0, 1), one per token. The numbers depend only on the request's seed."""
     generator = np.random.Generator(np.random.Philox(key=request.seed % 2**128))
-    return generator.random(count)
+    return generator.random(num_draws)
 
 
 class RowSampling:
     """Sampling parameters of the running rows, as tensors on the device."""
 
     def __init__(self, requests: Sequence[Request], vocabulary: int, device: torch.device) -> None:
-        temperature = [request.sampling.temperature for request in requests]
-        top_p = [request.sampling.top_p for request in requests]
-        top_k = [min(k, vocabulary) if (k := request.sampling.top_k) > 0 else vocabulary for request in requests]
-        self.temperature = torch.tensor(temperature, dtype=torch.float32, device=device).unsqueeze(1)
+        temperatures = [request.sampling.temperature for request in requests]
+        top_ps = [request.sampling.top_p for request in requests]
+        top_ks = [min(k, vocabulary) if (k := request.sampling.top_k) > 0 else vocabulary for request in requests]
+        self.temperature = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
         self.greedy = self.temperature == 0.0
         self.divisor = torch.where(self.greedy, 1.0, self.temperature)
-        self.any_greedy = 0.0 in temperature
-        self.all_greedy = not any(temperature)
-        self.has_temperature = any(t not in (0.0, 1.0) for t in temperature)
-        self.has_filters = any(p < 1.0 for p in top_p) or any(k < vocabulary for k in top_k)
-        self.top_p = torch.tensor(top_p, dtype=torch.float64, device=device).unsqueeze(1)
-        self.top_k = torch.tensor(top_k, dtype=torch.int64, device=device).unsqueeze(1)
+        self.any_greedy = 0.0 in temperatures
+        self.all_greedy = not any(temperatures)
+        self.has_temperature = any(t not in (0.0, 1.0) for t in temperatures)
+        self.has_filters = any(p < 1.0 for p in top_ps) or any(k < vocabulary for k in top_ks)
+        self.top_p = torch.tensor(top_ps, dtype=torch.float64, device=device).unsqueeze(1)
+        self.top_k = torch.tensor(top_ks, dtype=torch.int64, device=device).unsqueeze(1)
 
 
 def draw(logits: Tensor, rows: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,14 +80,14 @@ def draw(logits: Tensor, rows: RowSampling, noise: Tensor) -> tuple[Tensor, Tens
     mass = logprobs.double().exp_()
     if rows.has_filters:
         # The mask keeps the vocabulary's order, so a row samples the same token whether or not other rows are filtered.
-        mass = mass.masked_fill_(~_allowed_mask(mass, rows), 0.0)
+        mass = mass.masked_fill_(~_compute_allowed_mask(mass, rows), 0.0)
     tokens = _pick(mass.cumsum_(dim=-1), noise)
     if rows.any_greedy:
         tokens = torch.where(rows.greedy, logprobs.argmax(dim=-1, keepdim=True), tokens)
     return tokens.squeeze(1), logprobs.gather(1, tokens).squeeze(1)
 
 
-def _allowed_mask(mass: Tensor, rows: RowSampling) -> Tensor:
+def _compute_allowed_mask(mass: Tensor, rows: RowSampling) -> Tensor:
     """Returns the mask `[N, V]` of the tokens that top-k and top-p allow.
 
     Top-p allows a token if the more likely tokens have less than the fraction `top_p` of the mass, and so at least one token.
@@ -149,22 +152,22 @@ class SequenceTable:
         self._has_stop_texts[row] = bool(request.sampling.stop)
         self._end_set[row] = self._end_set_number(request.sampling.stop_token_ids, row)
 
-    def _end_set_number(self, ends: tuple[int, ...], rows: int) -> int:
+    def _end_set_number(self, end_ids: tuple[int, ...], num_rows: int) -> int:
         """Returns the number of a set of end tokens; a new set replaces a set that no row uses, or gets a new number."""
-        if ends in self._end_sets:
-            return self._end_sets[ends]
-        used_numbers = set(self._end_set[:rows].tolist())
+        if end_ids in self._end_sets:
+            return self._end_sets[end_ids]
+        used_numbers = set(self._end_set[:num_rows].tolist())
         free_set = next(
             (end_set for end_set, set_number in self._end_sets.items() if set_number not in used_numbers), None
         )
         set_number = len(self._end_masks) if free_set is None else self._end_sets.pop(free_set)
         stop_mask = np.zeros((1, self._vocabulary), dtype=bool)
-        stop_mask[0, [i for i in {*ends, *self._end_ids} if 0 <= i < self._vocabulary]] = True
+        stop_mask[0, [i for i in {*end_ids, *self._end_ids} if 0 <= i < self._vocabulary]] = True
         if free_set is None:
             self._end_masks = np.concatenate([self._end_masks, stop_mask])
         else:
             self._end_masks[set_number] = stop_mask
-        self._end_sets[ends] = set_number
+        self._end_sets[end_ids] = set_number
         return set_number
 
     def noise(self, begin: int) -> np.ndarray:
@@ -182,11 +185,11 @@ class SequenceTable:
             version,
         )
         self._count[rows] += 1
-        stopped = self._end_masks[self._end_set[rows], tokens]
-        for row in rows[self._has_stop_texts[rows] & ~stopped].tolist():
-            stopped[row - begin] = self._stop_texts.is_complete(self.response(row), self.requests[row].sampling.stop)
-        is_finished = stopped | (self._count[rows] >= self._limit[rows])
-        return [(begin + i, "stop" if stopped[i] else "length") for i in np.flatnonzero(is_finished).tolist()]
+        is_stopped = self._end_masks[self._end_set[rows], tokens]
+        for row in rows[self._has_stop_texts[rows] & ~is_stopped].tolist():
+            is_stopped[row - begin] = self._stop_texts.is_complete(self.response(row), self.requests[row].sampling.stop)
+        is_finished = is_stopped | (self._count[rows] >= self._limit[rows])
+        return [(begin + i, "stop" if is_stopped[i] else "length") for i in np.flatnonzero(is_finished).tolist()]
 
     def response(self, row: int) -> list[int]:
         """Returns the tokens of the response so far."""
@@ -195,29 +198,29 @@ class SequenceTable:
 
     def completion(self, row: int, reason: str) -> Completion:
         """Returns the response so far as a completion."""
-        count = self._count[row]
+        num_sampled = self._count[row]
         return Completion(
             id=self.requests[row].id,
             token_ids=self.response(row),
-            logprobs=self._logprobs[row, :count].tolist(),
-            versions=self._versions[row, :count].tolist(),
+            logprobs=self._logprobs[row, :num_sampled].tolist(),
+            versions=self._versions[row, :num_sampled].tolist(),
             finish_reason=reason,
             experts=np.concatenate(self.experts[row]) if self.experts[row] else None,
         )
 
     def move(self, moves: Iterable[tuple[int, int]], num_rows: int) -> None:
         """Moves rows (from, to), then keeps only the first `num_rows` rows."""
-        for source, target in moves:
-            self.requests[target], self.experts[target] = self.requests[source], self.experts[source]
-            for column in self._row_arrays():
-                column[target] = column[source]
+        for source_row, target in moves:
+            self.requests[target], self.experts[target] = self.requests[source_row], self.experts[source_row]
+            for column in self._list_row_arrays():
+                column[target] = column[source_row]
         del self.requests[num_rows:], self.experts[num_rows:]
 
     def clear(self) -> None:
         """Removes all rows."""
         self.requests, self.experts = [], []
 
-    def _row_arrays(self) -> tuple[np.ndarray, ...]:
+    def _list_row_arrays(self) -> tuple[np.ndarray, ...]:
         return (
             self._tokens,
             self._logprobs,
@@ -230,6 +233,8 @@ class SequenceTable:
         )
 
 
+#: Layer types for which the rows' cache has keys or states.
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"}) | STATE_LAYER_TYPES
 #: Denominator of the fraction of rows that must be free to admit waiting requests, so that prefills come in batches.
 _ADMISSION_DENOMINATOR = 8
 
@@ -268,26 +273,33 @@ class HFRollout(EngineBase):
         options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
         text_config = config.get_text_config()
-        _refuse_recurrent(text_config, options.model_path)
+        _refuse_layer_types(text_config, options.model_path)
         self._device = torch.device(options.device)
         self._max_rows = options.batch
         self.capacity = options.batch
-        self._model = self._load(options)
+        self._model = self._load_model(options)
         self._tokenizer = find_tokenizer(options.model_path, options.trust_remote_code)
         self._stop_texts = StopTexts(self._tokenizer, options.model_path)
         self._end_ids = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(text_config.vocab_size)
         self.context = context_length(text_config, options)
-        self._waiting: deque[Request] = deque()
-        with self._memory_errors_with_settings():
+        self._waiting_requests: deque[Request] = deque()
+        with self._explain_memory_errors():
             self._sequences = SequenceTable(self._max_rows, self.vocabulary, self._end_ids, self._stop_texts)
-            self._forward = Forward(self._model, self._device, self._max_rows, self.context, self.vocabulary)
+            self._forward = Forward(
+                self._model, self._device, self._max_rows, self.context, self.vocabulary, exact=options.exact
+            )
+        self._exact = options.exact
         self.choices = self._forward.record_routing(self._routers()) if options.returns_experts else 0
         self._stale = False
         self._keeps_cache = options.keeps_cache
         self._sent_tensors: dict[str, Tensor] = {}
-        self._rows: RowSampling | None = None
+        self._row_sampling: RowSampling | None = None
         self._last_tokens: Tensor = torch.empty(0, dtype=torch.int64, device=self._device)
+        forward = weakref.ref(self._forward)
+        add_gauge(
+            "KV cache", "tokens", lambda: None if (hf_forward := forward()) is None else hf_forward.num_cached_tokens()
+        )
 
     def _routers(self) -> Routing:
         routing = routing_of(self._model)
@@ -297,11 +309,11 @@ class HFRollout(EngineBase):
             )
         return routing
 
-    def _load(self, options: EngineOptions) -> Any:
+    def _load_model(self, options: EngineOptions) -> Any:
         arguments = {"attn_implementation": options.attn_implementation, **options.engine_kwargs}
         class_name = auto_class(load_model_config(options.model_path, options.trust_remote_code))
         try:
-            with self._memory_errors_with_settings(), no_progress_bar():
+            with self._explain_memory_errors(), no_progress_bar():
                 model = getattr(transformers(), class_name).from_pretrained(
                     options.model_path,
                     dtype=getattr(torch, options.dtype),
@@ -309,14 +321,15 @@ class HFRollout(EngineBase):
                     **arguments,
                 )
                 place_by_token_type(model)
-                return moved(model, self._device).eval().requires_grad_(False)
+                return move_module(model, self._device).eval().requires_grad_(False)
         except (OSError, ValueError, ImportError, TypeError) as error:
+            reason = explain_loading_error(error, "actor.model.model_path")
             raise ConfigError(
-                f"the model in {options.model_path!r} (actor.model.model_path) cannot be loaded: {first_line(error)}"
+                f"the model in {options.model_path!r} (actor.model.model_path) cannot be loaded: {reason}"
             ) from error
 
     @contextmanager
-    def _memory_errors_with_settings(self) -> Iterator[None]:
+    def _explain_memory_errors(self) -> Iterator[None]:
         """Converts out-of-memory errors within the block to a ConfigError that names the settings to change."""
         try:
             yield
@@ -336,16 +349,20 @@ class HFRollout(EngineBase):
         self._stop_texts.check(request.sampling.stop)
 
     def _queue(self, requests: Sequence[Request]) -> None:
-        self._waiting.extend(requests)
+        self._waiting_requests.extend(requests)
 
     def _advance(self) -> list[Completion]:
-        with torch.inference_mode(), self._memory_errors_with_settings():
+        with torch.inference_mode(), self._explain_memory_errors():
             if self._stale:
                 self._recompute_kv_cache()
             free_rows = self._max_rows - self._kv.rows
             completions: list[Completion] = []
-            if self._waiting and free_rows >= min(len(self._waiting), max(1, self._max_rows // _ADMISSION_DENOMINATOR)):
-                completions += self._admit([self._waiting.popleft() for _ in range(min(free_rows, len(self._waiting)))])
+            if self._waiting_requests and free_rows >= min(
+                len(self._waiting_requests), max(1, self._max_rows // _ADMISSION_DENOMINATOR)
+            ):
+                completions += self._admit(
+                    [self._waiting_requests.popleft() for _ in range(min(free_rows, len(self._waiting_requests)))]
+                )
             if self._kv.rows:
                 completions += self._decode()
         return completions
@@ -357,32 +374,39 @@ class HFRollout(EngineBase):
             digests = () if request.images is None else request.images.digests
             requests_by_prompt.setdefault((request.prompt_ids, digests), []).append(request)
         grouped_requests = [request for prompt_requests in requests_by_prompt.values() for request in prompt_requests]
-        source = [index for index, prompt_requests in enumerate(requests_by_prompt.values()) for _ in prompt_requests]
+        prompt_indices = [
+            index for index, prompt_requests in enumerate(requests_by_prompt.values()) for _ in prompt_requests
+        ]
         first_requests = [prompt_requests[0] for prompt_requests in requests_by_prompt.values()]
         logits = self._forward.prefill(
             [first_request.prompt_ids for first_request in first_requests],
-            source,
+            prompt_indices,
             [first_request.images for first_request in first_requests],
         )
         first_row = len(self._sequences)
-        for request, prompt_index in zip(grouped_requests, source, strict=True):
+        for request, prompt_index in zip(grouped_requests, prompt_indices, strict=True):
             self._sequences.add(request, self._max_response_tokens(request))
             self._sequences.experts[-1] += self._forward.experts[prompt_index : prompt_index + 1]
         sampling = RowSampling(grouped_requests, self.vocabulary, self._device)
-        return self._draw(first_row, logits[torch.tensor(source, device=self._device)], sampling)
+        return self._draw(first_row, logits[torch.tensor(prompt_indices, device=self._device)], sampling)
 
     def _draw(self, begin: int, logits: Tensor, sampling: RowSampling) -> list[Completion]:
         """Samples a token for each row from `begin` on; removes the rows that end, and returns their completions."""
         sequences = self._sequences
         noise = torch.from_numpy(sequences.noise(begin)).to(self._device)
         tokens, logprobs = draw(logits, sampling, noise)
+        if self._exact:
+            from rlhpc.language.engines.exact import token_logprobs
+
+            logprobs = token_logprobs(logits, tokens, sampling.divisor)
+        self.num_drawn += len(tokens)
         self._last_tokens = torch.cat([self._last_tokens[:begin], tokens])
         finished_rows = sequences.record(begin, tokens.cpu().numpy(), logprobs.cpu().numpy(), self.version)
         completions = [sequences.completion(row, finish_reason) for row, finish_reason in finished_rows]
         if finished_rows:
             self._remove([row for row, _ in finished_rows])
         if finished_rows or begin:
-            self._rows = None
+            self._row_sampling = None
         return completions
 
     def _remove(self, rows: list[int]) -> None:
@@ -390,21 +414,21 @@ class HFRollout(EngineBase):
         num_rows = len(self._sequences)
         # A stale cache is recomputed from the tokens; it may have no rows at all.
         row_moves = plan_row_moves(num_rows, rows) if self._stale else self._kv.drop(rows)
-        remaining = num_rows - len(rows)
-        self._sequences.move(row_moves, remaining)
+        num_remaining = num_rows - len(rows)
+        self._sequences.move(row_moves, num_remaining)
         if row_moves:
             moved_rows, freed_rows = (list(row_numbers) for row_numbers in zip(*row_moves, strict=True))
             self._last_tokens[freed_rows] = self._last_tokens[moved_rows]
-        self._last_tokens = self._last_tokens[:remaining]
+        self._last_tokens = self._last_tokens[:num_remaining]
 
     def _decode(self) -> list[Completion]:
         """Samples the next token of each row; returns the completions of the rows that end."""
         logits = self._forward.decode(self._last_tokens)
         for row_experts, last_experts in zip(self._sequences.experts, self._forward.experts, strict=False):
             row_experts.append(last_experts)
-        if self._rows is None:
-            self._rows = RowSampling(self._sequences.requests, self.vocabulary, self._device)
-        return self._draw(0, logits, self._rows)
+        if self._row_sampling is None:
+            self._row_sampling = RowSampling(self._sequences.requests, self.vocabulary, self._device)
+        return self._draw(0, logits, self._row_sampling)
 
     def _recompute_kv_cache(self) -> None:
         """Recomputes the cache of prompts and responses so far with the current weights."""
@@ -418,11 +442,11 @@ class HFRollout(EngineBase):
             table.experts = [self._forward.experts[row : row + 1] for row in range(len(sequences))]
 
     def _drop(self, ids: Collection[int]) -> None:
-        self._waiting = deque(request for request in self._waiting if request.id not in ids)
+        self._waiting_requests = deque(request for request in self._waiting_requests if request.id not in ids)
         if rows := [row for row, request in enumerate(self._sequences.requests) if request.id in ids]:
             with torch.inference_mode():
                 self._remove(rows)
-            self._rows = None
+            self._row_sampling = None
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
         """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
@@ -430,14 +454,14 @@ class HFRollout(EngineBase):
         return {request.id: self._sequences.response(row) for row, request in rows if request.id in ids}
 
     def _abort(self) -> list[Completion]:
-        aborted = [self._sequences.completion(row, "abort") for row in range(len(self._sequences))]
-        aborted += [Completion(id=request.id, finish_reason="abort") for request in self._waiting]
-        self._waiting.clear()
+        aborted_completions = [self._sequences.completion(row, "abort") for row in range(len(self._sequences))]
+        aborted_completions += [Completion(id=request.id, finish_reason="abort") for request in self._waiting_requests]
+        self._waiting_requests.clear()
         self._sequences.clear()
-        self._rows, self._last_tokens = None, self._last_tokens[:0]
+        self._row_sampling, self._last_tokens = None, self._last_tokens[:0]
         self._kv.clear()
         self._stale = False
-        return aborted
+        return aborted_completions
 
     # --- weights
 
@@ -447,12 +471,14 @@ class HFRollout(EngineBase):
         """Loads new weights (`RolloutBackend.update_weights`)."""
         state_dict = self._model.state_dict(keep_vars=True)
         shapes = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
-        needed = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
+        required_shapes = {name: shapes.pop(name) for name, _ in self._model.named_parameters()}
         self._begin_update(version)
         with torch.no_grad():
-            for name, change in checked_update(named_tensors, needed, optional=shapes, complete=complete):
-                put(state_dict[name], change)
-                if state_dict[name].dtype == change.dtype:
+            for name, weight_update in checked_update(
+                named_tensors, required_shapes, optional=shapes, complete=complete
+            ):
+                copy_update(state_dict[name], weight_update)
+                if state_dict[name].dtype == weight_update.dtype:
                     self._sent_tensors[name] = state_dict[name]
                 else:
                     self._sent_tensors.pop(name, None)
@@ -466,10 +492,14 @@ class HFRollout(EngineBase):
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
         """Returns the log-probs of a text; see `RolloutBackend.score`."""
         ids = torch.tensor([list(token_ids)], device=self._device)
-        with torch.inference_mode(), self._memory_errors_with_settings():
+        with torch.inference_mode(), self._explain_memory_errors():
             logprobs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
         scores: list[float] = logprobs.gather(1, ids[0, 1:, None]).squeeze(1).tolist()
         return scores
+
+    def parameter_digests(self) -> dict[str, int]:
+        """Returns a digest of each parameter; see `RolloutBackend.parameter_digests`."""
+        return digests(((name, parameter.detach()) for name, parameter in self._model.named_parameters()), 0)
 
     def held(self, name: str) -> Tensor | None:
         """Returns a current tensor; see `RolloutBackend.held`."""
@@ -488,7 +518,7 @@ class HFRollout(EngineBase):
 
     def reload(self) -> None:
         """Reverses `offload`; see `RolloutBackend.reload`."""
-        with self._memory_errors_with_settings():
+        with self._explain_memory_errors():
             self._model.to(self._device)
 
     def close(self) -> None:
@@ -517,15 +547,13 @@ def context_length(config: Any, options: EngineOptions) -> int:
     return options.max_model_len
 
 
-def _refuse_recurrent(config: Any, model_path: str) -> None:
-    """Raises ConfigError for models with recurrent layers, because their states exclude batches of unequal row lengths."""
-    types = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-    }
-    if types:
+def _refuse_layer_types(config: Any, model_path: str) -> None:
+    """Raises ConfigError for models with layers for which the rows' cache has neither keys nor states."""
+    unsupported_types = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unsupported_types:
         raise ConfigError(
-            f"the model in {model_path!r} has layers of kind {', '.join(sorted(types))}, which rollout.rollout_backend hf "
-            "cannot make tokens with (attention only); use vllm"
+            f"the model in {model_path!r} has layers of kind {', '.join(sorted(unsupported_types))}, which "
+            "rollout.rollout_backend hf cannot make tokens with (it has attention to all tokens or a window of them, and "
+            "recurrent states); vllm has its own layers, and the check at the start of a run says whether it takes updates of "
+            "them"
         )

@@ -51,7 +51,7 @@ class MultiPolicyEngine(RolloutBackend):
 
     def add(self, requests: Iterable[Request]) -> None:
         """Adds requests to the engines of their policies; see `RolloutBackend.add`."""
-        for policy, policy_requests in groupby(sorted(requests, key=_policy_index), _policy_index):
+        for policy, policy_requests in groupby(sorted(requests, key=_find_policy_index), _find_policy_index):
             self._engines[policy].add(list(policy_requests))
 
     def step(self) -> list[Completion]:
@@ -80,7 +80,7 @@ class MultiPolicyEngine(RolloutBackend):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""
         completions = dict[int, Completion]()
-        for policy, policy_requests in groupby(sorted(requests, key=_policy_index), _policy_index):
+        for policy, policy_requests in groupby(sorted(requests, key=_find_policy_index), _find_policy_index):
             completions |= {
                 completion.id: completion for completion in self._engines[policy].generate(list(policy_requests))
             }
@@ -100,7 +100,9 @@ class MultiPolicyEngine(RolloutBackend):
         )
         received_names: dict[str, set[str]] = {name: set() for name in self._names}
         engines = dict(zip(self._names, self._engines, strict=True))
-        for policy, policy_tensors in groupby(named_tensors, lambda named: named[0].rpartition("/")[0]):
+        for policy, policy_tensors in groupby(
+            named_tensors, lambda name_and_tensor: name_and_tensor[0].rpartition("/")[0]
+        ):
             if policy and policy not in engines:
                 raise WeightUpdateError(f"a weight update is of policy {policy!r}; there are: {', '.join(self._names)}")
             if policy:
@@ -116,6 +118,14 @@ class MultiPolicyEngine(RolloutBackend):
                 raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3])} of policy {name}")
             engine.update_weights(version, (), complete=False)
         self._broken_update = ""
+
+    def parameter_digests(self) -> dict[str, int]:
+        """Returns the digests of all policies' parameters; see `RolloutBackend.parameter_digests`."""
+        return {
+            f"{policy}/{name}": digest
+            for policy, engine in zip(self._names, self._engines, strict=True)
+            for name, digest in engine.parameter_digests().items()
+        }
 
     def held(self, name: str) -> torch.Tensor | None:
         """Returns the current tensor named `policy/name`, or `name` for the first policy; see `RolloutBackend.held`."""
@@ -154,17 +164,17 @@ class MultiPolicyEngine(RolloutBackend):
             engine.close()
 
 
-def _policy_index(request: Request) -> int:
+def _find_policy_index(request: Request) -> int:
     return request.sampling.policy
 
 
-def _record_names(named: Iterable[Any], received_names: set[str]) -> Iterator[Any]:
+def _record_names(named_tensors: Iterable[Any], received_names: set[str]) -> Iterator[Any]:
     """Yields tensors with their names without the policy, and adds these names to `received_names`.
 
     Raises:
         WeightUpdateError: A name occurs twice.
     """
-    for full_name, tensor in named:
+    for full_name, tensor in named_tensors:
         name = full_name.rpartition("/")[2]
         if name in received_names:
             raise WeightUpdateError(f"a weight update brought {full_name!r} twice")

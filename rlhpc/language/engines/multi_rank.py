@@ -38,7 +38,7 @@ class EngineLink(Protocol):
 
     @property
     def device_index(self) -> int:
-        """Index of this rank's accelerator among those that the process sees."""
+        """Index of this rank's accelerator among the visible accelerators of the process."""
 
     @property
     def size(self) -> int:
@@ -146,8 +146,12 @@ class Leader(RolloutBackend):
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
         """Returns the log-probs of a text; see `RolloutBackend.score`."""
         self._broadcast((_SCORE, list(token_ids), policy))
-        with _joint_computation(self._link):
+        with _handle_joint_failure(self._link):
             return self._engine.score(token_ids, policy)
+
+    def parameter_digests(self) -> dict[str, int]:
+        """Returns the digests of this rank's parameters; see `RolloutBackend.parameter_digests`."""
+        return self._engine.parameter_digests()
 
     def update_weights(
         self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]], *, complete: bool = True
@@ -184,16 +188,18 @@ class Leader(RolloutBackend):
         """Shuts down this rank's engine; the other ranks shut down their own."""
         self._engine.close()
 
-    def _run_jointly(self, command: tuple[Any, ...], compute: Callable[[], list[Completion]]) -> list[Completion]:
+    def _run_jointly(
+        self, command: tuple[Any, ...], compute_completions: Callable[[], list[Completion]]
+    ) -> list[Completion]:
         self._broadcast(command)
-        with _joint_computation(self._link):
-            completions = compute()
+        with _handle_joint_failure(self._link):
+            completions = compute_completions()
         self._checksum.update(completions)
         return completions
 
     def _broadcast(self, command: tuple[Any, ...]) -> None:
         commands, self._queued_commands = [*self._queued_commands, command], []
-        with _joint_computation(self._link):
+        with _handle_joint_failure(self._link):
             self._link.broadcast((commands, self._checksum.value))
 
 
@@ -226,7 +232,7 @@ class FollowerEngine:
         Raises:
             EngineDivergenceError: This rank sampled other tokens than the leader.
         """
-        with _joint_computation(self._link):
+        with _handle_joint_failure(self._link):
             while True:
                 commands, checksum = self._link.receive()
                 for command, *arguments in commands:
@@ -253,7 +259,7 @@ class FollowerEngine:
 
 
 @contextmanager
-def _joint_computation(link: EngineLink) -> Iterator[None]:
+def _handle_joint_failure(link: EngineLink) -> Iterator[None]:
     """Passes errors within the block to `link.handle_failure`, because another rank's end may be their cause."""
     try:
         yield

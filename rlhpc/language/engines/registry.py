@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from rlhpc.config.typed import changed, plain
+from rlhpc.config.typed import plain, with_value
 from rlhpc.language.engines.base import EngineFactory, RolloutBackend, with_base_class
 from rlhpc.language.engines.common import has_separate_adapters
 from rlhpc.language.multi_policy import folders_of
@@ -60,7 +61,7 @@ def make_engine(
     is_initial = {*folders.values()} == {model_path}
     if "" in folders or (is_initial and has_separate_adapters(cfg)):
         return make_rollout(cfg, model_path=model_path, device=device, seed=seed, link=link)
-    if cfg.rollout.rollout_backend.lower() != "hf":
+    if cfg.rollout.rollout_backend != "hf":
         raise ConfigError(
             f"rollout.rollout_backend is {cfg.rollout.rollout_backend}, which gets several policies (agent.policies) from a "
             "trainer, as adapters; what was trained is asked by hf: evaluate with --backend hf"
@@ -84,16 +85,25 @@ def awaiting_weights(cfg: Run) -> Run:
         has_separate_adapters(cfg) or engine_kwargs is None
     ):  # updates omit the base weights, or the engine always loads them
         return cfg
-    return changed(cfg, "rollout.engine_kwargs", {**engine_kwargs, **plain(cfg.rollout.engine_kwargs)})
+    return with_value(cfg, "rollout.engine_kwargs", {**engine_kwargs, **plain(cfg.rollout.engine_kwargs)})
 
 
-def forkable(name: str) -> bool:
+def is_forkable(name: str) -> bool:
     """Returns whether ranks with this engine (`rollout.rollout_backend`) may be forked.
 
     Raises:
         ConfigError: The name is unknown.
     """
     return bool(getattr(_factory(name), "forkable", True))
+
+
+def engine_preload(name: str) -> Sequence[str]:
+    """Returns the modules that a node imports once for its ranks with this engine (`Worker.preloads`).
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    return tuple(getattr(_factory(name), "preload", ()))
 
 
 def _factory(name: str) -> EngineFactory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,29 +12,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.checkpoint.tensor_slice import Box
+from rlhpc.checkpoint.tensor_slice import TensorSlice
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.common import EngineBase, EngineOptions, WeightUpdateError, checked_update
-from rlhpc.language.engines.vllm_adapter import set_adapter
+from rlhpc.language.engines.vllm_adapter import cache_block_usage, set_adapter
 from rlhpc.language.engines.vllm_images import image_prompt
-from rlhpc.language.engines.vllm_launch import VLLMProcess
+from rlhpc.language.engines.vllm_launch import PRELOAD, VLLMProcess
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
 from rlhpc.language.engines.vllm_weights import (
-    Boxes,
     FileNames,
+    TensorSlices,
     is_mixture,
     packing_kernels,
     reload_counted,
     require_all_loaded,
     tensors_of,
-    wanted_boxes,
+    wanted_slices,
     with_tied_names,
 )
 from rlhpc.language.hugging_face import load_model_config, transformers
 from rlhpc.language.models.loading import auto_class
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.weights.verification import COST
+from rlhpc.runtime.trace_recorder import add_gauge
+from rlhpc.weights.verification import COST, digests
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
@@ -88,19 +90,19 @@ class Adapters:
         name = self._policies[policy] if self._policies else "actor"
         return LoRARequest(name, policy + 1, "nowhere: the weights come from the actor")
 
-    def fitting(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def fitting(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Checks an update's tensors and returns copies of them on the host.
 
         Raises:
             WeightUpdateError: A tensor is unknown, duplicate or missing; the message names it.
         """
         tensors = dict[str, torch.Tensor]()
-        for name, tensor in named:
+        for name, tensor in named_tensors:
             policy, _, tensor_name = name.rpartition("/")
-            layer, _, factor = tensor_name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
+            layer, _, factor_name = tensor_name.removeprefix(_PEFT_PREFIX).removesuffix(".weight").rpartition(".")
             weight_shape = self._shapes.get(f"{layer}.weight", (0, 0))
             expected_shape = {"lora_A": (self._rank, weight_shape[1]), "lora_B": (weight_shape[0], self._rank)}.get(
-                factor
+                factor_name
             )
             if tuple(tensor.shape) != expected_shape or policy not in (self._policies or ("",)):
                 raise WeightUpdateError(
@@ -116,7 +118,7 @@ class Adapters:
             tensors[name] = tensor.detach().to("cpu", copy=True)
         missing_names = sorted(
             (self._names - tensors.keys())
-            | {_other_factor(name) for name in tensors if _other_factor(name) not in tensors}
+            | {_swap_factor_name(name) for name in tensors if _swap_factor_name(name) not in tensors}
         )
         if missing_names or not tensors:
             raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3]) or 'all adapters'}")
@@ -140,7 +142,7 @@ class Adapters:
         return {"r": self._rank, "lora_alpha": self._alpha, "target_modules": target_modules}
 
 
-def _other_factor(name: str) -> str:
+def _swap_factor_name(name: str) -> str:
     return name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
 
 
@@ -187,6 +189,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
     """
 
     awaiting: ClassVar[Mapping[str, Any] | None] = {"load_format": "dummy"}
+    preload = PRELOAD
     can_score = True
     takes_shards = True
     has_seeds = True
@@ -208,8 +211,11 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._end_ids = end_tokens(options.model_path, config, self._tokenizer)
         self.vocabulary = int(config.get_text_config().vocab_size)
         model = _build_on_meta(config, options)
-        self._needed, self._optional, self._aliases = tensors_of(model)
-        if self._optional.keys() - {alias for names in self._aliases.values() for alias in names}:
+        self._required_shapes, self._optional, self._aliases = tensors_of(model)
+        aliases = {alias for alias_names in self._aliases.values() for alias in alias_names}
+        buffer_names = self._optional.keys() - aliases
+        self._untrained_parts = frozenset(name.rpartition(".")[2] for name in buffer_names)
+        if buffer_names:
             # An update may omit the model's buffers, so the engine reads them from the files, even if all weights come later.
             engine_kwargs = {**options.engine_kwargs}
             if engine_kwargs.get("load_format") == "dummy":
@@ -217,22 +223,29 @@ class VLLMRollout(VLLMProcess, EngineBase):
             options = replace(options, engine_kwargs=engine_kwargs)
         self._experts = FileNames(model) if is_mixture(config) else None
         self._adapters = (
-            None if options.adapters is None else Adapters(*options.adapters, self._needed, options.policies)
+            None if options.adapters is None else Adapters(*options.adapters, self._required_shapes, options.policies)
         )
-        self._running: dict[str, _RunningRequest] = {}
+        self._running_requests: dict[str, _RunningRequest] = {}
         self._broken_update = ""
         self._slept = False
         VLLMProcess.__init__(self, options, config, seed, link)
         self.context = int(self._engine.model_config.max_model_len)
         self.capacity = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
         self.chunk = int(self._engine.vllm_config.scheduler_config.max_num_batched_tokens)
-        self._needed_boxes: Boxes | None = None
-        self._expected = {name: math.prod(shape) for name, shape in self._shapes().items()}
+        self._needed_slices: TensorSlices | None = None
+        engine = weakref.ref(self._engine)
+        add_gauge(
+            "KV cache", "%", lambda: None if (vllm_engine := engine()) is None else 100 * cache_block_usage(vllm_engine)
+        )
+        self._expected_sizes = {name: math.prod(shape) for name, shape in self._shapes().items()}
         if link is not None:
-            boxes = self._boxes()
-            self._expected = {name: sum(box.numel for box in boxes.get(name, ())) for name in self._expected}
+            tensor_slices = self._find_slices()
+            self._expected_sizes = {
+                name: sum(tensor_slice.numel for tensor_slice in tensor_slices.get(name, ()))
+                for name in self._expected_sizes
+            }
         self._filters_logged = all(self._engine.collective_rpc(log_before_filters))
-        if self._experts and not self._on_cpu and (kernels := self._engine.collective_rpc(packing_kernels)[0]):
+        if self._experts and not self._is_on_cpu and (kernels := self._engine.collective_rpc(packing_kernels)[0]):
             raise ConfigError(
                 f"rollout.engine_kwargs: vLLM's {', '.join(kernels)} keep experts in a form that weight updates do not reach; "
                 "set moe_backend: triton"
@@ -240,28 +253,28 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors that the loader must place, by the names that it knows."""
-        meta_tensors = {name: torch.empty(list(shape), device="meta") for name, shape in self._needed.items()}
+        meta_tensors = {name: torch.empty(list(shape), device="meta") for name, shape in self._required_shapes.items()}
         files = self._experts(meta_tensors.items()) if self._experts else meta_tensors.items()
         return {name: tuple(tensor.shape) for name, tensor in files}
 
-    def _boxes(self) -> Boxes:
+    def _find_slices(self) -> TensorSlices:
         """Returns the slices that this rank's loaders copy from each tensor, with repetitions, under all tied names."""
-        if self._needed_boxes is None:
+        if self._needed_slices is None:
             shapes = self._shapes()
-            shapes |= {alias: shapes[name] for name, aliases in self._aliases.items() for alias in aliases}
-            self._needed_boxes = self._engine.collective_rpc(wanted_boxes, args=(shapes,))[0]
-        return self._needed_boxes
+            shapes |= {alias: shapes[name] for name, alias_names in self._aliases.items() for alias in alias_names}
+            self._needed_slices = self._engine.collective_rpc(wanted_slices, args=(shapes,))[0]
+        return self._needed_slices
 
-    def wants(self) -> dict[str, tuple[Box, ...]]:
+    def wants(self) -> dict[str, tuple[TensorSlice, ...]]:
         """Returns the slices that this rank needs, with one name for tied weights; see `RolloutBackend.wants`."""
-        boxes_by_name, first_names = (
-            self._boxes(),
-            {alias: name for name, aliases in self._aliases.items() for alias in aliases},
+        slices_by_name, first_names = (
+            self._find_slices(),
+            {alias: name for name, alias_names in self._aliases.items() for alias in alias_names},
         )
-        merged_boxes = dict[str, dict[Box, None]]()
-        for name, boxes in boxes_by_name.items():
-            merged_boxes.setdefault(first_names.get(name, name), {}).update(dict.fromkeys(boxes))
-        return {name: tuple(boxes) for name, boxes in merged_boxes.items()}
+        merged_slices = dict[str, dict[TensorSlice, None]]()
+        for name, tensor_slices in slices_by_name.items():
+            merged_slices.setdefault(first_names.get(name, name), {}).update(dict.fromkeys(tensor_slices))
+        return {name: tuple(tensor_slices) for name, tensor_slices in merged_slices.items()}
 
     def _arguments(self) -> dict[str, Any]:
         # After temperature, which is right except for rows with top-p or top-k: see `log_before_filters`.
@@ -271,7 +284,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
             arguments["async_scheduling"] = False
         if self._adapters is not None:
             arguments |= self._adapters.arguments()
-        if self._experts and not self._on_cpu:
+        if self._experts and not self._is_on_cpu:
             # Other kernels shuffle the loaded expert weights, which a weight update cannot do.
             arguments["moe_backend"] = "triton"
         return arguments
@@ -314,66 +327,75 @@ class VLLMRollout(VLLMProcess, EngineBase):
                 prompt = image_prompt(request.prompt_ids, request.images)
             if self._options.keeps_cache:  # excludes keys and values that were computed before an update
                 prompt["cache_salt"] = str(self.version)
-            self._engine.add_request(name, prompt, parameters, lora_request=self._lora_request(sampling.policy))
-            self._running[name] = _RunningRequest(request)
+            self._engine.add_request(name, prompt, parameters, lora_request=self._make_lora_request(sampling.policy))
+            self._running_requests[name] = _RunningRequest(request)
 
     def _advance(self) -> list[Completion]:
-        with self._errors_with_settings():
+        with self._explain_errors():
             outputs = self._engine.step()
         return self._collect_finished(outputs)
 
     def _collect_finished(self, outputs: Iterable[Any]) -> list[Completion]:
         completions: list[Completion] = []
         for output in outputs:
-            running = self._running.get(output.request_id)
-            if running is None:
+            running_request = self._running_requests.get(output.request_id)
+            if running_request is None:
                 continue
             sequence = output.outputs[0]
-            running.token_ids += sequence.token_ids
-            running.logprobs += sequence.logprobs.logprobs
+            running_request.token_ids += sequence.token_ids
+            self.num_drawn += len(sequence.token_ids)
+            running_request.logprobs += sequence.logprobs.logprobs
             finish_reason = str(sequence.finish_reason) if output.finished else ""
-            stop_texts = running.request.sampling.stop
+            stop_texts = running_request.request.sampling.stop
             if (
                 stop_texts
                 and finish_reason != "stop"
                 and sequence.token_ids
-                and self._stop_texts.is_complete(running.token_ids, stop_texts)
+                and self._stop_texts.is_complete(running_request.token_ids, stop_texts)
             ):
                 if not finish_reason:
                     self._engine.abort_request([output.request_id])
                 finish_reason = "stop"
             if finish_reason:
-                completions.append(self._running.pop(output.request_id).completion(self.version, finish_reason))
+                completions.append(
+                    self._running_requests.pop(output.request_id).completion(self.version, finish_reason)
+                )
         return completions
 
     def _iter_running(self) -> Iterator[tuple[_RunningRequest, list[int], list[float]]]:
         """Yields running requests with all their tokens and log-probs, including those that vLLM has not returned yet."""
         for request_state in self._engine.output_processor.request_states.values():
-            running = self._running.get(request_state.external_req_id)
-            if running is not None:
+            running_request = self._running_requests.get(request_state.external_req_id)
+            if running_request is not None:
                 yield (
-                    running,
+                    running_request,
                     list(request_state.detokenizer.output_token_ids),
                     list(request_state.logprobs_processor.logprobs.logprobs),
                 )
 
     def _drop(self, ids: Collection[int]) -> None:
-        names = [str(request_id) for request_id in ids]
-        self._engine.abort_request(names)
-        for name in names:
-            self._running.pop(name, None)
+        request_names = [str(request_id) for request_id in ids]
+        self._engine.abort_request(request_names)
+        for name in request_names:
+            self._running_requests.pop(name, None)
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
         """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
-        return {running.request.id: tokens for running, tokens, _ in self._iter_running() if running.request.id in ids}
+        return {
+            running_request.request.id: tokens
+            for running_request, tokens, _ in self._iter_running()
+            if running_request.request.id in ids
+        }
 
     def _abort(self) -> list[Completion]:
-        for running, token_ids, logprobs in self._iter_running():
-            running.token_ids, running.logprobs = token_ids, logprobs
-        self._engine.abort_request(list(self._running))
-        aborted = [running.completion(self.version, "abort") for running in self._running.values()]
-        self._running.clear()
-        return aborted
+        for running_request, token_ids, logprobs in self._iter_running():
+            running_request.token_ids, running_request.logprobs = token_ids, logprobs
+        self._engine.abort_request(list(self._running_requests))
+        aborted_completions = [
+            running_request.completion(self.version, "abort") for running_request in self._running_requests.values()
+        ]
+        self._running_requests.clear()
+        return aborted_completions
 
     # --- weights
 
@@ -395,15 +417,15 @@ class VLLMRollout(VLLMProcess, EngineBase):
                     raise WeightUpdateError(f"vLLM has put no adapter of version {version} anywhere")
             self._finish_load(version)
             return
-        weights = with_tied_names(checked_update(named_tensors, self._needed, self._optional), self._aliases)
-        self._load(version, self._experts(weights) if self._experts else weights)
+        weights = with_tied_names(checked_update(named_tensors, self._required_shapes, self._optional), self._aliases)
+        self._load_weights(version, self._experts(weights) if self._experts else weights)
 
     def update_shards(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the slices of this rank; see `RolloutBackend.update_shards`."""
         self._begin_load(version)
         shapes = self._shapes()
-        needed = {name: shapes[name] for name in self.wants()}
-        self._load(version, with_tied_names(checked_update(named_tensors, needed, {}), self._aliases))
+        required_shapes = {name: shapes[name] for name in self.wants()}
+        self._load_weights(version, with_tied_names(checked_update(named_tensors, required_shapes, {}), self._aliases))
 
     def _begin_load(self, version: int) -> None:
         if self._broken_update:
@@ -412,14 +434,16 @@ class VLLMRollout(VLLMProcess, EngineBase):
         # An interrupted update leaves vLLM with partly loaded layers, which a second update does not repair.
         self._broken_update = f"the update to version {version} of vLLM's weights broke off; restart the rollout group"
 
-    def _load(self, version: int, named: Iterator[tuple[str, Tensor]]) -> None:
-        (load_counts,) = self._engine.collective_rpc(reload_counted, args=(named, bool(self._experts and self._on_cpu)))
-        with COST.measuring():
-            require_all_loaded(load_counts, self._expected, version)
+    def _load_weights(self, version: int, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+        (load_counts,) = self._engine.collective_rpc(
+            reload_counted, args=(named_tensors, bool(self._experts and self._is_on_cpu), self._untrained_parts)
+        )
+        with COST.measure():
+            require_all_loaded(load_counts, self._expected_sizes, version)
         self._finish_load(version)
 
-    def _lora_request(self, policy: int) -> Any:
-        """Returns the LoRA request of a policy; None without adapters."""
+    def _make_lora_request(self, policy: int) -> Any:
+        """Returns the LoRA request of a policy; None if there are no adapters."""
         return None if self._adapters is None else self._adapters.request(policy)
 
     def _reset_kv_cache(self) -> None:
@@ -432,10 +456,15 @@ class VLLMRollout(VLLMProcess, EngineBase):
             self._reset_kv_cache()
         if self._has_images:  # the old weights computed the cached image features
             self._engine.reset_encoder_cache()
-        for running, token_ids, _ in self._iter_running():
-            running.version_marks.append((len(token_ids), self.version))
+        for running_request, token_ids, _ in self._iter_running():
+            running_request.version_marks.append((len(token_ids), self.version))
         self._broken_update = ""
         self._end_update(version)
+
+    def parameter_digests(self) -> dict[str, int]:
+        """Returns a digest of each parameter of vLLM's model; see `RolloutBackend.parameter_digests`."""
+        digests_by_name: dict[str, int] = self._engine.collective_rpc(_compute_parameter_digests)[0]
+        return digests_by_name
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
         """Returns the log-probs of a text with the adapters of a policy; see `RolloutBackend.score`."""
@@ -451,10 +480,10 @@ class VLLMRollout(VLLMProcess, EngineBase):
             prompt_logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        lora_request = self._lora_request(policy)
+        lora_request = self._make_lora_request(policy)
         self._engine.add_request(_PROBE, {"prompt_token_ids": list(token_ids)}, parameters, lora_request=lora_request)
         while True:
-            with self._errors_with_settings():
+            with self._explain_errors():
                 outputs = self._engine.step()
             self._retained_completions += self._collect_finished(
                 output for output in outputs if output.request_id != _PROBE
@@ -471,7 +500,7 @@ class VLLMRollout(VLLMProcess, EngineBase):
         If updates contain only adapters, the base model's weights are kept on the host.
         """
         keeps_weights = self._adapters is not None
-        if self._sleep(level=1 if keeps_weights else 2):
+        if self._free_accelerator(level=1 if keeps_weights else 2):
             self._slept = True
             if not keeps_weights:
                 self._update_error = "the rollout engine gave its weights away (offload); reload it and send new ones"
@@ -485,9 +514,15 @@ class VLLMRollout(VLLMProcess, EngineBase):
 
     def close(self) -> None:
         """Shuts the engine down; see `RolloutBackend.close`."""
-        self._running.clear()
+        self._running_requests.clear()
         self._active_ids.clear()
         super().close()
+
+
+def _compute_parameter_digests(worker: Any) -> dict[str, int]:
+    """Returns a digest of each parameter of a worker's model, in the form in which the kernels read it."""
+    parameters = worker.model_runner.get_model().named_parameters()
+    return digests(((name, parameter.detach()) for name, parameter in parameters), 0)
 
 
 def _build_on_meta(config: Any, options: EngineOptions) -> Any:

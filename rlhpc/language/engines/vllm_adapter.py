@@ -11,11 +11,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rlhpc.runtime.errors import ConfigError
 
 VERIFIED = {"vllm": "0.32", "transformers": "5.19"}
 
@@ -42,7 +45,73 @@ def _replace_attributes(owner: Any, **attributes: Any) -> Iterator[None]:
             setattr(owner, name, attribute)
 
 
+def cache_block_usage(engine: Any) -> float:
+    """Returns the used part of the KV cache of an `LLMEngine` that runs in this process, 0 to 1."""
+    return float(engine.engine_core.engine_core.scheduler.kv_cache_manager.usage)
+
+
+# --- batch invariance
+
+#: Variable that turns on vLLM's batch-invariant mode (`vllm.model_executor.determinism`), and the constant that some modules
+#: take from it when they are imported.
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+_BATCH_INVARIANT_CONSTANT = "is_batch_invariant"
+#: Lowest compute capability for which vLLM has kernels of the mode.
+_MIN_CAPABILITY = (8, 0)
+
+
+def use_batch_invariant_mode() -> None:
+    """Enables vLLM's batch-invariant mode for the engine that this process builds next.
+
+    vLLM then replaces products, softmax and means by kernels whose result for a row does not depend on the batch, takes an
+    attention that declares the same, and pins NCCL. Modules that a node has imported for its ranks (`preload_engine_modules`)
+    took the variable's value before the rank set it.
+
+    Raises:
+        ConfigError: vLLM has no such mode for the device.
+    """
+    from vllm.platforms import current_platform
+
+    reason = None
+    if current_platform.is_cpu():
+        reason = (
+            "vLLM's CPU build has no such mode: it neither replaces its kernels nor has an attention that declares it"
+        )
+    elif current_platform.is_cuda() and not current_platform.has_device_capability(_MIN_CAPABILITY):
+        reason = "vLLM has its kernels for NVIDIA GPUs of compute capability 8.0 or higher, which this one is not"
+    if reason is not None:
+        raise ConfigError(f"rollout.batch_invariant: {reason}; leave it false")
+    os.environ[BATCH_INVARIANT] = "1"
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and getattr(module, _BATCH_INVARIANT_CONSTANT, None) is False:
+            setattr(module, _BATCH_INVARIANT_CONSTANT, True)
+
+
 # --- build of an engine
+
+
+#: Modules that vLLM 0.32 imports while it builds an engine, if their importers have not. `{platform}` is "cpu" or "gpu".
+ENGINE_MODULES = (
+    "vllm.v1.worker.{platform}_worker",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.renderers.hf",
+)
+
+
+def preload_engine_modules() -> None:
+    """Imports `ENGINE_MODULES` and loads vLLM's plugins, as the build of an engine does; leaves out missing modules."""
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    platform_name = "cpu" if current_platform.is_cpu() else "gpu"
+    with restored_process():
+        for module in ENGINE_MODULES:
+            with suppress(ImportError):
+                importlib.import_module(module.format(platform=platform_name))
 
 
 @contextmanager
@@ -87,7 +156,7 @@ def external_launcher(group: str, rank: int, device_index: int = 0) -> Iterator[
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
-    def distributed_args(self: Any) -> tuple[str, int, int]:
+    def find_distributed_args(self: Any) -> tuple[str, int, int]:
         return f"rlhpc:{group}", rank, device_index
 
     def no_queue(*args: Any, **kwargs: Any) -> None:
@@ -95,7 +164,7 @@ def external_launcher(group: str, rank: int, device_index: int = 0) -> Iterator[
 
     with ExitStack() as stack:
         stack.enter_context(_replace_attributes(MessageQueue, create_from_process_group=staticmethod(no_queue)))
-        stack.enter_context(_replace_attributes(ExecutorWithExternalLauncher, _distributed_args=distributed_args))
+        stack.enter_context(_replace_attributes(ExecutorWithExternalLauncher, _distributed_args=find_distributed_args))
         yield
 
 
@@ -108,9 +177,9 @@ def use_plain_lookup() -> None:
     from vllm.model_executor.layers import vocab_parallel_embedding
     from vllm.platforms import current_platform
 
-    compiled = vocab_parallel_embedding.get_masked_input_and_mask
+    compiled_lookup = vocab_parallel_embedding.get_masked_input_and_mask
     if current_platform.is_cpu():
-        lookup = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        lookup = getattr(compiled_lookup, "_torchdynamo_orig_callable", compiled_lookup)
         setattr(vocab_parallel_embedding, "get_masked_input_and_mask", lookup)  # noqa: B010 (mypy knows its signature)
 
 
@@ -146,20 +215,28 @@ def observed_reload(on_copy: Callable[[int], None], on_idle: Callable[[Any], Non
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
-    count, place_tensor = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
+    count_loaded, place_tensor = layerwise.get_numel_loaded, layerwise._place_kernel_tensors
 
     def count_copied(loader: Any, arguments: Any) -> tuple[int, object]:
-        num_elements, load_output = count(loader, arguments)
+        num_elements, load_output = count_loaded(loader, arguments)
         on_copy(num_elements)
         return num_elements, load_output
 
-    def place_and_report(layer: Any, info: Any) -> None:
-        if info.load_numel <= 0 and info.kernel_tensors[0]:
+    def place_and_report(layer: Any, reload_info: Any) -> None:
+        if reload_info.load_numel <= 0 and reload_info.kernel_tensors[0]:
             on_idle(layer)
-        place_tensor(layer, info)
+        place_tensor(layer, reload_info)
 
     with _replace_attributes(layerwise, get_numel_loaded=count_copied, _place_kernel_tensors=place_and_report):
         yield
+
+
+def name_loaders(worker: Any) -> None:
+    """Names loaders of weights that are partial functions: vLLM's reload compares loaders by name, which these lack."""
+    for parameter in worker.model_runner.get_model().parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+            setattr(loader, "__name__", getattr(loader.func, "__name__", "partial"))  # noqa: B010 (mypy knows no such attribute)
 
 
 def packing_layers(worker: Any) -> Iterator[tuple[Any, str]]:
@@ -185,12 +262,12 @@ def reload_packed(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     worker.reload_weights(weights_iterator=weights)
 
 
-def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
+def set_adapter(worker: Any, adapter_number: int, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> int:
     """Replaces a LoRA adapter of vLLM's worker by tensors in memory, because vLLM reads adapters only from folders.
 
     Args:
         worker: The worker.
-        number: Number of the adapter, from 1.
+        adapter_number: Number of the adapter, from 1.
         tensors: Tensors by the names of peft's files.
         config: peft's configuration.
 
@@ -204,7 +281,7 @@ def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config:
     peft_helper.validate_legal(manager.lora_config)
     mapper = getattr(adapter_manager.model, "hf_to_vllm_mapper", None)
     adapter = manager._lora_model_cls.from_lora_tensors(
-        number,
+        adapter_number,
         dict(tensors),
         peft_helper,
         device="cpu",
@@ -212,14 +289,14 @@ def set_adapter(worker: Any, number: int, tensors: Mapping[str, Tensor], config:
         model_vocab_size=manager.vocab_size,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
     )
-    layers = len(adapter.loras)
+    num_layers = len(adapter.loras)
     if "lm_head" not in config["target_modules"]:
         for wrapper in adapter_manager.punica_wrapper_mapping.values():
             wrapper.add_lora_logits = _return_logits
-    adapter_manager.remove_adapter(number)
+    adapter_manager.remove_adapter(adapter_number)
     adapter_manager.add_adapter(adapter)
-    adapter_manager.activate_adapter(number)
-    return layers
+    adapter_manager.activate_adapter(adapter_number)
+    return num_layers
 
 
 def _return_logits(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -236,12 +313,12 @@ def _return_logits(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 # --- sampling
 
 
-def replace_sampling(worker: Any, stage: Callable[[nn.Module], nn.Module], gather: Callable[..., Any]) -> bool:
+def replace_sampling(worker: Any, make_stage: Callable[[nn.Module], nn.Module], gather: Callable[..., Any]) -> bool:
     """Replaces the stage of vLLM's sampler that filters and samples, so that vLLM returns log-probs from before the filters.
 
     Args:
         worker: vLLM's worker.
-        stage: Function from vLLM's stage to its replacement (first model runner).
+        make_stage: Function from vLLM's stage to its replacement (first model runner).
         gather: Function that selects the log-probs of the sampled tokens (first model runner).
 
     Returns:
@@ -250,7 +327,7 @@ def replace_sampling(worker: Any, stage: Callable[[nn.Module], nn.Module], gathe
     sampler = worker.model_runner.sampler
     inner_stage = getattr(sampler, "topk_topp_sampler", None)
     if isinstance(inner_stage, nn.Module):
-        sampler.topk_topp_sampler = stage(inner_stage)
+        sampler.topk_topp_sampler = make_stage(inner_stage)
         sampler.gather_logprobs = gather
         return True
     sample_random = getattr(sampler, "_sample_random", None)  # the second model runner

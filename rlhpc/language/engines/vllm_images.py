@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rlhpc.language.data.images import make_looker
+from rlhpc.language.data.images import load_image_processor
 from rlhpc.language.engines.vllm_adapter import import_image_model, processor_info
 
 if TYPE_CHECKING:
-    from rlhpc.language.data.images import Looker, PromptImages
+    from rlhpc.language.data.images import PromptImageProcessor, PromptImages
 
 #: vLLM's module and class of each family's model.
 _MODELS = {
@@ -34,7 +34,7 @@ def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
     Args:
         config: Configuration of the model.
         path: Path of the model; its image processor sets the largest image.
-        trust_remote_code: See `rlhpc.language.data.images.make_looker`.
+        trust_remote_code: See `rlhpc.language.data.images.load_image_processor`.
 
     Raises:
         ConfigError: The model has no image processor, or is of an unsupported family.
@@ -42,14 +42,16 @@ def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
-    image_processor = make_looker(path, trust_remote_code)
+    image_processor = load_image_processor(path, trust_remote_code)
     module, name = _MODELS[config.model_type]
     vllm_model: Any = getattr(import_image_model(f"vllm.model_executor.models.{module}"), name)
     model_class = type(name, (vllm_model,), {"__module__": vllm_model.__module__})
-    registered = MULTIMODAL_REGISTRY.register_processor(
-        _PatchProcessor, info=functools.partial(_info_of(vllm_model), looker=image_processor), dummy_inputs=_no_samples
+    register_class = MULTIMODAL_REGISTRY.register_processor(
+        _PatchProcessor,
+        info=functools.partial(_make_info_class(vllm_model), image_processor=image_processor),
+        dummy_inputs=_make_no_samples,
     )(model_class)
-    ModelRegistry.register_model(name, registered)
+    ModelRegistry.register_model(name, register_class)
 
 
 def image_prompt(ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
@@ -62,10 +64,10 @@ def image_prompt(ids: Sequence[int], images: PromptImages) -> dict[str, Any]:
     from vllm.inputs.engine import mm_input
 
     digests = [digest.hex() for digest in images.digests]
-    return dict(mm_input(list(ids), _items(images), {_MODALITY: digests}, {_MODALITY: _places(images)}))
+    return dict(mm_input(list(ids), _build_items(images), {_MODALITY: digests}, {_MODALITY: _places(images)}))
 
 
-def _items(images: PromptImages) -> Any:
+def _build_items(images: PromptImages) -> Any:
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
@@ -82,20 +84,20 @@ def _places(images: PromptImages) -> list[Any]:
     from vllm.multimodal.inputs import PlaceholderRange
 
     return [
-        PlaceholderRange(offset=offset, length=length)
-        for offset, length in zip(images.at.tolist(), images.tokens.tolist(), strict=True)
+        PlaceholderRange(offset=offset, length=num_tokens)
+        for offset, num_tokens in zip(images.at.tolist(), images.tokens.tolist(), strict=True)
     ]
 
 
-def _info_of(model: Any) -> Any:
+def _make_info_class(model: Any) -> Any:
     """Returns a subclass of the model's processing-info class in vLLM, with the image limits of this run."""
-    base: Any = processor_info(model)
+    base_info: Any = processor_info(model)
 
-    class Info(base):
-        def __init__(self, ctx: Any, looker: Looker) -> None:
+    class Info(base_info):
+        def __init__(self, ctx: Any, image_processor: PromptImageProcessor) -> None:
             super().__init__(ctx)
-            self.looker = looker
-            self.max_image_tokens = min(looker.max_tokens, int(ctx.model_config.max_model_len))
+            self.image_processor = image_processor
+            self.max_image_tokens = min(image_processor.max_tokens, int(ctx.model_config.max_model_len))
 
         def get_supported_mm_limits(self) -> Mapping[str, int | None]:
             return {_MODALITY: None}
@@ -107,19 +109,21 @@ def _info_of(model: Any) -> Any:
     return Info
 
 
-def _no_samples(info: Any) -> Any:
+def _make_no_samples(processing_info: Any) -> Any:
     """Returns a placeholder for the builder of dummy samples, which `_PatchProcessor` replaces."""
-    return info
+    return processing_info
 
 
 class _PatchProcessor:
     """Replacement of vLLM's image processor for images that are already patches."""
 
-    def __init__(self, info: Any, dummy_inputs: Any) -> None:
+    def __init__(self, processing_info: Any, dummy_inputs: Any) -> None:
         del dummy_inputs
-        self.info = info
+        self.info = processing_info
 
     def get_dummy_mm_inputs(self, mm_counts: Mapping[str, int], **_: Any) -> Any:
         """Returns a prompt with the largest image, with which vLLM measures its memory use."""
         del mm_counts
-        return image_prompt([0] * self.info.max_image_tokens, self.info.looker.blank(self.info.max_image_tokens))
+        return image_prompt(
+            [0] * self.info.max_image_tokens, self.info.image_processor.blank(self.info.max_image_tokens)
+        )

@@ -17,7 +17,7 @@ from rlhpc.language.engines.vllm_adapter import replace_sampling
 from rlhpc.language.engines.vllm_launch import VLLMProcess
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.divergence import FLOOR
-from rlhpc.language.models.logprobs import chunks, scaled
+from rlhpc.language.models.logprobs import chunks, scale_logits
 from rlhpc.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,19 +27,20 @@ if TYPE_CHECKING:
 class _UnfilteredLogprobs(nn.Module):
     """Last sampling stage of vLLM, with log-probs of the distribution before top-p and top-k."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner_processor: Any) -> None:
         super().__init__()
-        inner.logprobs_mode = "raw_logprobs"  # the stage then computes no log-probs
-        self.inner = inner
+        inner_processor.logprobs_mode = "raw_logprobs"  # the stage then computes no log-probs
+        self.processor = inner_processor
 
     def forward(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        tokens, _ = self.inner(logits, *args, **kwargs)
+        tokens, _ = self.processor(logits, *args, **kwargs)
         return tokens, logprobs
 
 
 def _select_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-    """Selects the log-probs that vLLM returns: of the sampled or given tokens and, if requested, of the most likely tokens.
+    """Selects the log-probs that vLLM returns: those of the sampled or given tokens and, if requested, those of the most
+    likely tokens.
 
     vLLM's function also computes ranks of tokens, which rlhpc does not need. Compiling that function takes many seconds on a
     CPU, at the first step of each process.
@@ -47,11 +48,11 @@ def _select_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> 
     from vllm.v1.outputs import LogprobsTensors
 
     tokens = token_ids.unsqueeze(-1)
-    selected = logprobs.gather(-1, tokens)
+    token_logprobs = logprobs.gather(-1, tokens)
     if num_logprobs:
         top_logprobs, top_ids = logprobs.topk(num_logprobs, dim=-1)
-        tokens, selected = torch.cat([tokens, top_ids], -1), torch.cat([selected, top_logprobs], -1)
-    return LogprobsTensors(tokens.to(torch.int32), selected, torch.zeros_like(token_ids))
+        tokens, token_logprobs = torch.cat([tokens, top_ids], -1), torch.cat([token_logprobs, top_logprobs], -1)
+    return LogprobsTensors(tokens.to(torch.int32), token_logprobs, torch.zeros_like(token_ids))
 
 
 def log_before_filters(worker: Any) -> bool:
@@ -62,7 +63,7 @@ def log_before_filters(worker: Any) -> bool:
     return replace_sampling(worker, _UnfilteredLogprobs, _select_logprobs)
 
 
-def merge_unlikely_tokens(logits: Tensor, top: int, width: int, temperature: float) -> Tensor:
+def merge_unlikely_tokens(logits: Tensor, num_top: int, width: int, temperature: float) -> Tensor:
     """Returns logits that keep the most likely tokens and merge all others into one more token.
 
     The results are log-probs with probabilities that sum to 1, so a softmax leaves them unchanged. The merged log-prob is the
@@ -70,43 +71,47 @@ def merge_unlikely_tokens(logits: Tensor, top: int, width: int, temperature: flo
 
     Args:
         logits: `[M, V]`.
-        top: k, the number of most likely tokens to keep; at most `width`.
+        num_top: k, the number of most likely tokens to keep; at most `width`.
         width: Number of token ids; logits of higher ids are dropped.
         temperature: Divisor of the logits.
 
     Returns:
         `[M, width + 1]` float32: finite for k tokens and, in the last column, for the merged token; -inf elsewhere.
     """
-    outcomes = torch.full((len(logits), width + 1), -math.inf, device=logits.device)
+    merged_logprobs = torch.full((len(logits), width + 1), -math.inf, device=logits.device)
     for rows in chunks(len(logits), width, logits.device):
-        logprobs = torch.log_softmax(scaled(logits[rows, :width], 1.0 / temperature), dim=-1)
-        top_logprobs, ids = logprobs.topk(top, dim=-1)
+        logprobs = torch.log_softmax(scale_logits(logits[rows, :width], 1.0 / temperature), dim=-1)
+        top_logprobs, ids = logprobs.topk(num_top, dim=-1)
         remainder = logprobs.scatter(1, ids, -math.inf).logsumexp(-1)
-        outcomes[rows] = outcomes[rows].scatter(1, ids, top_logprobs.clamp_min(FLOOR))
-        outcomes[rows, width] = remainder.clamp_min(FLOOR)
-    return outcomes
+        merged_logprobs[rows] = merged_logprobs[rows].scatter(1, ids, top_logprobs.clamp_min(FLOOR))
+        merged_logprobs[rows, width] = remainder.clamp_min(FLOOR)
+    return merged_logprobs
 
 
-def return_outcomes(worker: Any, top: int, width: int, temperature: float) -> None:
+def return_outcomes(worker: Any, num_top: int, width: int, temperature: float) -> None:
     """Makes vLLM's model return a teacher's outcomes wherever its logits are computed.
 
-    The logits are divided by a temperature, which vLLM applies only to tokens that it samples, and with `top`, all but the
+    The logits are divided by a temperature, which vLLM applies only to tokens that it samples, and with `num_top`, all but the
     most likely tokens are merged into one.
 
     Args:
         worker: vLLM's worker; each of its model runners computes a prompt's log-probs by the model's `compute_logits`.
-        top: k, or 0 for logits of all tokens.
+        num_top: k, or 0 for logits of all tokens.
         width: See `merge_unlikely_tokens`.
         temperature: Divisor of the logits.
     """
     model, sampler = worker.model_runner.get_model(), worker.model_runner.sampler
     compute_logits = model.compute_logits
 
-    def outcomes(*args: Any, **kwargs: Any) -> Tensor:
+    def find_outcomes(*args: Any, **kwargs: Any) -> Tensor:
         logits = compute_logits(*args, **kwargs)
-        return merge_unlikely_tokens(logits, top, width, temperature) if top else scaled(logits, 1.0 / temperature)
+        return (
+            merge_unlikely_tokens(logits, num_top, width, temperature)
+            if num_top
+            else scale_logits(logits, 1.0 / temperature)
+        )
 
-    model.compute_logits = outcomes
+    model.compute_logits = find_outcomes
     if isinstance(getattr(sampler, "topk_topp_sampler", None), nn.Module):  # first model runner
         sampler.gather_logprobs = _select_logprobs
 
@@ -156,8 +161,8 @@ class VLLMScores(VLLMProcess):
     ) -> None:
         options = EngineOptions.from_config(cfg, model_path, device)
         config = load_model_config(options.model_path, options.trust_remote_code)
-        size = int(config.get_text_config().vocab_size)
-        self._width = min(size, vocabulary or size)
+        vocabulary_size = int(config.get_text_config().vocab_size)
+        self._width = min(vocabulary_size, vocabulary or vocabulary_size)
         self.top = min(top, self._width)
         self._max_pass_tokens = min(max_tokens, _MAX_PASS_TOKENS)
         if options.max_model_len is not None:
@@ -167,7 +172,7 @@ class VLLMScores(VLLMProcess):
             options = replace(options, max_model_len=min(options.max_model_len + 1, int(context_length)))
         super().__init__(options, config, seed)
         self._engine.collective_rpc(return_outcomes, args=(self.top, self._width, temperature))
-        self._names = map(str, itertools.count())
+        self._request_names = map(str, itertools.count())
         self.max_text_tokens = int(self._engine.model_config.max_model_len) - 1
 
     def _arguments(self) -> dict[str, Any]:
@@ -195,15 +200,16 @@ class VLLMScores(VLLMProcess):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        size = max(map(len, texts), default=0)
-        if size > self.max_text_tokens:
+        max_length = max(map(len, texts), default=0)
+        if max_length > self.max_text_tokens:
             raise ConfigError(
-                f"a sequence has {size} tokens, and this engine reads at most {self.max_text_tokens} (rollout.max_model_len, "
+                f"a sequence has {max_length} tokens, and this engine reads at most {self.max_text_tokens} "
+                f"(rollout.max_model_len, "
                 "and one less than the model's context); raise it, take a model with a longer context, or have shorter "
                 "responses"
             )
-        names = list(itertools.islice(self._names, len(texts)))
-        for name, text in zip(names, texts, strict=True):
+        request_names = list(itertools.islice(self._request_names, len(texts)))
+        for name, token_ids in zip(request_names, texts, strict=True):
             parameters = SamplingParams(
                 temperature=0.0,
                 max_tokens=1,
@@ -213,28 +219,28 @@ class VLLMScores(VLLMProcess):
                 prompt_logprobs=self.top + 1 if self.top else 0,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self._engine.add_request(name, {"prompt_token_ids": list(text)}, parameters)
+            self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
         scores: dict[str, Tensor] = {}
-        with self._errors_with_settings():
+        with self._explain_errors():
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     if output.finished:
-                        scores[output.request_id] = self._logprob_tensor(
+                        scores[output.request_id] = self._to_logprob_tensor(
                             output.prompt_logprobs, len(output.prompt_token_ids) - 1
                         )
-        return [scores[name] for name in names]
+        return [scores[name] for name in request_names]
 
-    def _logprob_tensor(self, outputs: Any, rows: int) -> Tensor:
+    def _to_logprob_tensor(self, outputs: Any, num_rows: int) -> Tensor:
         """Converts vLLM's flat lists of log-probs to a tensor; rows have the text's token, then the most likely outcomes."""
-        logprobs = np.asarray(outputs.logprobs, np.float32).reshape(rows, -1)
+        logprobs = np.asarray(outputs.logprobs, np.float32).reshape(num_rows, -1)
         if not self.top:
             return torch.from_numpy(logprobs[:, 0].copy())
-        ids = np.asarray(outputs.token_ids, np.int64).reshape(rows, -1)[:, 1:]
+        ids = np.asarray(outputs.token_ids, np.int64).reshape(num_rows, -1)[:, 1:]
         is_token = ids != self._width  # the other entries are the merged token
-        top_outcomes = np.stack([logprobs[:, 1:][is_token], ids[is_token]], -1).reshape(rows, self.top, 2)
-        remainder = np.stack([logprobs[:, 1:][~is_token], np.full(rows, -1.0)], -1)[:, None]
+        top_outcomes = np.stack([logprobs[:, 1:][is_token], ids[is_token]], -1).reshape(num_rows, self.top, 2)
+        remainder = np.stack([logprobs[:, 1:][~is_token], np.full(num_rows, -1.0)], -1)[:, None]
         return torch.from_numpy(np.concatenate([top_outcomes, remainder], 1).astype(np.float32))
 
     def offload(self) -> None:
-        """Frees the accelerator for another role: the weights stay on the host. See `VLLMProcess._sleep`."""
-        self._sleep(level=1)
+        """Frees the accelerator for another role: the weights stay on the host. See `VLLMProcess._free_accelerator`."""
+        self._free_accelerator(level=1)

@@ -9,7 +9,7 @@ belong to other ranks.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.checkpoint.tensor_slice import Box, box_of, full_box
+from rlhpc.checkpoint.tensor_slice import TensorSlice, full_slice, slice_of_view
 from rlhpc.language.engines.common import WeightUpdateError
-from rlhpc.language.engines.vllm_adapter import observed_reload, packing_layers, reload_packed, unregistered_layers
+from rlhpc.language.engines.vllm_adapter import (
+    name_loaders,
+    observed_reload,
+    packing_layers,
+    reload_packed,
+    unregistered_layers,
+)
 from rlhpc.language.hugging_face import EXPERT_COUNTS
 from rlhpc.runtime.errors import ConfigError
 
 #: Slices that loaders copy from each tensor, by name, with repetitions.
-Boxes = dict[str, list[Box]]
+TensorSlices = dict[str, list[TensorSlice]]
 
 
 class _CopyRecorder(TorchDispatchMode):
@@ -35,7 +41,7 @@ class _CopyRecorder(TorchDispatchMode):
         super().__init__()
         self._names: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._sources: list[torch.Tensor] = []
-        self.boxes: Boxes = {}
+        self.tensor_slices: TensorSlices = {}
 
     def source(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = torch.empty(shape, device="meta")
@@ -45,12 +51,16 @@ class _CopyRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].device.type == "meta":
-            target, source = args[:2]
-            name_and_shape = self._names.get(source.untyped_storage()._cdata)
+            target, source_tensor = args[:2]
+            name_and_shape = self._names.get(source_tensor.untyped_storage()._cdata)
             if name_and_shape is not None:
                 name, shape = name_and_shape
-                box = box_of(source.storage_offset(), source.shape, source.stride(), shape)
-                self.boxes.setdefault(name, []).append(full_box(shape) if box is None else box)
+                tensor_slice = slice_of_view(
+                    source_tensor.storage_offset(), source_tensor.shape, source_tensor.stride(), shape
+                )
+                self.tensor_slices.setdefault(name, []).append(
+                    full_slice(shape) if tensor_slice is None else tensor_slice
+                )
             if target.device.type != "meta":
                 return target
         return func(*args, **(kwargs or {}))
@@ -70,7 +80,7 @@ class _MetaWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
+def wanted_slices(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> TensorSlices:
     """Returns the slices that a worker's rank needs.
 
     Args:
@@ -94,11 +104,11 @@ def wanted_boxes(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> Boxes:
         model = initialize_model(vllm_config=cfg)
         with copies:
             model.load_weights((name, copies.source(name, shape)) for name, shape in shapes.items())
-    return copies.boxes
+    return copies.tensor_slices
 
 
-#: Mixtures of experts for which log-probs after updates were compared with transformers (vLLM 0.32, transformers 5.19). Some
-#: other mixtures fail, and some continue with wrong weights (Ernie 4.5).
+#: Mixtures of experts for which log-probs after updates are compared with transformers in the tests (vLLM 0.32, transformers
+#: 5.19). The check at the start of a run decides about others (`rlhpc.language.runners.engine_check`).
 VERIFIED_MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
@@ -108,22 +118,14 @@ def is_mixture(config: Any) -> bool:
     return any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
 
 
-def require_verified_mixture(config: Any, architecture: str = "") -> None:
-    """Checks that weight updates of a mixture of experts in vLLM are verified (`VERIFIED_MIXTURES`).
+def unverified_mixture(config: Any) -> str:
+    """Returns the architecture of a mixture of experts that is not in `VERIFIED_MIXTURES`; "" for other models.
 
     Args:
         config: Hugging Face configuration.
-        architecture: Name of the module's class; empty for the first architecture that the configuration names.
-
-    Raises:
-        ConfigError: Updates are not verified; the message names the architecture and the supported ones.
     """
-    name = architecture or next(iter(getattr(config, "architectures", None) or ()), "")
-    if name and is_mixture(config) and name not in VERIFIED_MIXTURES:
-        raise ConfigError(
-            f"rollout.rollout_backend is 'vllm', and actor.model is a mixture of experts, {name}, whose weight updates in "
-            f"vLLM are not known to be right; those of {', '.join(VERIFIED_MIXTURES)} are. Take rollout.rollout_backend=hf"
-        )
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    return str(name) if is_mixture(config) and name not in VERIFIED_MIXTURES else ""
 
 
 class FileNames:
@@ -133,7 +135,7 @@ class FileNames:
         model: The module of transformers, on the meta device.
 
     Raises:
-        ConfigError: Updates of this architecture are not verified, or its experts cannot be split tensor by tensor.
+        ConfigError: The experts of this architecture cannot be split tensor by tensor.
     """
 
     def __init__(self, model: Any) -> None:
@@ -141,8 +143,7 @@ class FileNames:
 
         self._model = model
         self._revert = revert_weight_conversion
-        architecture = type(model).__name__
-        require_verified_mixture(model.config, architecture)
+        class_name = type(model).__name__
         tensors = model.state_dict()
         shapes_one_by_one = {name: tuple(tensor.shape) for name, tensor in self(tensors.items())}
         shapes_at_once = {
@@ -150,7 +151,7 @@ class FileNames:
         }
         if shapes_one_by_one != shapes_at_once:
             raise ConfigError(
-                f"rollout.rollout_backend is 'vllm', and the installed transformers splits the experts of {architecture} in a "
+                f"rollout.rollout_backend is 'vllm', and the installed transformers splits the experts of {class_name} in a "
                 "way that takes the whole model at once; take rollout.rollout_backend=hf"
             )
 
@@ -169,27 +170,27 @@ def tensors_of(
     model: nn.Module,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]], dict[str, list[str]]]:
     """Returns the shapes of required tensors, the shapes of optional tensors, and the other names of each tied weight."""
-    names = {id(tensor): name for name, tensor in model.named_parameters()}
-    needed: dict[str, tuple[int, ...]] = {}
-    optional: dict[str, tuple[int, ...]] = {}
-    aliases: dict[str, list[str]] = {}
+    names_by_id = {id(tensor): name for name, tensor in model.named_parameters()}
+    required_shapes: dict[str, tuple[int, ...]] = {}
+    optional_shapes: dict[str, tuple[int, ...]] = {}
+    aliases_by_name: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        first_name = names.get(id(tensor))
-        (needed if first_name == name else optional)[name] = tuple(tensor.shape)
+        first_name = names_by_id.get(id(tensor))
+        (required_shapes if first_name == name else optional_shapes)[name] = tuple(tensor.shape)
         if first_name is not None and first_name != name:
-            aliases.setdefault(first_name, []).append(name)
-    return needed, optional, aliases
+            aliases_by_name.setdefault(first_name, []).append(name)
+    return required_shapes, optional_shapes, aliases_by_name
 
 
 def with_tied_names(
-    weights: Iterable[tuple[str, Tensor]], aliases: dict[str, list[str]]
+    weights: Iterable[tuple[str, Tensor]], aliases_by_name: dict[str, list[str]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields weights, tied ones under each name, because vLLM keeps a copy for each name if its kernels repack weights."""
-    tied_names = {alias for names in aliases.values() for alias in names}
+    tied_names = {alias for alias_names in aliases_by_name.values() for alias in alias_names}
     for name, tensor in weights:
         if name not in tied_names:
             yield name, tensor
-            for alias in aliases.get(name, ()):
+            for alias in aliases_by_name.get(name, ()):
                 yield alias, tensor
 
 
@@ -202,49 +203,58 @@ class Loaded:
     """Counts of the elements that a weight update copied.
 
     Attributes:
-        copied: Number of elements that the loader copied from each tensor.
-        idle: Names in vLLM's model of the layers with separate weights that received no elements.
+        copied_elements: Number of elements that the loader copied from each tensor.
+        idle_names: Names in vLLM's model of the layers with separate weights that received no elements.
     """
 
-    copied: Mapping[str, int]
-    idle: tuple[str, ...]
+    copied_elements: Mapping[str, int]
+    idle_names: tuple[str, ...]
 
 
-def reload_counted(worker: Any, weights: Iterable[tuple[str, Tensor]], packed: bool) -> Loaded:
+def reload_counted(
+    worker: Any, weights: Iterable[tuple[str, Tensor]], is_packed: bool, untrained_parts: Collection[str] = ()
+) -> Loaded:
     """Runs vLLM's reload of weights on its worker, and counts the copied elements.
 
     Args:
         worker: The worker.
         weights: Tensors by the names that the loader knows.
-        packed: Whether to rebuild kernels that keep packed experts (`reload_packed`).
+        is_packed: Whether to rebuild kernels that keep packed experts (`reload_packed`).
+        untrained_parts: Last parts of the names of the trainer's buffers, which an update omits.
     """
-    copied = collections.Counter[str]()
+    num_copied = collections.Counter[str]()
     idle_layers: list[Any] = []
     tensor_name = ""
 
-    def track_names() -> Iterator[tuple[str, Tensor]]:
+    def iter_tracked_weights() -> Iterator[tuple[str, Tensor]]:
         nonlocal tensor_name
         for name, tensor in weights:
             tensor_name = name
             yield name, tensor
 
     def on_copy(num_elements: int) -> None:
-        copied[tensor_name] += num_elements
+        num_copied[tensor_name] += num_elements
 
+    name_loaders(worker)
     with observed_reload(on_copy, idle_layers.append):
-        if packed:
-            reload_packed(worker, track_names())
+        if is_packed:
+            reload_packed(worker, iter_tracked_weights())
         else:
-            worker.reload_weights(weights_iterator=track_names())
-    return Loaded(dict(copied), tuple(_idle_layer_names(worker.model_runner.get_model(), idle_layers)))
+            worker.reload_weights(weights_iterator=iter_tracked_weights())
+    idle_layers = [
+        layer
+        for layer in idle_layers
+        if not {name for name, _ in layer.named_parameters(recurse=False)} <= {*untrained_parts}
+    ]
+    return Loaded(dict(num_copied), tuple(_iter_idle_layer_names(worker.model_runner.get_model(), idle_layers)))
 
 
-def _idle_layer_names(model: Any, idle: list[Any]) -> Iterator[str]:
+def _iter_idle_layer_names(model: Any, idle_layers: list[Any]) -> Iterator[str]:
     """Yields the names of idle layers that share no weights with an active layer.
 
     On a CPU, all idle layers are included, because kernels pack their weights there.
     """
-    idle_ids = {id(layer) for layer in idle}
+    idle_ids = {id(layer) for layer in idle_layers}
     active_pointers = {
         p.data_ptr() for layer in model.modules() if id(layer) not in idle_ids for p in layer.parameters(recurse=False)
     }
@@ -255,29 +265,29 @@ def _idle_layer_names(model: Any, idle: list[Any]) -> Iterator[str]:
             yield name
 
 
-def require_all_loaded(loaded: Loaded, expected: Mapping[str, int], version: int) -> None:
+def require_all_loaded(loaded_counts: Loaded, expected_counts: Mapping[str, int], version: int) -> None:
     """Checks that vLLM loaded each tensor of an update exactly once and left no layer unchanged.
 
     Args:
-        loaded: Result of `reload_counted`.
-        expected: Number of elements of each tensor that the rank needs.
+        loaded_counts: Result of `reload_counted`.
+        expected_counts: Number of elements of each tensor that the rank needs.
         version: Version of the weights.
 
     Raises:
         WeightUpdateError: A tensor was not loaded exactly once, or a layer got no weights; the message names it.
     """
     incomplete_names = [
-        f"{name} ({loaded.copied.get(name, 0)} of {size} elements)"
-        for name, size in expected.items()
-        if loaded.copied.get(name, 0) != size
+        f"{name} ({loaded_counts.copied_elements.get(name, 0)} of {expected_count} elements)"
+        for name, expected_count in expected_counts.items()
+        if loaded_counts.copied_elements.get(name, 0) != expected_count
     ]
     _refuse(f"did not load all of version {version} once", incomplete_names)
-    _refuse(f"kept the old weights of layers that version {version} does not reach", loaded.idle)
+    _refuse(f"kept the old weights of layers that version {version} does not reach", loaded_counts.idle_names)
 
 
-def _refuse(problem: str, names: Sequence[str]) -> None:
-    if names:
-        remainder = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+def _refuse(problem: str, tensor_names: Sequence[str]) -> None:
+    if tensor_names:
+        remainder = f" and {len(tensor_names) - _MAX_NAMES} more" if len(tensor_names) > _MAX_NAMES else ""
         raise WeightUpdateError(
-            f"vLLM {problem}: {', '.join(names[:_MAX_NAMES])}{remainder}; nobody acts with these weights"
+            f"vLLM {problem}: {', '.join(tensor_names[:_MAX_NAMES])}{remainder}; nobody acts with these weights"
         )

@@ -256,13 +256,13 @@ class _EpisodeRewards:
 
     def outcome(self) -> dict[str, Any]:
         """Returns the outcome in the format of external agents."""
-        outcome: dict[str, Any] = {"turn_rewards": self.rewards, "metrics": self.metrics}
+        episode_outcome: dict[str, Any] = {"turn_rewards": self.rewards, "metrics": self.metrics}
         if not any(self.roles):
-            return {**outcome, "reward": float(sum(self.rewards))}
+            return {**episode_outcome, "reward": float(sum(self.rewards))}
         role_rewards = dict.fromkeys(self.roles, 0.0)
         for role, reward in zip(self.roles, self.rewards, strict=True):
             role_rewards[role] += reward
-        return {**outcome, "rewards": role_rewards}
+        return {**episode_outcome, "rewards": role_rewards}
 
 
 class Conversations:

@@ -40,7 +40,7 @@ class KuhnPoker(Environment):
     roles = ROLES
 
     def __init__(self, short: bool = False) -> None:
-        self._short = short
+        self._is_short = short
 
     @classmethod
     def problem(cls, number: int) -> Prompt:
@@ -56,10 +56,10 @@ class KuhnPoker(Environment):
 
     def step(self, reply: Message) -> EnvResponse:
         """Applies a move; returns the next player's observation, or the payoffs at the end. An invalid move loses the game."""
-        move, player = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
-        is_valid, reward = move in ("p", "b"), FORFEIT if player else -FORFEIT
+        move_letter, player = str(reply["content"]).strip().lower()[:1], TURNS[self._moves]
+        is_valid, reward = move_letter in ("p", "b"), FORFEIT if player else -FORFEIT
         if is_valid:
-            self._moves += move
+            self._moves += move_letter
             if self._moves in TURNS:
                 return self._next_turn()
             reward = payoff(self._deal, self._moves)
@@ -69,7 +69,7 @@ class KuhnPoker(Environment):
     def _next_turn(self) -> Step:
         player = TURNS[self._moves]
         has_seen_card = len(self._moves) > 1  # the player has its card in the context
-        if self._short:
+        if self._is_short:
             observation = self._moves[-1] if has_seen_card else f"{player + 1}{self._deal[player]}{self._moves}"
         else:
             opponent_move = {"p": "The other passes. ", "b": "The other bets. "}.get(self._moves[-1:], "")
@@ -78,34 +78,34 @@ class KuhnPoker(Environment):
         return Step(observation, role=ROLES[player])
 
 
-def payoff(deal: str, moves: str) -> float:
+def payoff(dealt_cards: str, move_history: str) -> float:
     """Returns the first player's payoff after the moves of a finished game."""
-    card_sign = 1.0 if CARDS.index(deal[0]) > CARDS.index(deal[1]) else -1.0
-    return {"pp": card_sign, "bp": 1.0, "pbp": -1.0, "bb": 2 * card_sign, "pbb": 2 * card_sign}[moves]
+    card_sign = 1.0 if CARDS.index(dealt_cards[0]) > CARDS.index(dealt_cards[1]) else -1.0
+    return {"pp": card_sign, "bp": 1.0, "pbp": -1.0, "bb": 2 * card_sign, "pbb": 2 * card_sign}[move_history]
 
 
-def value(first: Policy, second: Policy) -> float:
-    """Returns the expected payoff of the first player when policies `first` and `second` play."""
+def value(first_policy: Policy, second_policy: Policy) -> float:
+    """Returns the expected payoff of the first player when policies `first_policy` and `second_policy` play."""
 
-    def value_after(deal: str, moves: str) -> float:
-        if moves not in TURNS:
-            return payoff(deal, moves)
-        player = TURNS[moves]
-        pass_probability, bet_probability = (first, second)[player][deal[player], moves]
+    def value_after(dealt_cards: str, move_history: str) -> float:
+        if move_history not in TURNS:
+            return payoff(dealt_cards, move_history)
+        player = TURNS[move_history]
+        pass_probability, bet_probability = (first_policy, second_policy)[player][dealt_cards[player], move_history]
         invalid_value = (1 - pass_probability - bet_probability) * (FORFEIT if player else -FORFEIT)
         return (
-            pass_probability * value_after(deal, moves + "p")
-            + bet_probability * value_after(deal, moves + "b")
+            pass_probability * value_after(dealt_cards, move_history + "p")
+            + bet_probability * value_after(dealt_cards, move_history + "b")
             + invalid_value
         )
 
     deals = list(itertools.permutations(CARDS, 2))
-    return sum(value_after("".join(deal), "") for deal in deals) / len(deals)
+    return sum(value_after("".join(dealt_cards), "") for dealt_cards in deals) / len(deals)
 
 
 def best_response(policy: Policy, seat: int) -> float:
     """Returns the maximum expected payoff of a player in `seat` against a policy in the other seat."""
-    information_sets = [(card, moves) for moves, turn in TURNS.items() if turn == seat for card in CARDS]
+    information_sets = [(card, move_history) for move_history, turn in TURNS.items() if turn == seat for card in CARDS]
     payoffs = []
     for pure_strategy in itertools.product(((1.0, 0.0), (0.0, 1.0)), repeat=len(information_sets)):
         response = dict(zip(information_sets, pure_strategy, strict=True))
@@ -118,9 +118,9 @@ def exploitability(policy: Policy) -> float:
     return (best_response(policy, 0) + best_response(policy, 1)) / 2
 
 
-def against(policy: Policy, other: Policy) -> float:
+def against(policy: Policy, other_policy: Policy) -> float:
     """Returns the expected payoff of a policy against another policy, averaged over both seats."""
-    return (value(policy, other) - value(other, policy)) / 2
+    return (value(policy, other_policy) - value(other_policy, policy)) / 2
 
 
 def equilibrium(bluff: float = 0.0) -> dict[tuple[str, str], tuple[float, float]]:
@@ -136,7 +136,7 @@ def equilibrium(bluff: float = 0.0) -> dict[tuple[str, str], tuple[float, float]
 
 def uniform() -> dict[tuple[str, str], tuple[float, float]]:
     """Returns the policy that passes and bets with equal probability."""
-    return {(card, moves): (0.5, 0.5) for card in CARDS for moves in TURNS}
+    return {(card, move_history): (0.5, 0.5) for card in CARDS for move_history in TURNS}
 
 
 def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -144,15 +144,16 @@ def average(policies: Sequence[Policy]) -> dict[tuple[str, str], tuple[float, fl
     at a decision is the probability that the player's earlier moves under this policy lead there.
     """
     mixed_policy = {}
-    for card, moves in itertools.product(CARDS, TURNS):
+    for card, move_history in itertools.product(CARDS, TURNS):
         # Probability of the moving player's earlier moves under each policy.
-        weights = [policy[card, ""][0] if moves == "pb" else 1.0 for policy in policies]
+        weights = [policy[card, ""][0] if move_history == "pb" else 1.0 for policy in policies]
         weight_sum = sum(weights)
         move_sums = [
-            sum(weight * p[card, moves][move] for weight, p in zip(weights, policies, strict=True)) for move in (0, 1)
+            sum(weight * p[card, move_history][move_index] for weight, p in zip(weights, policies, strict=True))
+            for move_index in (0, 1)
         ]
-        mixed_policy[card, moves] = (
-            (move_sums[0] / weight_sum, move_sums[1] / weight_sum) if weight_sum else policies[-1][card, moves]
+        mixed_policy[card, move_history] = (
+            (move_sums[0] / weight_sum, move_sums[1] / weight_sum) if weight_sum else policies[-1][card, move_history]
         )
     return mixed_policy
 
@@ -183,32 +184,32 @@ class Guess(Environment):
 
     def reset(self, task: Task) -> EnvResponse:
         """Starts the game; the observation is the task's question."""
-        self._meta, self._turns_left = task.meta, int(task.meta["turns"])
+        self._meta, self._num_turns_left = task.meta, int(task.meta["turns"])
         self._low, self._high = 1, int(task.meta["high"])
         return None
 
     def step(self, reply: Message) -> EnvResponse:
         """Handles a guess: returns a hint, or the reward at the end of the game."""
-        guess, symbols = self._parse_guess(str(reply["content"])), self._meta["symbols"]
-        self._turns_left -= 1
-        if guess == self._meta["target"]:
+        guess_text, symbols = self._parse_guess(str(reply["content"])), self._meta["symbols"]
+        self._num_turns_left -= 1
+        if guess_text == self._meta["target"]:
             return 1.0
-        if not self._turns_left:
+        if not self._num_turns_left:
             return 0.0
-        if not guess:
+        if not guess_text:
             return "?" if symbols else f"Say a number from 1 to {self._meta['high']}."
-        is_higher = guess < self._meta["target"]
+        is_higher = guess_text < self._meta["target"]
         self._low, self._high = (
-            (max(self._low, guess + 1), self._high) if is_higher else (self._low, min(self._high, guess - 1))
+            (max(self._low, guess_text + 1), self._high) if is_higher else (self._low, min(self._high, guess_text - 1))
         )
         return ("+" if is_higher else "-") if symbols else ("higher" if is_higher else "lower")
 
-    def _parse_guess(self, text: str) -> int:
+    def _parse_guess(self, reply_text: str) -> int:
         symbols = self._meta["symbols"]
         if symbols:
-            return symbols.find(text[:1]) + 1 if text[:1] else 0
-        match = re.search(r"\d{1,9}", text)
-        return int(match[0]) if match and int(match[0]) <= self._meta["high"] else 0
+            return symbols.find(reply_text[:1]) + 1 if reply_text[:1] else 0
+        number_match = re.search(r"\d{1,9}", reply_text)
+        return int(number_match[0]) if number_match and int(number_match[0]) <= self._meta["high"] else 0
 
     def demonstrate(self, rng: random.Random) -> str:
         """Returns the guess that halves the remaining range."""
@@ -234,36 +235,38 @@ class Mastermind(Environment):
             turns: Number of guesses.
             question: Text of the question.
         """
-        code = "".join(random.Random(f"mastermind {number}").choices(symbols, k=length))
+        secret_code = "".join(random.Random(f"mastermind {number}").choices(symbols, k=length))
         question_text = question or (
             f"Find a code of {length} letters out of {symbols}, in {turns} turns: say {length} letters. I say how many are in "
             "place, then how many more are elsewhere in the code."
         )
-        meta = {"code": code, "symbols": symbols, "turns": turns, "part": str(number)}
-        return Prompt(number, ({"role": "user", "content": question_text},), code, meta)
+        meta = {"code": secret_code, "symbols": symbols, "turns": turns, "part": str(number)}
+        return Prompt(number, ({"role": "user", "content": question_text},), secret_code, meta)
 
     def reset(self, task: Task) -> EnvResponse:
         """Starts the game; the observation is the task's question."""
-        self._meta, self._turns_left = task.meta, int(task.meta["turns"])
+        self._meta, self._num_turns_left = task.meta, int(task.meta["turns"])
         return None
 
     def step(self, reply: Message) -> EnvResponse:
         """Handles a guess: returns a hint, such as `2 1` for two symbols in place and one elsewhere, or the final reward."""
-        guess, code = str(reply["content"]).strip(), self._meta["code"]
-        self._turns_left -= 1
-        if guess == code:
+        guessed_code, secret_code = str(reply["content"]).strip(), self._meta["code"]
+        self._num_turns_left -= 1
+        if guessed_code == secret_code:
             return 1.0
-        if not self._turns_left:
+        if not self._num_turns_left:
             return 0.0
-        if len(guess) != len(code) or not set(guess) <= set(self._meta["symbols"]):
+        if len(guessed_code) != len(secret_code) or not set(guessed_code) <= set(self._meta["symbols"]):
             return "?"
-        return "{} {}".format(*score_guess(guess, code))
+        return "{} {}".format(*score_guess(guessed_code, secret_code))
 
 
-def score_guess(guess: str, code: str) -> tuple[int, int]:
+def score_guess(guessed_code: str, secret_code: str) -> tuple[int, int]:
     """Returns the number of symbols in the right place, and the number of other symbols that occur elsewhere in the code."""
-    num_in_place = sum(guess_symbol == code_symbol for guess_symbol, code_symbol in zip(guess, code, strict=True))
-    num_common: Any = (Counter(guess) & Counter(code)).total()
+    num_in_place = sum(
+        guess_symbol == code_symbol for guess_symbol, code_symbol in zip(guessed_code, secret_code, strict=True)
+    )
+    num_common: Any = (Counter(guessed_code) & Counter(secret_code)).total()
     return num_in_place, num_common - num_in_place
 
 
@@ -279,7 +282,7 @@ class Proposer(Environment):
     roles = ("proposer", "solver")
 
     def __init__(self, attempts: int = 4, longest: int = 24) -> None:
-        self._attempts, self._longest = attempts, longest
+        self._max_attempts, self._max_length = attempts, longest
 
     @classmethod
     def problem(
@@ -300,16 +303,16 @@ class Proposer(Environment):
         """
         proposal = str(reply["content"]).strip()
         if self._answer is None:
-            self._text = proposal.removesuffix("=")[: self._longest]
+            self._text = proposal.removesuffix("=")[: self._max_length]
             try:
                 self._answer = calculator(self._text)
             except ValueError:
                 return Step(reward=-1.0, done=True, metrics={"no_problem": 1.0})
             return self._next_turn(0.0)
         self._attempt_results.append(proposal == self._answer)
-        if len(self._attempt_results) < self._attempts:
+        if len(self._attempt_results) < self._max_attempts:
             return self._next_turn(float(self._attempt_results[-1]))
-        solved_fraction = sum(self._attempt_results) / self._attempts
+        solved_fraction = sum(self._attempt_results) / self._max_attempts
         return Step(
             reward=float(self._attempt_results[-1]),
             done=True,

@@ -111,7 +111,7 @@ class MicroSwe(ToolEnvironment):
         """Sets up the package; the observation is the task's question."""
         path, correct_source, faulty_source = self._fault = FAULTS[task.meta["fault"]]
         self._files = {**_FILES, path: _FILES[path].replace(correct_source, faulty_source)}
-        self._steps = 0
+        self._num_steps = 0
         return None
 
     @tool
@@ -126,7 +126,7 @@ class MicroSwe(ToolEnvironment):
 
     @tool
     def replace(self, path: str, old: str, new: str) -> str:
-        """Replaces a text in a file, which must be there once."""
+        """Replaces a text in a file; the text must occur exactly once."""
         file_text, num_matches = self._files[self._require_file(path)], self._files[path].count(old) if old else 0
         if num_matches != 1:
             raise ValueError(f"{path} has that text {num_matches} times")
@@ -152,8 +152,8 @@ class MicroSwe(ToolEnvironment):
         test_results = self._run_checks([{"kind": "value", "source": f"repr(({test}))"} for test in _HIDDEN])
         test_values = [test_results.get(test_index, {}).get("value") for test_index in range(len(_HIDDEN))]
         num_failed = sum(
-            test_value != expected_value
-            for test_value, expected_value in zip(test_values, _HIDDEN.values(), strict=True)
+            test_value != expected_result
+            for test_value, expected_result in zip(test_values, _HIDDEN.values(), strict=True)
         )
         return Step(reward=float(not num_failed), done=True, metrics={"hidden_failed": float(num_failed)})
 
@@ -163,11 +163,11 @@ class MicroSwe(ToolEnvironment):
     def demonstrate(self, rng: random.Random) -> str:
         """Returns the next tool call of a repair: runs the tests, reads the file, repairs it, and runs the tests again."""
         path, correct_source, faulty_source = self._fault
-        self._steps += 1
-        if self._steps == 3:
+        self._num_steps += 1
+        if self._num_steps == 3:
             arguments = {"path": path, "old": faulty_source, "new": correct_source}
             return f"replace: {json.dumps(arguments)}"
-        return ("pytest: {}", f"cat: {path}", "", "pytest: {}", "done")[self._steps - 1]
+        return ("pytest: {}", f"cat: {path}", "", "pytest: {}", "done")[self._num_steps - 1]
 
 
 #: Program that creates the package's modules from the texts of its files.

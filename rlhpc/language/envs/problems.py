@@ -43,30 +43,32 @@ class EnvironmentProblems:
         self._kwargs = check_options(self._environment.problem, kwargs, f"{key}.kwargs", f"environment {name}", 1)
         fraction = procedural_fraction(cfg)
 
-        def keep(number: int) -> bool:
-            problem = self._problem(number)
+        def is_selected(problem_number: int) -> bool:
+            problem = self._make_problem(problem_number)
             return is_in_part(str(problem.meta.get("part", problem.question)), part, fraction)
 
         try:
             num_problems = self._environment.count(**kwargs)
-            self._problem(max(num_problems - 1, 0))
+            self._make_problem(max(num_problems - 1, 0))
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{key}.kwargs: {name} makes no problem of {kwargs}: {error}") from error
-        self._numbers = choose(cfg, [num_problems], keep, part=part, key=key)
+        self._numbers = choose(cfg, [num_problems], is_selected, part=part, key=key)
         self._rows: list[Prompt] | None = None
         if has_demonstrations:
             self._rows = [
-                row for number in self._numbers for row in demonstrations(self._environment(), self._problem(number))
+                row
+                for problem_number in self._numbers
+                for row in demonstrations(self._environment(), self._make_problem(problem_number))
             ]
 
-    def _problem(self, number: int) -> Prompt:
+    def _make_problem(self, number: int) -> Prompt:
         return self._environment.problem(number, **self._kwargs)
 
     def __len__(self) -> int:
         return len(self._numbers if self._rows is None else self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        return self._problem(self._numbers[index]) if self._rows is None else self._rows[index]
+        return self._make_problem(self._numbers[index]) if self._rows is None else self._rows[index]
 
 
 def demonstrations(environment: Environment, problem: Prompt) -> list[Prompt]:

@@ -21,6 +21,7 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
         "kuhn_poker": "rlhpc.language.envs.games:KuhnPoker",
         "proposer": "rlhpc.language.envs.games:Proposer",
         "sql": "rlhpc.language.envs.sql:Sql",
+        "tools": "rlhpc.language.envs.tools:ProblemTools",
         "micro_swe": "rlhpc.language.envs.micro_swe:MicroSwe",
     },
 )  # fmt: skip

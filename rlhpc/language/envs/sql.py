@@ -74,7 +74,7 @@ class Sql(ToolEnvironment):
     def reset(self, task: Task) -> EnvResponse:
         """Creates the tables; the observation is the task's question."""
         self._task, self._connection = task, tables(task.meta["seed"])
-        self._last_result = ""
+        self._result_text = ""
         return None
 
     @tool
@@ -83,8 +83,8 @@ class Sql(ToolEnvironment):
         deadline = time.monotonic() + _MAX_QUERY_S
         self._connection.set_progress_handler(lambda: time.monotonic() > deadline, _OPCODES)
         rows = self._connection.execute(sql).fetchmany(_MAX_ROWS)
-        self._last_result = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
-        return self._last_result
+        self._result_text = "\n".join(" | ".join(map(str, row)) for row in rows) or "no rows"
+        return self._result_text
 
     def answer(self, text: str) -> EnvResponse:
         """Ends the episode with reward 1 for the exact answer."""
@@ -92,7 +92,7 @@ class Sql(ToolEnvironment):
 
     def demonstrate(self, rng: random.Random) -> str:
         """Returns a query first, then its result as the answer."""
-        return self._last_result or f"query: {self._task.meta['query']}"
+        return self._result_text or f"query: {self._task.meta['query']}"
 
     def close(self) -> None:
         """Closes the tables."""

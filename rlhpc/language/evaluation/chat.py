@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rlhpc.config.typed import mapping
 from rlhpc.language.agents.registry import INLINE
@@ -26,7 +26,9 @@ from rlhpc.runtime.errors import ConfigError
 _COMMANDS = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops a reply"
 _PAUSE_S = 0.002
 #: Translation of control characters to a replacement character, because a terminal interprets control characters.
-_CONTROL_CHARACTERS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+_CONTROL_CHARACTERS = {
+    char_code: "\ufffd" for char_code in (*range(32), *range(127, 160)) if chr(char_code) not in "\n\t"
+}
 
 
 class Conversation:
@@ -65,20 +67,20 @@ class Conversation:
         self._engine.add([Request(self._num_turns, ids, self._sampling, seed_of(self._seed, self._num_turns))])
         answer = ""
         try:
-            for tokens, is_finished in self._tokens_so_far():
+            for tokens, is_finished in self._iter_tokens():
                 text_so_far = self._encoder.tokenizer.decode(tokens, skip_special_tokens=True)
                 if not is_finished and text_so_far.endswith("\ufffd"):  # the last character is incomplete
                     continue
-                new_text, answer = text_so_far[len(answer) :], text_so_far
-                if new_text:
-                    yield new_text
+                added_text, answer = text_so_far[len(answer) :], text_so_far
+                if added_text:
+                    yield added_text
         finally:
             if self._engine.unfinished():
                 self._engine.abort()
             if self._encoder.chat_template:
                 self._messages = [*messages, {"role": "assistant", "content": answer}]
 
-    def _tokens_so_far(self) -> Iterator[tuple[list[int], bool]]:
+    def _iter_tokens(self) -> Iterator[tuple[list[int], bool]]:
         """Yields the tokens generated so far, and whether the reply is complete."""
         engine = self._engine
         while engine.unfinished():
@@ -112,6 +114,21 @@ def chat(
         ConfigError: Model or engine cannot be loaded, or there is a system message and the model has no chat template.
         CheckpointError: The checkpoint is invalid.
     """
+    with open_conversation(cfg, checkpoint, system_text=system, max_tokens=max_tokens, seed=seed) as conversation:
+        note(f"{checkpoint.name}; {_COMMANDS}")
+        _run_chat(conversation)
+
+
+@contextlib.contextmanager
+def open_conversation(
+    cfg: LanguageConfig,
+    checkpoint: Path,
+    *,
+    system_text: str | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+) -> Iterator[Conversation]:
+    """Yields a conversation with a checkpoint's model; closes its engine at the end. Arguments and errors as of `chat`."""
     seed = cfg.runner.seed if seed is None else seed
     sampling = SamplingParams(
         max_new_tokens=cfg.rollout.max_new_tokens if max_tokens is None else max_tokens,
@@ -124,18 +141,48 @@ def chat(
         with contextlib.redirect_stdout(sys.stderr):
             folder, _ = exit_stack.enter_context(model_folder(checkpoint, cfg.actor.model.trust_remote_code))
             model_path = next(iter(folders_of(cfg, folder).values()))
-            encoder = _encoder(cfg, load_tokenizer(model_path, cfg.actor.model.trust_remote_code), system)
+            encoder = _make_encoder(cfg, load_tokenizer(model_path, cfg.actor.model.trust_remote_code), system_text)
             engine = make_engine(cfg, model_path=folder, device=str(evaluation_device(cfg)), seed=seed)
         exit_stack.callback(engine.close)
-        note(f"{checkpoint.name}; {_COMMANDS}")
-        _talk(Conversation(engine, encoder, sampling, seed, system))
+        yield Conversation(engine, encoder, sampling, seed, system_text)
 
 
-def _encoder(cfg: LanguageConfig, tokenizer: Any, system: str | None) -> PromptTokenizer:
+class GeneratingPolicy:
+    """Trained language model that answers prompts, for scripts and notebooks.
+
+    Args:
+        cfg, checkpoint: As of `chat`.
+    """
+
+    def __init__(self, cfg: LanguageConfig, checkpoint: Path) -> None:
+        self._exit_stack = contextlib.ExitStack()
+        self._conversation = self._exit_stack.enter_context(open_conversation(cfg, checkpoint))
+
+    def generate(self, prompt: str) -> str:
+        """Returns the reply to a prompt, sampled as the run's rollouts; each call begins a new conversation.
+
+        Raises:
+            ConfigError: The prompt does not fit into the model's context.
+        """
+        self._conversation.clear()
+        return "".join(self._conversation.reply(prompt))
+
+    def close(self) -> None:
+        """Closes the engine; has no effect if it is closed."""
+        self._exit_stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _make_encoder(cfg: LanguageConfig, tokenizer: Any, system_text: str | None) -> PromptTokenizer:
     """Returns the tokenizer of the conversation; prints which parts of the run the chat omits."""
     has_template = bool(getattr(tokenizer, "chat_template", None)) and cfg.data.train.chat_template
     if not has_template:
-        if system is not None:
+        if system_text is not None:
             raise ConfigError("--system needs a chat template, and this model was trained without one; leave it out")
         note("trained without a chat template: each text is continued by itself")
     if cfg.agent.kind != INLINE or cfg.rollout.agent is not None:
@@ -145,7 +192,7 @@ def _encoder(cfg: LanguageConfig, tokenizer: Any, system: str | None) -> PromptT
     )
 
 
-def _talk(conversation: Conversation) -> None:
+def _run_chat(conversation: Conversation) -> None:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401 (input() then edits lines)
@@ -161,12 +208,12 @@ def _talk(conversation: Conversation) -> None:
         if question.strip() == "/clear":
             conversation.clear()
         elif question.strip():
-            _answer(conversation, question)
+            _print_reply(conversation, question)
 
 
-def _answer(conversation: Conversation, text: str) -> None:
+def _print_reply(conversation: Conversation, user_text: str) -> None:
     """Prints a reply while the engine generates it."""
-    text_pieces = conversation.reply(text)
+    text_pieces = conversation.reply(user_text)
     try:
         for text_piece in text_pieces:
             print(text_piece.translate(_CONTROL_CHARACTERS), end="", flush=True)

@@ -3,8 +3,9 @@ answers.
 
     eval/global_step_<N>/<suite>.json             accuracy, pass@k, majority, levels, each with an interval
     eval/global_step_<N>/<suite>.samples.jsonl    all prompts, responses and scores, from which the summary is computed
+    eval/global_step_<N>/<suite>.images/          small copies of the prompts' images, for pages
 
-Both files are the same for the same model, configuration, seed and engine.
+All files are the same for the same model, configuration, seed and engine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from rlhpc.checkpoint import require_valid
 from rlhpc.checkpoint.export_folder import default_output
 from rlhpc.checkpoint.manifest import MANIFEST, digest, read_manifest
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.jobs.paths import step_of
 from rlhpc.language.agents.episodes import Episode, sample_of
 from rlhpc.language.agents.registry import Generation, make_generation, roles_of
@@ -32,6 +33,7 @@ from rlhpc.language.config.data import EvalDataConfig, suite_named
 from rlhpc.language.config.rewards import RewardConfig, RewardTermConfig
 from rlhpc.language.config.run import LanguageConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer, make_dataset
+from rlhpc.language.data.images import digest_of, make_preview
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.data.tokenizer import context_tokens
 from rlhpc.language.engines import Request, SamplingParams
@@ -39,12 +41,12 @@ from rlhpc.language.engines.registry import make_engine
 from rlhpc.language.models.builtin import resolve_model
 from rlhpc.language.multi_policy import folders_of
 from rlhpc.language.reporting.eval_metrics import summarize
-from rlhpc.language.reporting.sample_pages import samples_path
+from rlhpc.language.reporting.sample_pages import previews_path, samples_path
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.math_verifier import extract, normalize_answer
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rewards.registry import check_problems
-from rlhpc.language.scoring.reward_aggregator import Judges, make_local_judging
+from rlhpc.language.scoring.reward_aggregator import RewardScorer, make_local_aggregator
 from rlhpc.language.training.prompt_dispatch import seed_of
 from rlhpc.metrics.logger import ProgressBar
 from rlhpc.metrics.provenance import describe_samples
@@ -52,9 +54,15 @@ from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
 from rlhpc.runtime.files import expand_home, read_json, replace_durably
 from rlhpc.runtime.text import in_parentheses
 
+#: Maximum number of tokens of an answer whose log-probs are written.
+_MAX_DRAWN_TOKENS = 2048
+#: Maximum bytes of all copies of an evaluation's images together, and pixels of a copy's longer side.
+_MAX_PREVIEW_BYTES, _PREVIEW_SIDE = 64 << 20, 384
+
 
 def transcript(episode: Episode, tokenizer: Any, roles: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns `{"episode": […]}` with a sample for each leaf of the turn tree; {} for an episode of one turn.
+    """Returns `{"episode": […]}` with a sample for each leaf of the turn tree; of an answer of one turn, `{"drawn": […]}` with
+    the text and the log-prob of its first tokens.
 
     A sample has its `role` and its `parts`. A part is input text (`read`) or sampled tokens (`drawn`, a text and a log-prob
     for each token), with the number of the turn, and the turn's `reward`, if it has one. Sampled tokens that are trained in
@@ -66,33 +74,36 @@ def transcript(episode: Episode, tokenizer: Any, roles: tuple[str, ...] = ()) ->
         roles: Names of the roles.
     """
     if episode.outcome is None and episode.turns < 2:
-        return {}
+        num_drawn = min(sum(episode.loss_mask), _MAX_DRAWN_TOKENS)  # an agent's last answer may follow
+        return {"drawn": _pair_tokens(tokenizer, episode.token_ids[:num_drawn], episode.logprobs[:num_drawn])}
     return {"episode": [_sample(sample, tokenizer, roles) for sample in episode.samples]}
 
 
 def _sample(sample: Episode, tokenizer: Any, roles: tuple[str, ...]) -> dict[str, Any]:
     """Returns the transcript of a sample; see `transcript`."""
     runs: list[dict[str, Any]] = [{"turn": 0, "read": _text(tokenizer, sample.prompt_ids)}]
-    start = 0
+    run_start = 0
     for (turn, is_drawn), mask_run in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):
-        end = start + len(list(mask_run))
-        ids = sample.token_ids[start:end]
+        run_end = run_start + len(list(mask_run))
+        ids = sample.token_ids[run_start:run_end]
         if is_drawn:
-            token_logprobs = [
-                [_text(tokenizer, [token]), round(logprob, 4)]
-                for token, logprob in zip(ids, sample.logprobs[start:end], strict=True)
-            ]
-            reward = sum(sample.rewards[start:end])
+            token_logprobs = _pair_tokens(tokenizer, ids, sample.logprobs[run_start:run_end])
+            reward = sum(sample.rewards[run_start:run_end])
             runs.append({"turn": turn, "drawn": token_logprobs, **({"reward": reward} if reward else {})})
         else:
             runs.append({"turn": turn, "read": _text(tokenizer, ids)})
-        start = end
+        run_start = run_end
     return {"role": roles[sample.role] if sample.role < len(roles) else "", "parts": runs}
 
 
+def _pair_tokens(tokenizer: Any, ids: Sequence[int], logprobs: Sequence[float]) -> list[list[Any]]:
+    """Returns the text and the log-prob of each token."""
+    return [[_text(tokenizer, [token]), round(logprob, 4)] for token, logprob in zip(ids, logprobs, strict=True)]
+
+
 def _text(tokenizer: Any, ids: Any) -> str:
-    decoded: str = tokenizer.decode(list(ids), skip_special_tokens=False)
-    return decoded
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+    return text
 
 
 #: Pause in seconds when neither engine nor reward functions have results.
@@ -139,7 +150,7 @@ def evaluate_language_model(
         raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
     _check_samples(section, suite)
     if backend is not None:
-        cfg = changed(cfg, "rollout.rollout_backend", backend)
+        cfg = with_value(cfg, "rollout.rollout_backend", backend)
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         model_path = next(iter(folders_of(cfg, folder).values()))
         tokenizer = load_tokenizer(model_path, cfg.actor.model.trust_remote_code)
@@ -159,8 +170,37 @@ def evaluate_language_model(
         "max_new_tokens": cfg.rollout.max_new_tokens,
     }
     if output is not None:
+        _write_previews(problems, rows, section.samples, previews_path(Path(output)))
         write_result(Path(output), summary, rows, samples_path(Path(output)))
     return summary
+
+
+def _write_previews(problems: Problems, rows: Sequence[dict[str, Any]], num_samples: int, folder: Path) -> None:
+    """Writes a small copy of each image of the prompts, and adds the files' names to the rows as `images`. Images that do not
+    fit into `_MAX_PREVIEW_BYTES` are left out; `num_images` of a row counts those of its prompt.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    written: dict[str, bool] = {}
+    num_bytes = 0
+    try:
+        for index, (prompt, _, _, _) in enumerate(problems):
+            for image in prompt.images:
+                name = f"{digest_of(image)}.jpg"
+                if name in written or num_bytes >= _MAX_PREVIEW_BYTES:
+                    continue
+                preview = make_preview(image, _PREVIEW_SIDE)
+                num_bytes += len(preview)
+                written[name] = num_bytes <= _MAX_PREVIEW_BYTES
+                if written[name]:
+                    replace_durably(folder / name, preview, sync=False)
+            if prompt.images:
+                names = [name for image in prompt.images if written.get(name := f"{digest_of(image)}.jpg")]
+                for row in rows[index * num_samples : (index + 1) * num_samples]:
+                    row |= {"images": names, "num_images": len(prompt.images)}
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
 
 
 def evaluated_step(model: str | Path, step: int | None, output: str | Path | None) -> int:
@@ -204,8 +244,8 @@ def _check_samples(section: EvalDataConfig, suite: str) -> None:
 
 def describe(result: dict[str, Any]) -> str:
     """Formats the result of an evaluation as a line."""
-    interval = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
-    summary = f"accuracy {result['accuracy']:.1%}{interval} on {result['n']} problems"
+    interval_text = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    summary = f"accuracy {result['accuracy']:.1%}{interval_text} on {result['n']} problems"
     summary += describe_samples(result)
     if result["failed"]:
         summary += f"; {result['failed']} answers could not be judged"
@@ -213,7 +253,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 @contextmanager
-def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int | None]]:
+def model_folder(model: str | Path, trusts_code: bool) -> Iterator[tuple[str, int | None]]:
     """Yields a Hugging Face folder of the model, and the model's step if it is a checkpoint. Exports checkpoints."""
     path = expand_home(model).absolute()
     if not (path / MANIFEST).is_file():
@@ -221,14 +261,14 @@ def model_folder(model: str | Path, trust_code: bool) -> Iterator[tuple[str, int
         return
     require_valid(path, hint="or evaluate another checkpoint")
     step = int(read_manifest(path)["global_step"])
-    exported = _find_export(path, step)
-    if exported is not None:
-        yield str(exported), step
+    export_folder = _find_export(path, step)
+    if export_folder is not None:
+        yield str(export_folder), step
         return
     from rlhpc.language.export import export_language_model
 
-    with tempfile.TemporaryDirectory(prefix="rlhpc-eval-") as temporary:
-        yield str(export_language_model(path, Path(temporary) / path.name, trust_code=trust_code)), step
+    with tempfile.TemporaryDirectory(prefix="rlhpc-eval-") as temporary_folder:
+        yield str(export_language_model(path, Path(temporary_folder) / path.name, trust_code=trusts_code)), step
 
 
 def _find_export(checkpoint: Path, step: int) -> Path | None:
@@ -260,7 +300,7 @@ def answer_problems(
     suite: str,
     folder: str,
     tokenizer: Any,
-    progress: bool,
+    shows_progress: bool,
 ) -> list[dict[str, Any]]:
     """Generates and scores all answers to some problems, with an engine and reward functions in this process.
 
@@ -269,7 +309,7 @@ def answer_problems(
         cfg, section, suite: See `answers_to`.
         folder: Folder of the model.
         tokenizer: Tokenizer of the model.
-        progress: Whether to show the number of scored answers on stderr.
+        shows_progress: Whether to show the number of scored answers on stderr.
 
     Returns:
         Rows in order of problem and sample.
@@ -279,26 +319,26 @@ def answer_problems(
     device = evaluation_device(cfg)
     with (
         # Reward processes start first, before the engine fills the memory of this process.
-        closing(make_local_judging(cfg, device)) as judges,
+        closing(make_local_aggregator(cfg, device)) as reward_scorer,
         closing(make_engine(cfg, model_path=folder, device=str(device), seed=cfg.runner.seed)) as engine,
         closing(make_generation(cfg, engine, tokenizer)) as generation,
         ProgressBar(len(problems) * section.samples, name=f"eval {suite}", unit="answer")
-        if progress
+        if shows_progress
         else nullcontext() as progress_bar,
     ):
         rows = answers_to(
-            problems, cfg, section, suite, generation, judges, tokenizer, bar=progress_bar, transcripts=True
+            problems, cfg, section, suite, generation, reward_scorer, tokenizer, bar=progress_bar, has_transcripts=True
         )
     identify(rows, section.samples)
     return rows
 
 
 def problems_of(
-    cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any, part: str = "eval"
+    cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any, split_part: str = "eval"
 ) -> tuple[Problems, int]:
     """Returns the tokenized problems of a suite or of training, and the number of problems that are too long."""
-    key, max_tokens = f"data.eval[{section.name}]" if part == "eval" else "data.train", cfg.data.max_prompt_tokens
-    dataset = make_dataset(section, part, key=key)
+    key, max_tokens = f"data.eval[{section.name}]" if split_part == "eval" else "data.train", cfg.data.max_prompt_tokens
+    dataset = make_dataset(section, split_part, key=key)
     check_problems([term.name for term in cfg.reward.terms], dataset, key)
     encoder = PromptTokenizer(
         tokenizer,
@@ -327,12 +367,12 @@ def answers_to(
     section: EvalDataConfig,
     suite: str,
     generation: Generation,
-    judges: Judges,
+    reward_scorer: RewardScorer,
     tokenizer: Any,
     *,
     bar: ProgressBar | None = None,
     deadline: float = math.inf,
-    transcripts: bool = False,
+    has_transcripts: bool = False,
 ) -> list[dict[str, Any]]:
     """Generates and scores all answers to some problems of a suite. Reward functions score finished answers while the engine
     generates further answers.
@@ -340,11 +380,11 @@ def answers_to(
     Args:
         problems: All problems, or a rank's share: the answers to a problem do not depend on the other problems.
         cfg, section, suite: Configuration, section and name of the suite.
-        generation, judges: Runner of episodes, and reward functions, both without pending requests.
+        generation, reward_scorer: Runner of episodes, and reward functions, both without pending requests.
         tokenizer: Tokenizer of the model.
         bar: Progress bar of the scored answers.
         deadline: Deadline on the clock of `time.monotonic`.
-        transcripts: Whether rows include the transcripts of episodes.
+        has_transcripts: Whether rows include the transcripts of episodes.
 
     Returns:
         Rows in order of problem and sample.
@@ -353,7 +393,7 @@ def answers_to(
         DeadlineExceeded: The deadline has passed.
         NonFinite: A reward is not finite.
     """
-    count, seed, suite_seed = section.samples, cfg.runner.seed, zlib.crc32(suite.encode())
+    num_samples, seed, suite_seed = section.samples, cfg.runner.seed, zlib.crc32(suite.encode())
     sampling = SamplingParams(
         max_new_tokens=cfg.rollout.max_new_tokens,
         temperature=section.temperature,
@@ -363,13 +403,16 @@ def answers_to(
     for index, (prompt, ids, image_offsets, encoder) in enumerate(problems):
         images, seeds = (
             encoder.prompt_images(prompt, image_offsets),
-            [seed_of(seed, suite_seed, prompt.id, sample) for sample in range(count)],
+            [seed_of(seed, suite_seed, prompt.id, sample) for sample in range(num_samples)],
         )
         generation.add(
-            [Request(index * count + j, ids, sampling, sample_seed, images) for j, sample_seed in enumerate(seeds)],
+            [
+                Request(index * num_samples + j, ids, sampling, sample_seed, images)
+                for j, sample_seed in enumerate(seeds)
+            ],
             prompt,
         )
-    rows: list[dict[str, Any]] = [{}] * (len(problems) * count)
+    rows: list[dict[str, Any]] = [{}] * (len(problems) * num_samples)
     num_scored = 0
     while num_scored < len(rows):
         if time.monotonic() > deadline:
@@ -378,15 +421,15 @@ def answers_to(
             )
         episodes = generation.step() if generation.unfinished() else []
         for episode in episodes:
-            prompt = problems[episode.id // count][0]
-            reward_input = sample_of(prompt, episode, tokenizer, finished=episode.finish_reason == "stop")
-            rows[episode.id] = _row(prompt, episode.id % count, reward_input)
-            if transcripts:
+            prompt = problems[episode.id // num_samples][0]
+            reward_input = sample_of(prompt, episode, tokenizer, has_finished=episode.finish_reason == "stop")
+            rows[episode.id] = _make_row(prompt, episode.id % num_samples, reward_input)
+            if has_transcripts:
                 rows[episode.id] |= transcript(episode, tokenizer, roles_of(cfg))
-            judges.submit(episode.id, reward_input, episode.id // count, count)
-        scored_answers = judges.poll()
-        for request_id, scored in scored_answers:
-            _add_score(rows[request_id], scored, cfg.reward)
+            reward_scorer.submit(episode.id, reward_input, episode.id // num_samples, num_samples)
+        scored_answers = reward_scorer.poll()
+        for request_id, scored_answer in scored_answers:
+            _add_score(rows[request_id], scored_answer, cfg.reward)
         num_scored += len(scored_answers)
         if bar is not None and scored_answers:
             bar.update(num_scored)
@@ -395,7 +438,7 @@ def answers_to(
     return rows
 
 
-def _row(prompt: Prompt, sample: int, answer: Sample) -> dict[str, Any]:
+def _make_row(prompt: Prompt, sample: int, answer: Sample) -> dict[str, Any]:
     return {
         "id": prompt.id,
         "sample": sample,
@@ -408,41 +451,42 @@ def _row(prompt: Prompt, sample: int, answer: Sample) -> dict[str, Any]:
     }
 
 
-def _add_score(row: dict[str, Any], scored: Scored, reward: RewardConfig) -> None:
+def _add_score(row: dict[str, Any], scored_answer: Scored, reward: RewardConfig) -> None:
     """Adds rewards and correctness to a row. An answer is right if the first reward term is 1.
 
     Raises:
         NonFinite: The reward is not finite.
     """
-    if not math.isfinite(scored.total):
-        term_values = ", ".join(f"{name} {reward_value}" for name, reward_value in scored.terms.items())
+    if not math.isfinite(scored_answer.total):
+        terms_text = ", ".join(f"{name} {reward_value}" for name, reward_value in scored_answer.terms.items())
         raise NonFinite(
-            f"the reward of problem {row['id']}, sample {row['sample']} is {scored.total} ({term_values}); see reward.terms"
+            f"the reward of problem {row['id']}, sample {row['sample']} is {scored_answer.total} ({terms_text}); see "
+            f"reward.terms"
         )
     first_term = reward.terms[0]
-    is_right = not scored.failed and scored.terms.get(first_term.name, 0.0) >= 1.0
+    is_right = not scored_answer.failed and scored_answer.terms.get(first_term.name, 0.0) >= 1.0
     row |= {
         "right": is_right,
-        "reward": scored.total,
-        "terms": dict(scored.terms),
-        "failed": scored.failed,
+        "reward": scored_answer.total,
+        "terms": dict(scored_answer.terms),
+        "failed": scored_answer.failed,
         "vote": vote(row["response"], row["answer"], is_right, first_term),
     }
 
 
-def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str:
+def vote(response: str, answer: str, is_right: bool, term: RewardTermConfig) -> str:
     """Returns an answer's vote in the majority: the normalized final answer, or "" if the response has no final answer.
 
     Args:
         response: Response of the model.
         answer: Reference answer.
-        right: Whether the response is right.
+        is_right: Whether the response is right.
         term: The first of `reward.terms`: `name` and `kwargs`.
     """
-    name, extraction_methods = term.name.lower(), _EXTRACTION_METHODS
+    name, extraction_methods = term.name, _EXTRACTION_METHODS
     if name == "code":  # different programs may be equivalent, so programs have no majority
         return ""
-    if right and name in _UNIQUE_ANSWER_REWARDS:
+    if is_right and name in _UNIQUE_ANSWER_REWARDS:
         return normalize_answer(extract(answer, _EXTRACTION_METHODS) or "")
     if name == "math":  # the same extraction as in the reward
         extraction_methods = tuple(term.kwargs.get("extract", _EXTRACTION_METHODS[:2])) + ("last_number",) * bool(
@@ -451,12 +495,12 @@ def vote(response: str, answer: str, right: bool, term: RewardTermConfig) -> str
     return normalize_answer(extract(response, extraction_methods) or "")
 
 
-def identify(rows: Sequence[dict[str, Any]], count: int) -> None:
+def identify(rows: Sequence[dict[str, Any]], num_samples: int) -> None:
     """Replaces the problems' ids by their positions if several problems have the same id."""
-    ids = [row["id"] for row in rows[::count]]
+    ids = [row["id"] for row in rows[::num_samples]]
     if len(set(ids)) < len(ids):
         for index, row in enumerate(rows):
-            row["id"] = index // count
+            row["id"] = index // num_samples
 
 
 def write_result(path: Path, result: dict[str, Any], rows: Sequence[dict[str, Any]], rows_path: Path) -> None:

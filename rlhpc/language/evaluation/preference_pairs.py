@@ -35,7 +35,7 @@ def make_pairs(
     output: Path,
     *,
     suite: str | None = None,
-    samples: int = 8,
+    num_samples: int = 8,
     temperature: float = 1.0,
     form: str = "pairs",
     shuffled: bool = False,
@@ -48,7 +48,7 @@ def make_pairs(
         model: A checkpoint, or a Hugging Face folder or name; None for the model of `actor.model`.
         output: File to write, replaced atomically.
         suite: Suite of `data.eval` with the problems; None for the training problems.
-        samples: Number of answers to each problem.
+        num_samples: Number of answers to each problem.
         temperature: Sampling temperature.
         form: "pairs", or "labels" for answers with their rewards.
         shuffled: Whether to swap the responses of random pairs (with labels: to permute the labels).
@@ -62,22 +62,22 @@ def make_pairs(
     """
     if not cfg.reward.terms:
         raise ConfigError("reward.terms is empty; say how answers are judged, such as [{name: math}]")
-    section, split = _section(cfg, suite, samples, temperature)
+    section, split_name = _section(cfg, suite, num_samples, temperature)
     with model_folder(
         resolve_model(cfg.actor.model) if model is None else model, cfg.actor.model.trust_remote_code
     ) as folder_and_step:
         folder = folder_and_step[0]
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
-        problems, _ = problems_of(cfg, section, tokenizer, split)
+        problems, _ = problems_of(cfg, section, tokenizer, split_name)
         answers = answer_problems(problems, cfg, section, section.name, folder, tokenizer, progress)
-    groups = [answers[index * samples : (index + 1) * samples] for index in range(len(problems))]
+    groups = [answers[index * num_samples : (index + 1) * num_samples] for index in range(len(problems))]
     make_rows = pairs_of if form == "pairs" else labels_of
     rows_by_problem = [list(make_rows(prompt, group)) for (prompt, *_), group in zip(problems, groups, strict=True)]
     pair_rows = [row for problem_rows in rows_by_problem for row in problem_rows]
     if not pair_rows:
         raise ConfigError(
-            f"none of {len(problems)} problems has a right and a wrong answer among {samples}; ask for more (--samples), or "
-            "take a model that knows something, but not all"
+            f"none of {len(problems)} problems has a right and a wrong answer among {num_samples}; ask for more (--samples), "
+            "or take a model that knows something, but not all"
         )
     if shuffled:
         shuffle(pair_rows, form, cfg.runner.seed)
@@ -94,7 +94,7 @@ def make_pairs(
         "used": sum(map(bool, rows_by_problem)),
         "shuffled": shuffled,
         "accuracy": num_right / len(answers),
-        "samples": samples,
+        "samples": num_samples,
     }
 
 
@@ -108,7 +108,9 @@ def describe(result: dict[str, Any]) -> str:
     )
 
 
-def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: float) -> tuple[EvalDataConfig, str]:
+def _section(
+    cfg: LanguageConfig, suite: str | None, num_samples: int, temperature: float
+) -> tuple[EvalDataConfig, str]:
     """Returns the data section of the problems, and their side of `eval_fraction`.
 
     Raises:
@@ -118,36 +120,41 @@ def _section(cfg: LanguageConfig, suite: str | None, samples: int, temperature: 
         raise ConfigError(
             "data.train has pairs, on which this run is trained, and no problems: name a suite of data.eval by --suite"
         )
-    source = cfg.data.train if suite is None else suite_named(cfg.data.eval, suite)
-    source_fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(DataSourceConfig)}
-    name = "train" if suite is None else source.name if isinstance(source, EvalDataConfig) else str(suite)
+    source_section = cfg.data.train if suite is None else suite_named(cfg.data.eval, suite)
+    source_fields = {field.name: getattr(source_section, field.name) for field in dataclasses.fields(DataSourceConfig)}
+    name = (
+        "train" if suite is None else source_section.name if isinstance(source_section, EvalDataConfig) else str(suite)
+    )
     section = EvalDataConfig(
-        **{**source_fields, "kwargs": dict(source.kwargs)}, name=name, samples=samples, temperature=temperature
+        **{**source_fields, "kwargs": dict(source_section.kwargs)},
+        name=name,
+        samples=num_samples,
+        temperature=temperature,
     )
     return section, "train" if suite is None else "eval"
 
 
 def pairs_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
     """Yields pairs of the first right answer and each different wrong answer. Empty and unscored answers are skipped."""
-    scored = [answer for answer in answers if answer["response"] and not answer["failed"]]
-    right_response = next((answer["response"] for answer in scored if answer["right"]), None)
-    wrong_responses = dict.fromkeys(answer["response"] for answer in scored if not answer["right"])
+    usable_answers = [answer for answer in answers if answer["response"] and not answer["failed"]]
+    right_response = next((answer["response"] for answer in usable_answers if answer["right"]), None)
+    wrong_responses = dict.fromkeys(answer["response"] for answer in usable_answers if not answer["right"])
     if right_response is not None:
         for response in wrong_responses:
-            yield {**_prompt_row(prompt), "chosen": right_response, "rejected": response}
+            yield {**_make_prompt_row(prompt), "chosen": right_response, "rejected": response}
 
 
 def labels_of(prompt: Prompt, answers: Sequence[Row]) -> Iterator[Row]:
     """Yields each different answer with its reward. Empty and unscored answers are skipped."""
     reward_by_response = {a["response"]: a["reward"] for a in reversed(answers) if a["response"] and not a["failed"]}
     for response in dict.fromkeys(answer["response"] for answer in answers if answer["response"] in reward_by_response):
-        yield {**_prompt_row(prompt), "response": response, "label": float(reward_by_response[response])}
+        yield {**_make_prompt_row(prompt), "response": response, "label": float(reward_by_response[response])}
 
 
-def shuffle(rows: list[Row], form: str, seed: int) -> None:
+def shuffle(rows: list[Row], row_form: str, seed: int) -> None:
     """Shuffles the preferences or labels of rows in place, so that they are independent of the answers."""
     generator = random.Random(f"shuffled {seed}")
-    if form == "pairs":
+    if row_form == "pairs":
         for row in rows:
             if generator.random() < 0.5:
                 row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
@@ -158,7 +165,7 @@ def shuffle(rows: list[Row], form: str, seed: int) -> None:
         row["label"] = label
 
 
-def _prompt_row(prompt: Prompt) -> Row:
+def _make_prompt_row(prompt: Prompt) -> Row:
     """Returns the prompt's columns: its messages, or the text of a single question, and its level and tools."""
     messages = [dict(message) for message in prompt.messages]
     is_single_question = (

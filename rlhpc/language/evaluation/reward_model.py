@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.algorithms.preference_losses import find_reward_loss
-from rlhpc.config.typed import changed, plain
+from rlhpc.config.typed import plain, with_value
 from rlhpc.language.config.data import suite_named
 from rlhpc.language.data.preferences import PreferenceRow, Preferences, encode
 from rlhpc.language.data.tokenizer import PromptTokenizer, load_tokenizer
@@ -43,12 +43,12 @@ class Suite:
 
     Attributes:
         rows: Rows that are not too long.
-        dropped: Number of rows that are too long.
+        num_dropped: Number of rows that are too long.
         encoder: Tokenizer of the rows.
     """
 
     rows: list[PreferenceRow]
-    dropped: int
+    num_dropped: int
     encoder: PromptTokenizer
 
 
@@ -56,7 +56,7 @@ def training_rows(cfg: RewardRunConfig) -> Preferences:
     """Returns the rows of `data.train`, in the form that the loss requires.
 
     Raises:
-        ConfigError: The rows cannot be read, or have another form.
+        ConfigError: The rows cannot be read, or have a different form.
     """
     return Preferences(cfg.data.train, _form(cfg))
 
@@ -70,9 +70,9 @@ def _form(cfg: RewardRunConfig) -> str:
     return find_reward_loss(cfg.algorithm.loss_type, plain(cfg.algorithm.loss_kwargs))[1]
 
 
-def most_tokens(max_tokens: int, form: str) -> int:
+def most_tokens(max_tokens: int, loss_form: str) -> int:
     """Returns the maximum number of tokens of prompt and response, so that a row fits into one micro-batch."""
-    return max_tokens // EACH[form]
+    return max_tokens // EACH[loss_form]
 
 
 def encoder_of(cfg: RewardRunConfig, section: PreferenceSourceConfig, tokenizer: Any, key: str) -> PromptTokenizer:
@@ -83,7 +83,7 @@ def encoder_of(cfg: RewardRunConfig, section: PreferenceSourceConfig, tokenizer:
     )
 
 
-def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: Any, form: str) -> Suite:
+def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: Any, loss_form: str) -> Suite:
     """Returns the rows of a section of `data.eval` that are not too long, with their tokenizer.
 
     Raises:
@@ -92,15 +92,15 @@ def suite_of(cfg: RewardRunConfig, section: PreferenceSuiteConfig, tokenizer: An
     key = f"data.eval[{section.name}]"
     encoder = encoder_of(cfg, section, tokenizer, key)
     rows = suite_rows(cfg, section)
-    max_tokens = most_tokens(cfg.actor.max_tokens_per_micro_batch, form)
+    max_tokens = most_tokens(cfg.actor.max_tokens_per_micro_batch, loss_form)
     num_dropped = rows.fit(encoder, max_tokens)
     return Suite([rows[index] for index in range(len(rows))], num_dropped, encoder)
 
 
-def suites_of(cfg: RewardRunConfig, tokenizer: Any, form: str) -> dict[str, Suite]:
+def suites_of(cfg: RewardRunConfig, tokenizer: Any, loss_form: str) -> dict[str, Suite]:
     """Returns the suites of `workflow.eval_suites`, on which training (`runner.val_check_interval`) also evaluates."""
-    names = list(cfg.workflow.eval_suites)
-    return {name: suite_of(cfg, suite_named(cfg.data.eval, name), tokenizer, form) for name in names}
+    suite_names = list(cfg.workflow.eval_suites)
+    return {name: suite_of(cfg, suite_named(cfg.data.eval, name), tokenizer, loss_form) for name in suite_names}
 
 
 def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length: int, pad: int) -> TokenBatch:
@@ -151,7 +151,7 @@ def rewards_of(
     pad: int,
     max_tokens: int,
     forward: Callable[[TokenBatch], Tensor],
-    equalize: Callable[[Parts, TokenBatch], Parts] = lambda parts, _: parts,
+    equalize: Callable[[Parts, TokenBatch], Parts] = lambda score_parts, _: score_parts,
 ) -> list[list[float]]:
     """Computes the rewards of each row's responses.
 
@@ -179,27 +179,37 @@ def rewards_of(
 
 
 def preference_validation_metrics(
-    parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], form: str, loss: Callable[..., Tensor]
+    suite_parts: Sequence[Mapping[str, Sequence[dict[str, Any]]]], loss_form: str, loss: Callable[..., Tensor]
 ) -> dict[str, float]:
     """Computes metrics such as `eval/accuracy` from the rows of all ranks; further suites have `eval/<suite>/accuracy`.
 
     Args:
-        parts: Rows by suite, for each rank.
-        form, loss: See `find_reward_loss`.
+        suite_parts: Rows by suite, for each rank.
+        loss_form, loss: See `find_reward_loss`.
     """
     metrics: dict[str, float] = {}
-    for suite_index, suite in enumerate(parts[0]):
-        rows = sorted((row for rank_rows in parts for row in rank_rows[suite]), key=lambda row: int(row["place"]))
+    for suite_index, suite in enumerate(suite_parts[0]):
+        rows = sorted((row for rank_rows in suite_parts for row in rank_rows[suite]), key=lambda row: int(row["place"]))
         rewards = torch.tensor([row["rewards"] for row in rows], dtype=torch.float64).unbind(1)
         target_rewards = torch.tensor([row["target"] for row in rows], dtype=torch.float64)
         summary = {
-            **summarize_preferences(rows, form),
+            **summarize_preferences(rows, loss_form),
             "rows": len(rows),
             "loss": float(loss(*rewards, target_rewards).mean()),
         }
-        names = ("accuracy", "loss", "rows", "margin", "calibration_error", "reward_mean", "mse", "r2", "spearman")
+        metric_names = (
+            "accuracy",
+            "loss",
+            "rows",
+            "margin",
+            "calibration_error",
+            "reward_mean",
+            "mse",
+            "r2",
+            "spearman",
+        )
         prefix = f"eval/{suite}" if suite_index else "eval"
-        metrics |= {f"{prefix}/{name}": float(summary[name]) for name in names if summary.get(name) is not None}
+        metrics |= {f"{prefix}/{name}": float(summary[name]) for name in metric_names if summary.get(name) is not None}
     return metrics
 
 
@@ -226,12 +236,12 @@ def evaluate_reward_model(
     from rlhpc.language.models.loading import compute_dtype
 
     section = suite_named(cfg.data.eval, suite)
-    form = _form(cfg)
+    loss_form = _form(cfg)
     device = evaluation_device(cfg)
     with model_folder(model, cfg.actor.model.trust_remote_code) as (folder, step):
         tokenizer = load_tokenizer(folder, cfg.actor.model.trust_remote_code)
-        suite_data = suite_of(cfg, section, tokenizer, form)
-        model_config = changed(cfg.actor.model, "model_path", folder)
+        suite_data = suite_of(cfg, section, tokenizer, loss_form)
+        model_config = with_value(cfg.actor.model, "model_path", folder)
         dtype = compute_dtype(model_config, device)
         module = load_scalar_model(model_config, dtype=dtype, seed=cfg.runner.seed).to(device).eval()
         max_tokens = cfg.actor.max_tokens_per_micro_batch
@@ -239,7 +249,7 @@ def evaluate_reward_model(
             rewards = rewards_of(
                 suite_data.rows,
                 suite_data.encoder,
-                most_tokens(max_tokens, form),
+                most_tokens(max_tokens, loss_form),
                 int(tokenizer.pad_token_id or 0),
                 max_tokens,
                 lambda batch: token_values(module, batch.to(device)),
@@ -256,8 +266,8 @@ def evaluate_reward_model(
         for row, row_rewards in zip(suite_data.rows, rewards, strict=True)
     ]
     summary = {
-        **summarize_preferences(rows, form),
-        "dropped": suite_data.dropped,
+        **summarize_preferences(rows, loss_form),
+        "dropped": suite_data.num_dropped,
         "suite": suite,
         "global_step": evaluated_step(model, step, output),
         "model": str(model),
@@ -277,7 +287,7 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
     Raises:
         ConfigError: Model, tokenizer or data cannot be used; the message names the key.
     """
-    model, form = cfg.actor.model, _form(cfg)
+    model, loss_form = cfg.actor.model, _form(cfg)
     tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
     load_scalar_model(model, empty=True)
     if tokenizer.pad_token_id is None:
@@ -288,14 +298,14 @@ def check_reward_model(cfg: RewardRunConfig) -> None:
     encoder = encoder_of(cfg, cfg.data.train, tokenizer, "data.train")
     rows = training_rows(cfg)
     num_rows = len(rows)
-    if num_dropped := rows.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, form)):
+    if num_dropped := rows.fit(encoder, most_tokens(cfg.actor.max_tokens_per_micro_batch, loss_form)):
         note(
             f"data.train: {num_dropped} of {num_rows} rows are dropped, because they are too long (data.overlong_prompts=drop)"
         )
-    if cfg.actor.training_backend.lower() == "deepspeed":
+    if cfg.actor.training_backend == "deepspeed":
         from rlhpc.language.models.loading import compute_dtype
         from rlhpc.training.deepspeed_config import deepspeed_config
 
         deepspeed_config(cfg.actor, compute_dtype(model, "cpu"))
     if cfg.runner.val_check_interval > 0:
-        suites_of(cfg, tokenizer, form)
+        suites_of(cfg, tokenizer, loss_form)

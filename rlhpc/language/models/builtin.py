@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.config.options import check_options
 from rlhpc.language.hugging_face import no_progress_bar
-from rlhpc.language.models.tiny import maker_parser, run_maker
+from rlhpc.language.models.tiny import maker_parser, write_from_command_line
 from rlhpc.runtime.errors import ConfigError, UserError
-from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.files import expand_home, remove_tree, rename
 from rlhpc.runtime.host import node_name, process_id
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def _folder_lock(target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write_model(name: str, target: Path, options: dict[str, Any], weights: bool) -> None:
+def _write_model(name: str, target: Path, options: dict[str, Any], writes_weights: bool) -> None:
     """Writes a model to a temporary folder and renames it to `target`, unless another process did so first."""
     from rlhpc.language.models.tiny import make_tiny_model
     from rlhpc.language.models.tiny_vision import make_tiny_vision_model
@@ -119,14 +118,14 @@ def _write_model(name: str, target: Path, options: dict[str, Any], weights: bool
         if name in makers:
             makers[name](staging, **options)
         else:
-            smollm2(staging, weights=weights)
+            smollm2(staging, weights=writes_weights)
         try:
-            staging.rename(target)
+            rename(staging, target)
         except OSError:
             if not (target / "config.json").is_file():
                 raise
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        remove_tree(staging)
 
 
 def smollm2(folder: str | Path, *, weights: bool = True) -> int:
@@ -137,7 +136,7 @@ def smollm2(folder: str | Path, *, weights: bool = True) -> int:
         weights: Whether to write the weights in addition to the configuration and the tokenizer.
 
     Returns:
-        Number of parameters written; 0 without weights.
+        Number of written parameters; 0 if `weights` is False.
 
     Raises:
         ConfigError: A package is missing; the message says how to install it.
@@ -188,7 +187,7 @@ _OMITTED_KEYS = (
 
 def main(argv: list[str] | None = None) -> int:
     """Runs `python -m rlhpc.language.models.builtin FOLDER`."""
-    return run_maker(maker_parser("builtin", __doc__), smollm2, argv)
+    return write_from_command_line(maker_parser("builtin", __doc__), smollm2, argv)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rlhpc.training.mesh import Mesh
 
 @dataclass(frozen=True)
 class RowShare:
-    """A rank's part of a packed row in context parallelism.
+    """Rank's part of a packed row in context parallelism.
 
     Attributes:
         rank, size: Index of the part, and number of parts.
@@ -36,7 +36,7 @@ class RowShare:
 
     @classmethod
     def of(cls, mesh: Mesh | None) -> RowShare | None:
-        """Returns this rank's part according to the mesh; None without context parallelism."""
+        """Returns this rank's part according to the mesh; None if there is no context parallelism."""
         if mesh is None or mesh.context is None:
             return None
         return cls(mesh.context.get_local_rank(), mesh.context.size(), mesh.context.get_group())

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rlhpc.language.models.logprobs import LogitRows, RowReader, chunks, scaled
+from rlhpc.language.models.logprobs import LogitRows, RowReader, chunks, scale_logits
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.devices import device_memory
 
@@ -74,25 +74,26 @@ class FullDivergence(RowReader):
     def _logprob_pair(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the log-probs of the model and of the teacher, `[m, V]`."""
         V = logits.shape[1]
-        s = torch.log_softmax(scaled(logits, self._scale), dim=-1)
-        t = torch.log_softmax(scaled(self._teacher.make(part)[:, :V], self._scale), dim=-1)
+        s = torch.log_softmax(scale_logits(logits, self._scale), dim=-1)
+        t = torch.log_softmax(scale_logits(self._teacher.make(part)[:, :V], self._scale), dim=-1)
         return s, nn.functional.pad(t, (0, V - t.shape[1]), value=-torch.inf)
 
 
-class TopDivergence(RowReader):
-    """Reader that computes the divergence over k + 1 outcomes, in nats: the teacher's k likeliest tokens, and all others.
+class TopKDivergence(RowReader):
+    """Reader that computes the divergence over k + 1 outcomes, in nats: the teacher's k most likely tokens, and all other
+    tokens as one outcome.
 
     Merging outcomes never increases a divergence, so the result is a lower bound of the divergence over the full vocabulary.
 
     Args:
-        top: `[M, k + 1, 2]`, rows of `top_logprobs` at the same temperature.
+        top_columns: `[M, k + 1, 2]`, rows of `top_logprobs` at the same temperature.
         temperature: Divisor of the logits.
         beta: Selects the divergence; see the module's docstring.
     """
 
-    def __init__(self, top: Tensor, temperature: float = 1.0, beta: float = 1.0) -> None:
-        self._ids = top[:, :-1, 1].long()
-        self._teacher = top[..., 0]
+    def __init__(self, top_columns: Tensor, temperature: float = 1.0, beta: float = 1.0) -> None:
+        self._ids = top_columns[:, :-1, 1].long()
+        self._teacher = top_columns[..., 0]
         self._scale = 1.0 / temperature
         self._beta = beta
 
@@ -112,7 +113,7 @@ class TopDivergence(RowReader):
 
     def _merged_logprobs(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """Returns the log-probs of all tokens, `[m, V]`, and of the k top tokens and the sum of the others, `[m, k + 1]`."""
-        ids, logprobs = self._ids[part], torch.log_softmax(scaled(logits, self._scale), dim=-1)
+        ids, logprobs = self._ids[part], torch.log_softmax(scale_logits(logits, self._scale), dim=-1)
         remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
         return logprobs, torch.cat([logprobs.gather(1, ids), remainder], 1)
 
@@ -139,7 +140,7 @@ def top_logprobs(
     k = min(k, width)
     scores = torch.zeros(batch.tokens, k + 1, 2, device=rows.device)
     for part in chunks(rows.number, rows.width, rows.device, device_memory(rows.device)):
-        logprobs = torch.log_softmax(scaled(rows.make(part)[:, :width], 1.0 / temperature), dim=-1)
+        logprobs = torch.log_softmax(scale_logits(rows.make(part)[:, :width], 1.0 / temperature), dim=-1)
         top, ids = logprobs.topk(k, dim=-1)
         remainder = logprobs.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(FLOOR)
         top_values = torch.cat([top.clamp_min(FLOOR), remainder[:, None]], 1)

@@ -17,19 +17,19 @@ from torch import nn
 from rlhpc.checkpoint.state import save_tensors
 from rlhpc.language.data.images import has_vision
 from rlhpc.language.data.tokenizer import turn_end
-from rlhpc.language.hugging_face import no_progress_bar, transformers
+from rlhpc.language.hugging_face import explain_loading_error, no_progress_bar, transformers
 from rlhpc.language.models.vision import place_by_token_type
 from rlhpc.runtime.devices import computes_bfloat16
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.scratch import temporary_folder
 from rlhpc.runtime.text import first_line
-from rlhpc.training.lora import ADAPTER
+from rlhpc.training.lora import ADAPTER, linear_base
 
 if TYPE_CHECKING:
     from rlhpc.language.config.models import PretrainedConfig
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Value of `dtype` that selects the dtype by the device.
 AUTO = "auto"
 #: File name of a model's configuration.
@@ -48,6 +48,21 @@ def pretrained_in(module: nn.Module) -> Any:
     if package is None:  # nothing has imported transformers
         return None
     return next((submodule for submodule in module.modules() if isinstance(submodule, package.PreTrainedModel)), None)
+
+
+def hidden_size(model: nn.Module) -> int:
+    """Returns a causal model's hidden size; 0 if its configuration does not set one."""
+    causal_model = pretrained_in(model)
+    return 0 if causal_model is None else int(getattr(causal_model.config.get_text_config(), "hidden_size", 0))
+
+
+def embedding_and_head(module: nn.Module) -> list[nn.Module]:
+    """Returns embeddings and LM head, in this order, if they are separate matrices; otherwise an empty list."""
+    causal_model = pretrained_in(module)
+    embedding, head = causal_model.get_input_embeddings(), causal_model.get_output_embeddings()
+    if embedding is None or head is None or embedding.weight is getattr(linear_base(head), "weight", None):
+        return []
+    return [embedding, head]
 
 
 def linear_of(linear_class: type[Linear], layer: nn.Linear) -> Linear:
@@ -79,7 +94,7 @@ def load_causal_lm(
     model: PretrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
-    checkpointing: bool = False,
+    recompute_activations: bool = False,
     empty: bool = False,
     key: str = "actor.model.model_path",
 ) -> Any:
@@ -88,18 +103,18 @@ def load_causal_lm(
     Args:
         model: The section; uses model_path, attn_implementation and trust_remote_code.
         dtype: Dtype of the weights.
-        checkpointing: Whether to turn on activation checkpointing.
+        recompute_activations: Whether to turn on activation checkpointing.
         empty: Whether to create the model on the meta device without reading weights.
         key: Name of model_path in messages.
 
     Raises:
         ConfigError: The model does not exist, or the installed transformers cannot build it.
     """
-    module = load_with_auto_class("", model, dtype=dtype, empty=empty, key=key)
+    module = load_with_auto_class("", model, dtype=dtype, is_empty=empty, key=key)
     place_by_token_type(module)
     if empty:
         module.generation_config = _generation_config(transformers(), str(model.model_path), module.config)
-    return prepare_for_training(module, checkpointing)
+    return prepare_for_training(module, recompute_activations)
 
 
 def load_with_auto_class(
@@ -107,7 +122,7 @@ def load_with_auto_class(
     model: PretrainedConfig,
     *,
     dtype: torch.dtype,
-    empty: bool,
+    is_empty: bool,
     key: str = "actor.model.model_path",
     options: Mapping[str, Any] | None = None,
     **config_changes: Any,
@@ -117,7 +132,7 @@ def load_with_auto_class(
     Args:
         auto_class_name: Name of the class; "" selects the class for generation (`auto_class`).
         model: Section with the path.
-        dtype, empty: See `load_causal_lm`.
+        dtype, is_empty: See `load_causal_lm`.
         key: Name of `model_path` in messages.
         options: Further arguments of `from_pretrained`; some of them make it return more than the model.
         config_changes: Values that replace values of the model's configuration.
@@ -138,17 +153,18 @@ def load_with_auto_class(
     }
     try:
         with no_progress_bar():
-            if empty or not auto_class_name:
+            if is_empty or not auto_class_name:
                 config = package.AutoConfig.from_pretrained(
-                    path, trust_remote_code=model.trust_remote_code, **(config_changes if empty else {})
+                    path, trust_remote_code=model.trust_remote_code, **(config_changes if is_empty else {})
                 )
             model_class = getattr(package, auto_class_name or auto_class(config))
-            if not empty:
+            if not is_empty:
                 return model_class.from_pretrained(path, **load_options, **(options or {}), **config_changes)
             with torch.device("meta"):
                 return model_class.from_config(config, **load_options)
     except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"{key}={path}: the model cannot be loaded: {first_line(error)}") from error
+        reason = explain_loading_error(error, key)
+        raise ConfigError(f"{key}={path}: the model cannot be loaded: {reason}") from error
 
 
 def agrees(outputs: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -181,10 +197,10 @@ def model_file(path: str, name: str) -> Path | None:
     return None
 
 
-def prepare_for_training(module: Any, checkpointing: bool) -> Any:
+def prepare_for_training(module: Any, recompute_activations: bool) -> Any:
     """Turns off a model's KV cache and, if requested, turns on activation checkpointing; returns the model."""
     module.config.use_cache = False
-    if checkpointing:
+    if recompute_activations:
         # The reentrant variant needs inputs that require gradients; frozen embeddings (LoRA) give none.
         module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return module
@@ -250,7 +266,7 @@ def export_model(
     with no_progress_bar():
         skeleton.save_pretrained(folder, state_dict=state_dict)
     (folder / CONFIG).write_bytes(config_file(skeleton.config, model))
-    export_tokenizer(folder, model, pads=not skeleton.can_generate())
+    export_tokenizer(folder, model, has_padding=not skeleton.can_generate())
 
 
 def config_file(config: Any, model: PretrainedConfig) -> bytes:
@@ -275,42 +291,42 @@ def config_file(config: Any, model: PretrainedConfig) -> bytes:
     return json.dumps(config_values, indent=2, sort_keys=True).encode() + b"\n"
 
 
-def _apply_changes(original: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Returns `original` with the changes from `before` to `after` applied to it."""
-    merged_values = dict(original)
-    for key in before.keys() | after.keys():
-        previous_value, current_value = before.get(key, _ABSENT), after.get(key, _ABSENT)
+def _apply_changes(original: dict[str, Any], old_config: dict[str, Any], new_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `original` with the changes from `old_config` to `new_config` applied to it."""
+    config_values = dict(original)
+    for key in old_config.keys() | new_config.keys():
+        previous_value, current_value = old_config.get(key, _ABSENT), new_config.get(key, _ABSENT)
         if previous_value == current_value:
             continue
         if current_value is _ABSENT:
-            merged_values.pop(key, None)
+            config_values.pop(key, None)
         elif (
             isinstance(previous_value, dict) and isinstance(current_value, dict) and isinstance(original.get(key), dict)
         ):
-            merged_values[key] = _apply_changes(original[key], previous_value, current_value)
+            config_values[key] = _apply_changes(original[key], previous_value, current_value)
         else:
-            merged_values[key] = current_value
+            config_values[key] = current_value
     if (
-        "dtype" in merged_values and "torch_dtype" in merged_values
+        "dtype" in config_values and "torch_dtype" in config_values
     ):  # the key's former name, which some programs read first
-        merged_values["torch_dtype"] = merged_values["dtype"]
-    return merged_values
+        config_values["torch_dtype"] = config_values["dtype"]
+    return config_values
 
 
-def export_tokenizer(folder: Path, model: PretrainedConfig, *, pads: bool = False) -> None:
+def export_tokenizer(folder: Path, model: PretrainedConfig, *, has_padding: bool = False) -> None:
     """Writes the tokenizer and the image processor of `actor.model`, if the model has them.
 
     Args:
         folder: Target folder.
         model: `actor.model`.
-        pads: Whether the tokenizer must pad batches; if it has no padding token, its end token becomes the padding token.
+        has_padding: Whether the tokenizer must pad batches; without a padding token, its end token becomes it.
     """
     package = transformers()
     with contextlib.suppress(OSError, ValueError):
         tokenizer = package.AutoTokenizer.from_pretrained(
             str(model.model_path), trust_remote_code=model.trust_remote_code
         )
-        if pads and tokenizer.pad_token_id is None:
+        if has_padding and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.save_pretrained(folder)
         _add_end_token(folder / "generation_config.json", turn_end(tokenizer))
@@ -361,7 +377,7 @@ def model_files(module: nn.Module, model: PretrainedConfig, dtype: torch.dtype |
         (folder / CONFIG).write_bytes(config_file(config, model))
         if getattr(base_model, "generation_config", None) is not None:
             base_model.generation_config.save_pretrained(folder)
-        export_tokenizer(folder, model, pads=not base_model.can_generate())
+        export_tokenizer(folder, model, has_padding=not base_model.can_generate())
         source = Path(str(model.model_path))
         code_files = sorted(source.glob("*.py")) if model.trust_remote_code and source.is_dir() else []
         return {path.name: path.read_bytes() for path in [*folder.iterdir(), *code_files] if path.is_file()}

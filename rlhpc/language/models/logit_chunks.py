@@ -12,17 +12,21 @@ _MEMORY_SHARE = 1 / 128
 #: On a CPU, a chunk is a quarter of the minimum, which suits caches and the C library's heap, but has at least as many rows,
 #: which a fast matrix product needs.
 _HOST_DIVISOR, _MIN_HOST_ROWS = 4, 128
+#: Multiple of the rows, because libraries compute the last rows of other numbers in another way.
+_TILE = 32
 
 
 @functools.cache
-def chunk_rows(width: int, *, on_host: bool, memory: float | None = None) -> int:
+def chunk_rows(width: int, *, is_on_host: bool, memory: float | None = None) -> int:
     """Returns the maximum number of rows of a chunk.
 
     Args:
         width: Logits of a row.
-        on_host: Whether the logits are computed on a CPU.
+        is_on_host: Whether the logits are computed on a CPU.
         memory: Bytes of the accelerator; None takes the minimum size.
     """
-    elements = MIN_ELEMENTS if memory is None or on_host else max(MIN_ELEMENTS, int(memory * _MEMORY_SHARE / 4))
-    rows = max(1, elements // width)
-    return min(rows, max(_MIN_HOST_ROWS, rows // _HOST_DIVISOR)) if on_host else rows
+    elements = MIN_ELEMENTS if memory is None or is_on_host else max(MIN_ELEMENTS, int(memory * _MEMORY_SHARE / 4))
+    num_rows = max(1, elements // width)
+    if is_on_host:
+        num_rows = min(num_rows, max(_MIN_HOST_ROWS, num_rows // _HOST_DIVISOR))
+    return num_rows // _TILE * _TILE or num_rows

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from rlhpc.language.models.context_parallel import RowShare
 from rlhpc.language.models.loading import pretrained_in
 from rlhpc.language.models.logit_chunks import chunk_rows
-from rlhpc.language.models.packing import packs
+from rlhpc.language.models.packing import exact_tile, packs
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.devices import device_memory
 from rlhpc.runtime.errors import ConfigError
@@ -34,19 +34,19 @@ from rlhpc.runtime.torch_adapter import add_product, forward_replaced
 from rlhpc.training.lora import linear_base, products
 
 
-def chunks(rows: int, width: int, device: torch.device, memory: float | None = None) -> list[slice]:
-    """Splits `rows` rows of `width` logits into slices of at most `chunk_rows` rows.
+def chunks(num_rows: int, width: int, device: torch.device, memory: float | None = None) -> list[slice]:
+    """Splits `num_rows` rows of `width` logits into slices of at most `chunk_rows` rows.
 
     Args:
-        rows, width: Number of rows, and of logits in a row.
+        num_rows, width: Number of rows, and of logits in a row.
         device: Device of the logits.
         memory: Bytes of the device's memory; None makes the smallest chunks, for a device that others fill.
     """
-    size = chunk_rows(width, on_host=device.type == "cpu", memory=memory)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    size = chunk_rows(width, is_on_host=device.type == "cpu", memory=memory)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def scaled(logits: Tensor, scale: float) -> Tensor:
+def scale_logits(logits: Tensor, scale: float) -> Tensor:
     """Converts logits to float32 and multiplies them by `scale`."""
     z = logits.float()
     return z * scale if scale != 1.0 else z
@@ -69,10 +69,10 @@ class LogitRows:
     make: Callable[[slice], Tensor]
 
     @classmethod
-    def of(cls, logits: Tensor, places: Tensor) -> LogitRows:
-        """Selects the rows at flat indices `places` `[M]` of complete logits `[N, W, V]`."""
+    def of(cls, logits: Tensor, positions: Tensor) -> LogitRows:
+        """Selects the rows at flat indices `positions` `[M]` of complete logits `[N, W, V]`."""
         flat_logits = logits.detach().flatten(0, -2)
-        return cls(len(places), flat_logits.shape[1], flat_logits.device, lambda part: flat_logits[places[part]])
+        return cls(len(positions), flat_logits.shape[1], flat_logits.device, lambda part: flat_logits[positions[part]])
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,17 @@ class TokenReader(RowReader):
     Args:
         targets: `[M]`, the target tokens.
         temperature: Divisor of the logits.
-        entropy: Whether to compute entropies as a second column.
+        compute_entropy: Whether to compute entropies as a second column.
     """
 
-    def __init__(self, targets: Tensor, temperature: float = 1.0, entropy: bool = False) -> None:
+    def __init__(self, targets: Tensor, temperature: float = 1.0, compute_entropy: bool = False) -> None:
         self._targets = targets
         self._scale = 1.0 / temperature
-        self._entropy = entropy
-        self.columns = 1 + entropy
+        self._entropy = compute_entropy
+        self.columns = 1 + compute_entropy
         self._vocabulary: VocabularyShard | None = None
         self._log_sums = torch.empty(len(targets), dtype=torch.float32, device=targets.device)
-        self._entropies = torch.empty_like(self._log_sums) if entropy else self._log_sums
+        self._entropies = torch.empty_like(self._log_sums) if compute_entropy else self._log_sums
 
     supports_shards = True
 
@@ -163,7 +163,7 @@ class TokenReader(RowReader):
     def values(self, logits: Tensor, part: slice) -> Tensor:
         """Computes log-probs and entropies; see `RowReader.values`."""
         logprobs, self._log_sums[part], entropies = logprobs_and_entropy(
-            scaled(logits, self._scale), self._targets[part], self._entropy, self._vocabulary
+            scale_logits(logits, self._scale), self._targets[part], self._entropy, self._vocabulary
         )
         if entropies is None:
             return logprobs[:, None]
@@ -174,7 +174,7 @@ class TokenReader(RowReader):
         """Computes the gradient of log-probs and entropies; see `RowReader.gradient`."""
         weights = grad[:, 0], grad[:, 1] if self._entropy else None
         scaled_logits, forward_results = (
-            scaled(logits, self._scale),
+            scale_logits(logits, self._scale),
             (self._log_sums[part], self._entropies[part], self._targets[part]),
         )
         grad_logits = gradient(scaled_logits, *forward_results, *weights, self._vocabulary)
@@ -239,7 +239,7 @@ def read_rows(logits: Tensor, places: Tensor, reader: RowReader) -> Tensor:
 
     Args:
         logits: `[N, W, V]`.
-        places: `[M]`, flat indices of the rows among N × W, without duplicates.
+        places: `[M]`, flat indices of the rows among N × W.
         reader: The reader.
 
     Returns:
@@ -267,29 +267,30 @@ class _ReadRowsFunction(torch.autograd.Function):
         logits, places = ctx.saved_tensors
         grad = torch.zeros_like(logits)
         for rows in chunks(len(places), logits.shape[1], logits.device, device_memory(logits.device)):
-            grad[places[rows]] = ctx.reader.gradient(logits[places[rows]], rows, grad_values[rows]).to(grad.dtype)
+            row_grads = ctx.reader.gradient(logits[places[rows]], rows, grad_values[rows]).to(grad.dtype)
+            grad.index_put_((places[rows],), row_grads, accumulate=True)  # several samples may read the same row
         return grad, None, None
 
 
 def logprobs_and_entropy(
-    z: Tensor, targets: Tensor, entropy: bool, vocabulary: VocabularyShard | None = None
+    z: Tensor, targets: Tensor, computes_entropy: bool, vocab_shard: VocabularyShard | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes log-probs and entropies from logits that are already divided by the temperature.
 
     Args:
         z: Logits, `[m, V]`, or `[m, V / n]` for a part of the vocabulary.
         targets: Target tokens, `[m]`, as ids of the full vocabulary.
-        entropy: Whether to compute the entropy.
-        vocabulary: Part of the vocabulary that `z` covers, or None; all ranks of its group must call this function.
+        computes_entropy: Whether to compute the entropy.
+        vocab_shard: Part of the vocabulary that `z` covers, or None; all ranks of its group must call this function.
 
     Returns:
         log p(target), log Σ e^z, and the entropy or None; `[m]` each.
     """
-    if vocabulary is not None:
-        return _sharded_logprobs_and_entropy(z, targets, entropy, vocabulary)
+    if vocab_shard is not None:
+        return _sharded_logprobs_and_entropy(z, targets, computes_entropy, vocab_shard)
     log_sum = torch.logsumexp(z, dim=-1)
     logprobs = z.gather(1, targets[:, None]).squeeze(1) - log_sum
-    if not entropy:
+    if not computes_entropy:
         return logprobs, log_sum, None
     # −Σ p log p; log Σ e^z − Σ p z would lose precision by cancellation for large logits
     log_p = z - log_sum[:, None]
@@ -297,21 +298,21 @@ def logprobs_and_entropy(
 
 
 def _sharded_logprobs_and_entropy(
-    z: Tensor, targets: Tensor, entropy: bool, vocabulary: VocabularyShard
+    z: Tensor, targets: Tensor, computes_entropy: bool, vocab_shard: VocabularyShard
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Computes `logprobs_and_entropy` if each rank has a part of the vocabulary.
 
     The ranks exchange three numbers per row, or four with the entropy.
     """
-    max_logits = vocabulary.all_reduce_max(z.amax(-1))
-    columns, is_local = _local_columns(targets, z.shape[1], vocabulary)
+    max_logits = vocab_shard.all_reduce_max(z.amax(-1))
+    columns, is_local = _local_columns(targets, z.shape[1], vocab_shard)
     local_target = torch.where(is_local, z.gather(1, columns[:, None]).squeeze(1) - max_logits, 0.0)
     shifted_logits = z - max_logits[:, None]
     exponentials = shifted_logits.exp()
     local_sums = [exponentials.sum(-1), local_target]
-    if entropy:  # relative to the largest logit, which avoids cancellation
+    if computes_entropy:  # relative to the largest logit, which avoids cancellation
         local_sums.append(exponentials.mul_(shifted_logits).sum(-1))
-    exp_sum, target_logits, *weighted_sum = vocabulary.all_reduce_sum(torch.stack(local_sums)).unbind(0)
+    exp_sum, target_logits, *weighted_sum = vocab_shard.all_reduce_sum(torch.stack(local_sums)).unbind(0)
     log_exp_sum = exp_sum.log()
     return (
         target_logits - log_exp_sum,
@@ -377,8 +378,8 @@ class ChunkedHead:
             reader: The reader.
         """
 
-        def read_hidden_states(hidden: Tensor) -> Tensor:
-            vocabulary, *factors = self._factors(hidden.flatten(0, -2)[places])
+        def read_hidden_states(hidden_states: Tensor) -> Tensor:
+            vocabulary, *factors = self._factors(hidden_states.flatten(0, -2)[places])
             if vocabulary is not None and reader.supports_shards:
                 reader.set_shard(vocabulary)
             row_values: Tensor = _ChunkedHeadFunction.apply(reader, vocabulary, *factors)
@@ -401,11 +402,11 @@ class ChunkedHead:
         assert vocabulary is None, "a frozen model is whole on each rank"
         return LogitRows(len(places), len(factors[1]), hidden_states.device, lambda part: _logits(part, bias, factors))
 
-    def _factors(self, hidden: Tensor) -> tuple[Any, ...]:
+    def _factors(self, hidden_states: Tensor) -> tuple[Any, ...]:
         """Returns the layer's part of the vocabulary, its bias, and the factors of its matrix products, all local tensors."""
         base = linear_base(self.layer)
         assert base is not None
-        factors = (factor for factor_pair in products(self.layer, hidden) for factor in factor_pair)
+        factors = (factor for factor_pair in products(self.layer, hidden_states) for factor in factor_pair)
         tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (base.bias, *factors)]
         return (_vocabulary(base.weight), *tensors)
 
@@ -470,8 +471,8 @@ class _Constant(nn.Module):
 class _TrunkOutput:
     """Trunk output with hidden states only; all other attributes are None."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+    def __init__(self, hidden_states: Tensor) -> None:
+        self.last_hidden_state = hidden_states
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -492,9 +493,11 @@ class _ChunkedHeadFunction(torch.autograd.Function):
     def forward(
         ctx: Any, reader: RowReader, vocabulary: VocabularyShard | None, bias: Tensor | None, *factors: Tensor
     ) -> Tensor:
-        hidden = factors[0]
-        row_values = hidden.new_empty(len(hidden), reader.columns, dtype=torch.float32)
-        for rows in chunks(len(hidden), len(factors[1]), hidden.device, device_memory(hidden.device)):
+        hidden_states = factors[0]
+        row_values = hidden_states.new_empty(len(hidden_states), reader.columns, dtype=torch.float32)
+        for rows in chunks(
+            len(hidden_states), len(factors[1]), hidden_states.device, device_memory(hidden_states.device)
+        ):
             logits = _logits(rows, bias, factors)
             if vocabulary is not None and not reader.supports_shards:
                 logits = vocabulary.gather(logits)
@@ -575,7 +578,7 @@ class TokenScores:
     Attributes:
         logprobs: log p(token | earlier tokens of its sample) at the requested temperature.
         entropy: Entropy of the distribution of the token; None if not requested.
-        read: Results of the loss's `LogitReading`; None without one.
+        read: Results of the loss's `LogitReading`; None if there is none.
         values: Value of the state before the token, float32; None if the model has no value head.
     """
 
@@ -589,7 +592,7 @@ def token_scores(
     model: nn.Module,
     batch: TokenBatch,
     temperature: float = 1.0,
-    entropy: bool = False,
+    computes_entropy: bool = False,
     reading: LogitReading | None = None,
     share: RowShare | None = None,
 ) -> TokenScores:
@@ -602,7 +605,7 @@ def token_scores(
         model: Model that takes `TokenBatch.inputs` and returns `logits`, `[1, T, V]` or `[N, W, V]`.
         batch: The samples.
         temperature: Divisor of the logits.
-        entropy: Whether to compute entropies.
+        computes_entropy: Whether to compute entropies.
         reading: Further function of the logits before division by the temperature.
         share: This rank's part of each row in context parallelism; all ranks get the same scores.
 
@@ -611,11 +614,19 @@ def token_scores(
     """
     batch = batch.read_by(packs(model))
     trained_tokens, places = batch.predictors()
-    reader: RowReader = TokenReader(batch.ids[trained_tokens], temperature, entropy)
+    targets, tile = batch.ids[trained_tokens], exact_tile(model) if reading is None else 0
+    if tile:
+        places, targets = (nn.functional.pad(values, (0, -len(values) % tile)) for values in (places, targets))
+    reader: RowReader = TokenReader(targets, temperature, computes_entropy)
     extra_reader = None if reading is None else reading.rows(batch)
     if extra_reader is not None:
         reader = CombinedReader([reader, extra_reader])
     inputs = batch.inputs() if share is None else share.inputs(batch)
+    if tile:
+        inputs |= {
+            name: nn.functional.pad(inputs[name], (0, -inputs[name].shape[1] % tile))
+            for name in ("input_ids", "position_ids")
+        }
     if share is not None:
         trained_tokens, places, reader = _select_local_rows(trained_tokens, places, reader, share.bounds(batch))
     head = linear_head(model) if reading is None or extra_reader is not None else None
@@ -626,10 +637,11 @@ def token_scores(
         with head.reading_head(places, reader):
             outputs = model(**inputs, use_cache=False)
         values_read = outputs["logits"]
-    token_values = values_read.new_zeros(batch.tokens, values_read.shape[1]).index_copy(0, trained_tokens, values_read)
+    values_read = values_read[: len(trained_tokens)]
+    values = values_read.new_zeros(batch.tokens, values_read.shape[1]).index_copy(0, trained_tokens, values_read)
     critic_values = outputs.get("token_values")
     if share is not None:
-        token_values = share.sum(token_values)
+        values = share.sum(values)
         if reading is not None and extra_reader is None:
             raise ConfigError(
                 "this loss reads whole logits, of which ranks with actor.parallel.context have parts: set it to 1"
@@ -639,8 +651,8 @@ def token_scores(
         critic_values = batch.before(batch.of_tokens(critic_values))
     reading_values = None
     if reading is not None:
-        reading_values = reading.read(outputs["logits"], batch) if extra_reader is None else token_values[:, -1]
-    return TokenScores(token_values[:, 0], token_values[:, 1] if entropy else None, reading_values, critic_values)
+        reading_values = reading.read(outputs["logits"], batch) if extra_reader is None else values[:, -1]
+    return TokenScores(values[:, 0], values[:, 1] if computes_entropy else None, reading_values, critic_values)
 
 
 def _select_local_rows(

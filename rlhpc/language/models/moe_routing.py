@@ -22,12 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from rlhpc.language.models.context_parallel import RowShare
 from rlhpc.language.models.loading import pretrained_in
-from rlhpc.language.models.token_batch import TokenBatch
+from rlhpc.language.models.token_batch import EXPERTS, TokenBatch
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.torch_adapter import replace_forward
-
-#: Name of the token batch column with the experts that the engine chose.
-EXPERTS = "experts"
 
 
 class Routing:
@@ -43,7 +40,7 @@ class Routing:
         self._is_wrapped = False
         self._replay_ids: Tensor | None = None
         for router in routers:
-            router.register_forward_hook(self._record)
+            router.register_forward_hook(self._record_choices)
 
     @property
     def choices(self) -> int:
@@ -78,12 +75,12 @@ class Routing:
 
         return forward
 
-    def _record(self, router: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _record_choices(self, router: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._router_outputs is not None:  # None while the backward pass recomputes layers
             self._router_outputs.append((outputs[0], outputs[-1]))
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def watch(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Yields a list that collects (logits, expert ids) of each router call within the block."""
         router_outputs = self._router_outputs = []
         try:
@@ -96,17 +93,17 @@ class _ReplayMode(TorchFunctionMode):
     """Torch function mode in which `topk` over the experts' probabilities returns the replayed experts.
 
     Args:
-        replayed: `[tokens, k]`, expert ids; -1 leaves the choice to the router.
-        experts: Number of experts.
+        replayed_experts: `[tokens, k]`, expert ids; -1 leaves the choice to the router.
+        num_experts: Number of experts.
 
     Attributes:
         num_calls: Number of `topk` calls that were replaced.
     """
 
-    def __init__(self, replayed: Tensor, experts: int) -> None:
+    def __init__(self, replayed_experts: Tensor, num_experts: int) -> None:
         super().__init__()
-        self._replay_ids = replayed
-        self._experts = experts
+        self._replay_ids = replayed_experts
+        self._experts = num_experts
         self.num_calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,18 +160,18 @@ def load_balance_loss(
         batch: The batch in the form that the model read; padding does not count.
         share: This rank's part of each row in context parallelism; all ranks get the results of the full row.
     """
-    experts, tokens = router_outputs[0][0].shape[1], _token_indices(batch, share).to(router_outputs[0][0].device)
+    num_experts, tokens = router_outputs[0][0].shape[1], _token_indices(batch, share).to(router_outputs[0][0].device)
     router_outputs = [(logits[tokens], expert_ids[tokens]) for logits, expert_ids in router_outputs]
     counts = torch.stack(
-        [torch.bincount(expert_ids.flatten(), minlength=experts) for _, expert_ids in router_outputs]
+        [torch.bincount(expert_ids.flatten(), minlength=num_experts) for _, expert_ids in router_outputs]
     ).float()
     num_tokens = torch.tensor(float(sum(len(logits) for logits, _ in router_outputs)), device=counts.device)
     probabilities = torch.stack([logits.float().softmax(-1).sum(0) for logits, _ in router_outputs]).sum(0)
     if share is not None:
         counts, num_tokens, probabilities = (share.sum(total) for total in (counts, num_tokens, probabilities))
     num_tokens = num_tokens.clamp(min=1.0)
-    loss = experts * ((counts.sum(0) / num_tokens) * (probabilities / num_tokens)).sum()
-    return loss, (counts.amax(1) / counts.sum(1).clamp(min=1.0) * experts).max()
+    loss = num_experts * ((counts.sum(0) / num_tokens) * (probabilities / num_tokens)).sum()
+    return loss, (counts.amax(1) / counts.sum(1).clamp(min=1.0) * num_experts).max()
 
 
 def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor | None:
@@ -192,13 +189,17 @@ def replayed_experts(batch: TokenBatch, share: RowShare | None = None) -> Tensor
         return None
     if not batch.packed:
         return batch.padded(experts, -1).flatten(0, 1)
-    start, end = (0, max(2, batch.tokens)) if share is None else share.bounds(batch)
-    return nn.functional.pad(experts, (0, 0, 0, max(0, end - batch.tokens)), value=-1)[start:end]
+    experts = experts[batch.row.tokens]
+    start, end = (0, max(2, len(experts))) if share is None else share.bounds(batch)
+    return nn.functional.pad(experts, (0, 0, 0, max(0, end - len(experts))), value=-1)[start:end]
 
 
 def _token_indices(batch: TokenBatch, share: RowShare | None) -> Tensor:
-    """Returns the flat indices of the tokens, without padding, in the model's input on this rank."""
+    """Returns the flat indices of the tokens, without padding, in the model's input on this rank.
+
+    Tokens of a shared prefix occur once for each sample, as without sharing.
+    """
     if share is not None:
         start, end = share.bounds(batch)
         return torch.arange(max(0, min(end, batch.tokens) - start))
-    return torch.arange(batch.tokens) if batch.packed else batch.places
+    return batch.row.places if batch.packed else batch.places

@@ -4,13 +4,18 @@ No T × T mask is built. Models of transformers call a registered attention func
 boundaries of the samples through the model's arguments. On an accelerator in half precision it calls torch's kernel for
 variable lengths once; otherwise it calls torch's causal attention once for each run of samples of equal length. A rectangular
 batch uses ordinary causal attention.
+
+A row may have a prefix once that several samples share, such as the prompt of a group or the first turns of an agent's
+episodes (`TokenBatch.shares_prefixes`). The attention of a token is then merged from that to its own sample's further tokens
+and that to each part of its prefix, by their log-sum-exps; no mask and no copies of keys for each sample are made.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -18,15 +23,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlhpc.language.config.training import SHORTEST_PREFIX
 from rlhpc.language.models.context_parallel import AttentionSubstitute, RowShare, to_heads, to_tokens
 from rlhpc.language.models.loading import agrees, pretrained_in
 from rlhpc.language.models.token_batch import Segments, TokenBatch
 from rlhpc.language.models.vision import sub_attention
 from rlhpc.runtime.devices import has_segment_attention
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import first_line
+from rlhpc.runtime.torch_adapter import segment_attention, segment_attention_backward
+
+log = logging.getLogger(__name__)
 
 #: Name under which `attend` is registered with transformers.
 NAME = "rlhpc_segments"
+#: Name under which attention with the engine's bits is registered (`rlhpc.language.engines.exact`).
+EXACT = "rlhpc_exact"
+#: Multiple to which such a model's rows are padded.
+EXACT_TILE = 32
+#: Name of transformers' `sdpa` attention with the masks of `mask_windows`.
+_MASKED_NAME = "rlhpc_masked_windows"
 #: Layer types in which tokens interact only through attention.
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 #: Rotary embedding types whose factors depend on the longest position, which in a row may belong to another sample.
@@ -62,6 +78,28 @@ def unpack(model: nn.Module) -> None:
     """Reverts `pack`: the model reads rectangles again."""
     causal_model = pretrained_in(model)
     causal_model.set_attn_implementation(sub_attention(causal_model, "sdpa"))
+
+
+def mask_windows(model: nn.Module) -> None:
+    """Makes layers with a sliding window get a mask for rectangles of any length.
+
+    By default, transformers builds no mask for rectangles that are shorter than the window. A compiled layer would then need
+    a graph with a mask and one without. Layers without a window still get no mask. A model whose attention is not `sdpa`, such
+    as a packed one, is not changed.
+    """
+    causal_model = pretrained_in(model)
+    if causal_model is None or causal_model.config.get_text_config()._attn_implementation != "sdpa":
+        return
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    def build_mask(local_size: int | None = None, allow_is_causal_skip: bool = True, **options: Any) -> Any:
+        can_skip = allow_is_causal_skip and local_size is None
+        return sdpa_mask(local_size=local_size, allow_is_causal_skip=can_skip, **options)
+
+    sys.modules["transformers"].AttentionInterface.register(_MASKED_NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(_MASKED_NAME, build_mask)
+    causal_model.set_attn_implementation(sub_attention(causal_model, _MASKED_NAME))
 
 
 @torch.no_grad()
@@ -117,16 +155,99 @@ def _row_outputs(model: nn.Module, batch: TokenBatch, share: RowShare | None) ->
     return (outputs if share is None else share.gather(outputs, batch))[0].float()
 
 
+@torch.no_grad()
+def reads_prefixes(model: nn.Module, device: torch.device, dtype: torch.dtype, obstacles: Sequence[str] = ()) -> bool:
+    """Returns whether a model that reads packed rows computes the same if a row has a shared prefix once; logs why not.
+
+    The check compares outputs of the model, and gradients of the attention alone on the model's device.
+
+    Args:
+        model, device, dtype: See `reads_rows`, whose result must be true.
+        obstacles: Names of settings with which the model cannot share prefixes.
+    """
+    reason = f"not with {', '.join(obstacles)}" if obstacles else _attention_deviation(device, dtype)
+    flat_batch = _tree_of_samples().to(device)
+    num_positions = getattr(pretrained_in(model).config.get_text_config(), "max_position_embeddings", None)
+    if reason is None and num_positions is not None and num_positions < flat_batch.width:
+        reason = f"the check takes {flat_batch.width} tokens, and the model at most {num_positions}"
+    if reason is None:
+        shared_batch = flat_batch.sharing_prefixes()
+        try:
+            outputs, expected_outputs = (
+                batch.of_tokens(_row_outputs(model, batch, None)[None]) for batch in (shared_batch, flat_batch)
+            )
+        except ConfigError as error:
+            reason = str(error)
+        else:
+            reason = None if agrees(outputs, expected_outputs, dtype) else "its outputs differ"
+    if reason is not None:
+        log.info("%s reads shared prefixes once for each sample: %s", type(pretrained_in(model)).__name__, reason)
+    return reason is None
+
+
+def _tree_of_samples() -> TokenBatch:
+    """Returns a packed batch of samples of one group that share prefixes of two lengths."""
+    prefix, samples = SHORTEST_PREFIX + 3, list[Tensor]()
+    ids = torch.arange(4 * prefix) % 5 + 1
+    for index, length in enumerate((2 * prefix, 2 * prefix, prefix)):
+        samples.append(torch.cat([ids[:length], (ids[: index + 4] + index) % 5 + 1]))
+    batch = TokenBatch.of(samples, [torch.ones(len(sample)) for sample in samples]).read_by(True)
+    return replace(batch, group=torch.zeros_like(batch.group))
+
+
+@torch.enable_grad()
+def _attention_deviation(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns the reason for which attention with shared prefixes cannot be used on a device.
+
+    Returns None if its outputs and gradients equal those of flat rows.
+    """
+    flat_batch, generator = _tree_of_samples(), torch.Generator().manual_seed(0)
+    tokens, shared_batch = flat_batch.tokens, flat_batch.sharing_prefixes()
+    heads = [torch.randn(number, tokens, 16, generator=generator) for number in (4, 2, 2, 4)]
+    flat_states = [states[None].to(device, dtype).requires_grad_() for states in heads[:3]]
+    row_states = [states[None, :, shared_batch.row.tokens].to(device, dtype).requires_grad_() for states in heads[:3]]
+    # Tokens of a shared prefix have the same queries, keys and values in each sample.
+    with torch.no_grad():
+        for flat, row in zip(flat_states, row_states, strict=True):
+            flat.copy_(row[:, :, shared_batch.row.places.to(device)])
+    module = AttentionSubstitute(nn.Module(), *flat_states[:2])
+    outputs = list[Tensor]()
+    try:
+        for batch, states in ((flat_batch, flat_states), (shared_batch, row_states)):
+            queries, keys, values = states
+            output = attend(module, queries, keys, values, segments=batch.to(device).inputs()["segments"])[0]  # type: ignore[arg-type]
+            output = batch.to(device).of_tokens(output).float()
+            outputs.append(output.detach())
+            (output * heads[3].transpose(0, 1).to(device)).sum().backward()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return f"{device.type} has no attention for them in {dtype}: {first_line(error)}"
+    pairs = [(outputs[1], outputs[0])]
+    for flat, row in zip(flat_states, row_states, strict=True):
+        assert flat.grad is not None and row.grad is not None
+        expected_output = torch.zeros_like(row, dtype=torch.float32)
+        expected_output.index_add_(2, shared_batch.row.places.to(device), flat.grad.float())
+        pairs.append((row.grad, expected_output))
+    if all(agrees(result, expected_output, dtype) for result, expected_output in pairs):
+        return None
+    return f"attention to them differs on {device.type} in {dtype}"
+
+
 def packs(model: nn.Module) -> bool:
     """Returns whether a model reads packed rows, after `pack`."""
-    causal_model = pretrained_in(model)
-    return causal_model is not None and causal_model.config.get_text_config()._attn_implementation == NAME
+    return _attention_of(model) in (NAME, EXACT)
 
 
-def hidden_size(model: nn.Module) -> int:
-    """Returns a causal model's hidden size; 0 if its configuration does not set one."""
+def exact_tile(model: nn.Module) -> int:
+    """Returns the multiple to which rows of tokens and of logits are padded so that a model computes with the engine's bits.
+
+    Returns 0 for a model that does not.
+    """
+    return EXACT_TILE if _attention_of(model) == EXACT else 0
+
+
+def _attention_of(model: nn.Module) -> str | None:
     causal_model = pretrained_in(model)
-    return 0 if causal_model is None else int(getattr(causal_model.config.get_text_config(), "hidden_size", 0))
+    return None if causal_model is None else causal_model.config.get_text_config()._attn_implementation
 
 
 def _supports_packing(causal: Any) -> bool:
@@ -184,15 +305,18 @@ def attend(
     Raises:
         ConfigError: The model family needs an attention feature that this function does not support.
     """
-    if unknown := [name for name in _UNSUPPORTED_ARGUMENTS if further.get(name) is not None]:
+    if unknown_names := [name for name in _UNSUPPORTED_ARGUMENTS if further.get(name) is not None]:
         raise ConfigError(
-            f"{type(module).__name__} wants {unknown[0]} of its attention, which is not there for rows without padding; set "
-            "actor.use_remove_padding=false"
+            f"{type(module).__name__} wants {unknown_names[0]} of its attention, which is not there for rows "
+            "without padding; set actor.use_remove_padding=false"
         )
-    calls = None if torch.compiler.is_compiling() else _calls.get()
-    # `AttentionSubstitute` marks a nested call; its outer call is recorded.
-    if calls is not None and not isinstance(module, AttentionSubstitute):
-        calls.append((segments is not None, sliding_window is not None))
+    record_call(module, segments, sliding_window)
+    if segments is not None and segments.prefixes:
+        if sliding_window is not None or dropout or segments.process_group is not None:
+            raise ConfigError(
+                "a layer has a sliding window or dropout, or a row is divided among ranks; set actor.share_prefixes=false"
+            )
+        return _attend_prefixes(query, key, value, segments, scaling), None
     if segments is None:
         return _causal(module, query, key, value, scaling=scaling, dropout=dropout, window=sliding_window), None
     if segments.process_group is not None:
@@ -222,17 +346,88 @@ def attend(
     run_outputs = [
         _causal(
             module,
-            *(_as_rows(states, *run) for states in run_states),
+            *(_as_rows(states, *group_run) for states in run_states),
             scaling=scaling,
             dropout=dropout,
             window=sliding_window,
         )
-        for run, *run_states in zip(
+        for group_run, *run_states in zip(
             segments.runs, *(states.split(sizes, 2) for states in (query, key, value)), strict=True
         )
     ]
     run_outputs = [run_output.flatten(0, 1) for run_output in run_outputs]
     return torch.cat(run_outputs)[None], None
+
+
+def record_call(module: nn.Module, segments: Segments | None, window: int | None) -> None:
+    """Records a call of an attention function for `reads_rows`."""
+    calls = None if torch.compiler.is_compiling() else _calls.get()
+    # `AttentionSubstitute` marks a nested call; its outer call is recorded.
+    if calls is not None and not isinstance(module, AttentionSubstitute):
+        calls.append((segments is not None, window is not None))
+
+
+def _attend_prefixes(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    """Computes the attention of a packed row with shared prefixes; returns `[1, T, heads, d]`."""
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+    num_missing = q.shape[2] - v.shape[2]  # the kernels take values of the size of keys
+    if num_missing:
+        scaling = q.shape[2] ** -0.5 if scaling is None else scaling
+        q, k, v = (
+            nn.functional.pad(states, (0, max(q.shape[2], v.shape[2]) - states.shape[2])) for states in (q, k, v)
+        )
+    outputs: Tensor = _PrefixAttention.apply(q, k, v, segments, scaling)
+    return outputs[None, ..., : value.shape[3]]
+
+
+def _own_segments(segments: Segments) -> tuple[Tensor, Tensor, tuple[int, int]]:
+    return segments.ends, segments.ends, (segments.longest, segments.longest)
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """Attention of q `[T, heads, d]` to k and v `[T, kv_heads, d]` of a packed row with shared prefixes.
+
+    The log-sum-exps L₁ and L₂ of attention to two sets of keys merge their outputs into e^(L₁ − L) o₁ + e^(L₂ − L) o₂ with
+    L = log(e^L₁ + e^L₂). The gradient of each set's keys follows from the merged output and L alone, as in FlashAttention
+    (Dao et al. 2022), which computes it block by block.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float | None) -> Tensor:
+        layout = _own_segments(segments)
+        outputs, log_sums = segment_attention(q, k, v, *layout, is_causal=True, scale=scale)
+        merged_outputs = outputs.to(log_sums.dtype)
+        for prefixes in segments.prefixes:
+            queries, keys = prefixes.queries, prefixes.keys
+            layout = (prefixes.query_ends, prefixes.key_ends, prefixes.longest)
+            part, part_sums = segment_attention(q[queries], k[keys], v[keys], *layout, is_causal=False, scale=scale)
+            previous_sums = log_sums[:, queries]
+            merged_sums = torch.logaddexp(previous_sums, part_sums)
+            weight, part_weight = ((sums - merged_sums).exp().T[..., None] for sums in (previous_sums, part_sums))
+            merged_outputs[queries] = merged_outputs[queries] * weight + part * part_weight
+            log_sums[:, queries] = merged_sums
+        outputs = merged_outputs.to(q.dtype)
+        ctx.save_for_backward(q, k, v, outputs, log_sums)
+        ctx.segments, ctx.scale = segments, scale
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, outputs, log_sums = ctx.saved_tensors
+        scale, grad = ctx.scale, grad.contiguous()
+        grad_q, grad_k, grad_v = segment_attention_backward(
+            grad, q, k, v, outputs, log_sums, *_own_segments(ctx.segments), is_causal=True, scale=scale
+        )
+        for prefixes in ctx.segments.prefixes:
+            queries, keys = prefixes.queries, prefixes.keys
+            layout = (prefixes.query_ends, prefixes.key_ends, prefixes.longest)
+            states = (grad[queries], q[queries], k[keys], v[keys], outputs[queries], log_sums[:, queries].contiguous())
+            parts = segment_attention_backward(*states, *layout, is_causal=False, scale=scale)
+            grad_q[queries] += parts[0]
+            grad_k[keys] += parts[1]
+            grad_v[keys] += parts[2]
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _in_rectangle(
@@ -245,7 +440,7 @@ def _in_rectangle(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Computes the attention of a packed row as that of a rectangle with a sample per row, padded on the right.
+    """Computes the attention of a packed row on a batch with one sample per row, padded on the right.
 
     A compiled graph of this function serves all numbers and lengths of samples.
     """
@@ -289,7 +484,8 @@ def _causal(module: nn.Module, *states: Tensor, scaling: float | None, dropout: 
 
     query, key, value = states
     mask, length = None, query.shape[2]
-    if window is not None and window < length:
+    # A compiled graph serves lengths below and above the window, so that it always has the mask.
+    if window is not None and (torch.compiler.is_compiling() or window < length):
         distance = torch.arange(length, device=query.device)
         distance = distance[:, None] - distance
         mask = ((distance >= 0) & (distance < window))[None, None]

@@ -118,16 +118,16 @@ def character_tokenizer(vocabulary: str = VOCABULARY, context: int = 64) -> Any:
     )
 
 
-def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentParser:
+def maker_parser(module: str, description: str, **numbers: int) -> argparse.ArgumentParser:
     """Creates the argument parser of a command that writes a model to a folder.
 
     Args:
         module: Name of the command's module.
-        about: Docstring of the module; its first line becomes the description.
+        description: Docstring of the module; its first line becomes the description.
         numbers: Integer options with their defaults.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m rlhpc.language.models.{module}", description=about.splitlines()[0]
+        prog=f"python -m rlhpc.language.models.{module}", description=description.splitlines()[0]
     )
     parser.add_argument("folder")
     for name, default in numbers.items():
@@ -135,7 +135,7 @@ def maker_parser(module: str, about: str, **numbers: int) -> argparse.ArgumentPa
     return parser
 
 
-def run_maker(parser: argparse.ArgumentParser, make: Callable[..., int], argv: list[str] | None) -> int:
+def write_from_command_line(parser: argparse.ArgumentParser, make: Callable[..., int], argv: list[str] | None) -> int:
     """Parses the command line, writes the model, and prints its number of parameters; returns the exit code."""
     options = vars(parser.parse_args(argv))
     folder = Path(options.pop("folder"))
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `python -m rlhpc.language.models.tiny FOLDER`."""
     parser = maker_parser("tiny", __doc__, hidden=128, layers=4, heads=4, context=64, seed=0)
     parser.add_argument("--vocabulary", default=VOCABULARY, help="characters it knows (default: %(default)r)")
-    return run_maker(parser, make_tiny_model, argv)
+    return write_from_command_line(parser, make_tiny_model, argv)
 
 
 if __name__ == "__main__":

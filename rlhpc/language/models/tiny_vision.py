@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.language.hugging_face import transformers
-from rlhpc.language.models.tiny import VOCABULARY, character_tokenizer, maker_parser, run_maker, write_model
+from rlhpc.language.models.tiny import (
+    VOCABULARY,
+    character_tokenizer,
+    maker_parser,
+    write_from_command_line,
+    write_model,
+)
 from rlhpc.runtime.errors import ConfigError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -136,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs `python -m rlhpc.language.models.tiny_vision FOLDER`."""
     parser = maker_parser("tiny_vision", __doc__, hidden=64, layers=2, heads=2, context=128, seed=0)
     parser.add_argument("--family", default=FAMILIES[0], choices=FAMILIES, help="default: %(default)s")
-    return run_maker(parser, make_tiny_vision_model, argv)
+    return write_from_command_line(parser, make_tiny_vision_model, argv)
 
 
 if __name__ == "__main__":

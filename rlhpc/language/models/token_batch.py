@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,34 +14,168 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlhpc.language.config.training import SHORTEST_PREFIX
 from rlhpc.language.data.images import PromptImages, positions
 from rlhpc.runtime.former_names import former_members
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Shared prefixes of a packed row, and the tokens that attend to them. No token occurs twice, so one call of an attention
+    kernel computes all of them.
+
+    Attributes:
+        queries: `[Q]` int64, row positions of the attending tokens, prefix by prefix.
+        keys: `[K]` int64, row positions of the prefixes' tokens.
+        query_ends, key_ends: `[N + 1]` int32, cumulative numbers of both for the N prefixes, from 0.
+        longest: Largest number of attending tokens, and of tokens, of a prefix.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+    longest: tuple[int, int]
+
+    @classmethod
+    def of(cls, spans: Sequence[tuple[range, range]], device: torch.device) -> SharedPrefixes:
+        """Creates the prefixes from the row positions of each prefix's (attending tokens, tokens)."""
+        sides = list(zip(*spans, strict=True))  # attending tokens, and tokens
+        queries, keys = (torch.cat([torch.arange(r.start, r.stop) for r in side]) for side in sides)
+        query_ends, key_ends = (cumulate([len(r) for r in side]).int() for side in sides)
+        return cls(queries, keys, query_ends, key_ends, (max(map(len, sides[0])), max(map(len, sides[1])))).to(device)
+
+    def to(self, device: torch.device) -> SharedPrefixes:
+        """Moves the tensors to a device."""
+        names = ("queries", "keys", "query_ends", "key_ends")
+        return dataclasses.replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 @dataclass(frozen=True)
 class Segments:
     """Boundaries of the samples in a packed row.
 
+    With shared prefixes, a segment is what a sample has in addition to the prefix that it shares with an earlier one.
+
     Attributes:
         runs: (number of samples, length) of each run of consecutive samples of equal length, without empty samples.
         ends: `[N + 1]` int32 on the model's device, cumulative lengths from 0.
         longest: Number of tokens of the longest sample.
         process_group: Process group of the ranks that share the row (`context_parallel`); None without context parallelism.
+        prefixes: Shared prefixes, from those of most samples to those within them.
     """
 
     runs: tuple[tuple[int, int], ...]
     ends: Tensor
     longest: int
     process_group: Any = None
+    prefixes: tuple[SharedPrefixes, ...] = ()
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device) -> Segments:
+    def of(cls, lengths: list[int], device: torch.device, prefixes: tuple[SharedPrefixes, ...] = ()) -> Segments:
         """Creates the segments of consecutive samples of these lengths; omits empty samples."""
         nonzero_lengths = [length for length in lengths if length]
         ends = torch.tensor([0, *nonzero_lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
-        return cls(
-            tuple((len(list(run)), length) for length, run in groupby(nonzero_lengths)), ends, max(nonzero_lengths)
+        runs = tuple((len(list(group)), length) for length, group in groupby(nonzero_lengths))
+        return cls(runs, ends, max(nonzero_lengths), prefixes=prefixes)
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Row in which a model reads a batch of T tokens: R tokens, fewer than T if samples share prefixes.
+
+    Attributes:
+        tokens: `[R]` int64, index in the batch of each token of the row.
+        places: `[T]` int64, position in the row of each token of the batch; equal prefixes have the same positions.
+        positions: `[R]` int64, position of each token in its sample.
+        lengths: Number of tokens of each sample in the row, without those that it shares with an earlier sample.
+        prefixes: See `Segments.prefixes`.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    positions: Tensor
+    lengths: list[int]
+    prefixes: tuple[SharedPrefixes, ...] = ()
+
+    @classmethod
+    def of(cls, lengths: list[int], common_lengths: list[int], device: torch.device) -> PackedRow:
+        """Creates the row of consecutive samples.
+
+        Args:
+            lengths: Number of tokens of each sample.
+            common_lengths: Number of first tokens that each sample shares with the sample before it.
+            device: Device of the tensors.
+        """
+        new_lengths = [length - num_shared for length, num_shared in zip(lengths, common_lengths, strict=True)]
+        starts = [0, *itertools.accumulate(new_lengths)]
+        no_tokens = torch.zeros(0, dtype=torch.int64)
+        tokens, places, positions = [no_tokens], [no_tokens], [no_tokens]
+        batch_start = 0
+        for start, end, length, num_shared in zip(starts[:-1], starts[1:], lengths, common_lengths, strict=True):
+            tokens.append(torch.arange(batch_start + num_shared, batch_start + length))
+            places.append(torch.cat([places[-1][:num_shared], torch.arange(start, end)]))
+            positions.append(torch.arange(num_shared, length))
+            batch_start += length
+        columns = [torch.cat(parts).to(device, non_blocking=True) for parts in (tokens, places, positions)]
+        prefixes = tuple(
+            SharedPrefixes.of(spans, device) for spans in _disjoint(_prefix_spans(lengths, common_lengths, starts))
         )
+        return cls(columns[0], columns[1], columns[2], new_lengths, prefixes)
+
+    def to(self, device: torch.device) -> PackedRow:
+        """Moves the tensors to a device."""
+        columns = {
+            name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "places", "positions")
+        }
+        return dataclasses.replace(self, **columns, prefixes=tuple(prefixes.to(device) for prefixes in self.prefixes))
+
+
+def branch_points(common_lengths: Sequence[int]) -> list[int]:
+    """Returns lower numbers of common first tokens, so that all parts of prefixes have at least `SHORTEST_PREFIX` tokens."""
+    points, ranges = [0] * len(common_lengths), [(1, len(common_lengths), 0)]
+    while ranges:  # samples that have the same tokens up to `parent`
+        start, end, parent = ranges.pop()
+        if start >= end:
+            continue
+        shortest = min(common_lengths[start:end])
+        depth = shortest if shortest - parent >= SHORTEST_PREFIX else parent
+        for index in range(start, end):
+            if common_lengths[index] == shortest:
+                points[index] = depth
+                ranges.append((start, index, depth))
+                start = index + 1
+        ranges.append((start, end, depth))
+    return points
+
+
+def _prefix_spans(lengths: list[int], common_lengths: list[int], starts: list[int]) -> list[tuple[range, range]]:
+    """Returns row positions: tokens that attend to a part of an earlier sample's tokens, and this part."""
+    spans, count = list[tuple[range, range]](), len(lengths)
+    for owner in range(count):
+        end, offset = lengths[owner], starts[owner] - common_lengths[owner]
+        for sample in range(owner + 1, count + 1):
+            depth = max(common_lengths[sample] if sample < count else 0, common_lengths[owner])
+            if depth < end:
+                if starts[sample] > starts[owner + 1]:
+                    spans.append((range(starts[owner + 1], starts[sample]), range(offset + depth, offset + end)))
+                end = depth
+            if end == common_lengths[owner]:
+                break
+    return spans
+
+
+def _disjoint(spans: list[tuple[range, range]]) -> list[list[tuple[range, range]]]:
+    """Distributes spans over as few lists as first fit finds, in each of which no token attends twice."""
+    levels = list[list[tuple[range, range]]]()
+    for queries, keys in sorted(spans, key=lambda span: (span[0].start, -span[0].stop, span[1].start)):
+        for level in levels:
+            if level[-1][0].stop <= queries.start:
+                level.append((queries, keys))
+                break
+        else:
+            levels.append([(queries, keys)])
+    return levels
 
 
 @former_members(nothing="empty_sample")
@@ -65,6 +200,7 @@ class TokenBatch:
         reward: `[N]` float32, the episode's reward.
         pad_id: Padding token for models that need a rectangle.
         packed: Whether the model reads the samples as one row rather than as a rectangle.
+        shares_prefixes: Whether the model reads a prefix once that adjacent samples of a group share, if it reads a row.
         pictures: Images of the samples; None if no sample has images.
     """
 
@@ -80,6 +216,7 @@ class TokenBatch:
     pad_id: int = 0
     packed: bool = False
     pictures: Pictures | None = None
+    shares_prefixes: bool = False
 
     @classmethod
     def of(
@@ -108,7 +245,7 @@ class TokenBatch:
         sample_index = torch.arange(len(lengths))
         tokens = concatenate("ids", ids, torch.int64)
         return cls(
-            cumulated(lengths),
+            cumulate(lengths),
             tokens,
             concatenate("mask", mask, torch.bool),
             torch.zeros_like(tokens),
@@ -135,10 +272,11 @@ class TokenBatch:
             name: torch.cat([getattr(batch, name) for batch in batches]) for name in (*_TOKEN_FIELDS, *_SAMPLE_FIELDS)
         }
         return cls(
-            cu_seqlens=cumulated(torch.cat([batch.lengths for batch in batches])),
+            cu_seqlens=cumulate(torch.cat([batch.lengths for batch in batches])),
             columns={name: torch.cat([batch.columns[name] for batch in batches]) for name in first_batch.columns},
             pad_id=first_batch.pad_id,
             packed=first_batch.packed,
+            shares_prefixes=first_batch.shares_prefixes,
             pictures=Pictures.joined([(batch.pictures, len(batch)) for batch in batches]),
             **joined_fields,
         )
@@ -194,6 +332,37 @@ class TokenBatch:
         """Returns the same samples with `packed` set to the given value."""
         return self if packed == self.packed else dataclasses.replace(self, packed=packed)
 
+    def sharing_prefixes(self) -> TokenBatch:
+        """Returns the same samples with `shares_prefixes`; both share all tensors."""
+        return dataclasses.replace(self, shares_prefixes=True)
+
+    @cached_property
+    def row(self) -> PackedRow:
+        """Row in which a model reads the samples if it packs them."""
+        common_lengths = self.common_prefixes(range(len(self))) if self.shares_prefixes else [0] * len(self)
+        return PackedRow.of(self.lengths.tolist(), branch_points(common_lengths), self.ids.device)
+
+    def common_prefixes(self, samples: Sequence[int]) -> list[int]:
+        """Returns the number of first tokens that each of the given samples shares with the one before it in `samples`.
+
+        It is 0 across groups and for samples with images. Tokens for which routers replay different experts differ.
+        """
+        common_lengths = [0] * len(samples)
+        if self.pictures is not None:
+            return common_lengths
+        experts = [self.columns[EXPERTS].flatten(1)] if EXPERTS in self.columns else []
+        tokens = torch.cat([self.ids[:, None], *experts], 1).cpu().numpy()
+        starts, groups = self.cu_seqlens.tolist(), self.group.tolist()
+        for index in range(1, len(samples)):
+            neighbour, sample = samples[index - 1], samples[index]
+            if groups[neighbour] != groups[sample]:
+                continue
+            length = min(starts[neighbour + 1] - starts[neighbour], starts[sample + 1] - starts[sample])
+            offset, sample_offset = starts[neighbour], starts[sample]
+            differs = (tokens[offset : offset + length] != tokens[sample_offset : sample_offset + length]).any(1)
+            common_lengths[index] = int(differs.argmax()) if differs.any() else length
+        return common_lengths
+
     def inputs(self) -> dict[str, Any]:
         """Returns the arguments of the model's forward pass.
 
@@ -203,40 +372,41 @@ class TokenBatch:
         Neither form has a mask: in a rectangle, padding is on the right, so that no token attends to it and the model's
         default positions are correct. A row of fewer than two tokens is padded, because a model may reject a single token.
         """
-        to_model_form = (lambda values: values[None]) if self.packed else self.padded
-        image_inputs = {} if self.pictures is None else self.pictures.inputs(self.cu_seqlens, to_model_form)
+        convert = (lambda values: values[None]) if self.packed else self.padded
+        image_inputs = {} if self.pictures is None else self.pictures.inputs(self.cu_seqlens, convert)
         if not self.packed:
             return {"input_ids": self.padded(self.ids, self.pad_id), **image_inputs}
-        lengths, device = self.lengths, self.ids.device
-        positions = torch.arange(self.tokens) - torch.repeat_interleave(self.cu_seqlens[:-1], lengths)
-        ids, positions, padding = self.ids, positions.to(device, non_blocking=True), max(0, 2 - self.tokens)
+        row, device = self.row, self.ids.device
+        ids, positions, padding = self.ids[row.tokens], row.positions, max(0, 2 - len(row.tokens))
         if padding:
             ids, positions = (
                 nn.functional.pad(ids, (0, padding), value=self.pad_id),
                 nn.functional.pad(positions, (0, padding)),
             )
-        segments = Segments.of([*lengths.tolist(), *[1] * padding], device)
+        segments = Segments.of([*row.lengths, *[1] * padding], device, row.prefixes)
         return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **image_inputs}
 
     def of_tokens(self, outputs: Tensor) -> Tensor:
         """Converts the model's outputs for `inputs`, `[N, W, …]` or `[1, T, …]`, to `[T, …]`."""
-        return outputs[0, : self.tokens] if self.packed else self.flat(outputs)
+        return outputs[0, self.row.places] if self.packed else self.flat(outputs)
 
     def before(self, values: Tensor) -> Tensor:
         """Shifts `[T]` values by one token within each sample: a token gets its predecessor's value, the first token 0."""
         if not len(values):
             return values
-        shifted = nn.functional.pad(values[:-1], (1, 0))
+        shifted_values = nn.functional.pad(values[:-1], (1, 0))
         first_tokens = self.cu_seqlens[:-1][self.lengths > 0].to(values.device)
-        return shifted.index_fill(0, first_tokens, 0.0)
+        return shifted_values.index_fill(0, first_tokens, 0.0)
 
     def predictors(self) -> tuple[Tensor, Tensor]:
         """Returns the indices of the trained tokens in `[T]`, and the flat indices of the model outputs that predict them.
 
-        The first token of a sample is omitted, because the model does not predict it.
+        The first token of a sample is omitted, because the model does not predict it. Where samples part, one output predicts
+        several tokens.
         """
         trained_tokens = self._trained_tokens
-        return trained_tokens, (trained_tokens if self.packed else self.places[trained_tokens]) - 1
+        places = self.row.places if self.packed else self.places
+        return trained_tokens, places[trained_tokens - 1]
 
     @cached_property
     def _trained_tokens(self) -> Tensor:
@@ -253,15 +423,16 @@ class TokenBatch:
     def select(self, samples: Tensor) -> TokenBatch:
         """Returns a batch of the given samples, in the given order."""
         token_indices = self.tokens_of(samples)
-        selected = {name: getattr(self, name)[token_indices] for name in _TOKEN_FIELDS}
-        selected |= {name: getattr(self, name)[samples] for name in _SAMPLE_FIELDS}
+        selected_fields = {name: getattr(self, name)[token_indices] for name in _TOKEN_FIELDS}
+        selected_fields |= {name: getattr(self, name)[samples] for name in _SAMPLE_FIELDS}
         return TokenBatch(
-            cu_seqlens=cumulated(self.lengths[samples]),
+            cu_seqlens=cumulate(self.lengths[samples]),
             columns={name: column[token_indices] for name, column in self.columns.items()},
             pad_id=self.pad_id,
             packed=self.packed,
+            shares_prefixes=self.shares_prefixes,
             pictures=None if self.pictures is None else self.pictures.select(samples),
-            **selected,
+            **selected_fields,
         )
 
     def split(self, counts: Sequence[int]) -> list[TokenBatch]:
@@ -272,7 +443,7 @@ class TokenBatch:
         """Returns a batch of one sample without tokens and with the same columns, which has no effect on training."""
         sample_fields = {name: getattr(self, name).new_zeros(1) for name in _SAMPLE_FIELDS}
         no_samples = torch.zeros(0, dtype=torch.long)
-        return dataclasses.replace(self.select(no_samples), cu_seqlens=cumulated([0]), pictures=None, **sample_fields)
+        return dataclasses.replace(self.select(no_samples), cu_seqlens=cumulate([0]), pictures=None, **sample_fields)
 
     def by_episode(self) -> TokenBatch:
         """Merges all samples of the same episode and role into one sequence, the unit of advantage computation.
@@ -295,8 +466,8 @@ class TokenBatch:
 
     def sequence(self) -> Tensor:
         """Returns the sequence index of each sample, `[N]` int64; samples of the same episode and role share an index."""
-        roles = int(self.role.max()) + 1 if len(self) else 1
-        return self.episode * roles + self.role
+        num_roles = int(self.role.max()) + 1 if len(self) else 1
+        return self.episode * num_roles + self.role
 
     def sequence_tokens(self) -> Tensor:
         """Returns the number of trained tokens in each token's sequence, `[T]` int64.
@@ -318,10 +489,12 @@ class TokenBatch:
         }
         columns = {name: column.to(device, non_blocking=True) for name, column in self.columns.items()}
         pictures = None if self.pictures is None else self.pictures.to(device)
-        moved = dataclasses.replace(self, columns=columns, pictures=pictures, **moved_fields)
+        moved_batch = dataclasses.replace(self, columns=columns, pictures=pictures, **moved_fields)
         # Their number is the size of tensors; the host would wait for a device that counts them.
-        vars(moved)["_trained_tokens"] = self._trained_tokens.to(device, non_blocking=True)
-        return moved
+        vars(moved_batch)["_trained_tokens"] = self._trained_tokens.to(device, non_blocking=True)
+        if self.packed:
+            vars(moved_batch)["row"] = self.row.to(device)
+        return moved_batch
 
     # -- serialization --------------------------------------------------------------------------------------------
 
@@ -343,7 +516,7 @@ class TokenBatch:
         for name in _TOKEN_FIELDS:
             unpacked_fields[name] = torch.from_numpy(np.array(message[name], dtype=unpacked_dtypes.get(name, bool)))
         columns = {name: torch.from_numpy(np.array(column)) for name, column in message["columns"].items()}
-        cu_seqlens = cumulated(np.asarray(message["lengths"], np.int64))
+        cu_seqlens = cumulate(np.asarray(message["lengths"], np.int64))
         if "pictures" in message:
             unpacked_fields["pictures"] = Pictures.unpack(message["pictures"])
         return cls(cu_seqlens=cu_seqlens, columns=columns, pad_id=int(message["pad_id"]), **unpacked_fields)
@@ -359,17 +532,19 @@ class _Sequences(TokenBatch):
     def places(self) -> Tensor:
         """Flat index of each token in the rectangle, chronological within a sequence; `[T]`."""
         sequence_index = torch.repeat_interleave(torch.arange(len(self)), self.lengths)
-        turns = int(self.turn.max()) + 1 if self.tokens else 1
-        by_turn = torch.argsort(sequence_index * turns + self.turn, stable=True)
+        num_turns = int(self.turn.max()) + 1 if self.tokens else 1
+        by_turn = torch.argsort(sequence_index * num_turns + self.turn, stable=True)
         target_places = sequence_index * self.width + torch.arange(self.tokens) - self.cu_seqlens[:-1][sequence_index]
         return torch.empty_like(by_turn).index_copy(0, by_turn, target_places)
 
 
+#: Name of the token batch column with the experts that the engine chose.
+EXPERTS = "experts"
 _TOKEN_FIELDS = ("ids", "mask", "turn")
 _SAMPLE_FIELDS = ("episode", "role", "group", "reward")
 
 
-def cumulated(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
+def cumulate(lengths: Sequence[int] | np.ndarray | Tensor) -> Tensor:
     """Computes cumulative lengths, `[N + 1]` int64 starting at 0, from `[N]` lengths."""
     ends = torch.as_tensor(lengths, dtype=torch.int64).cumsum(0)
     return torch.cat([torch.zeros(1, dtype=torch.int64), ends])
@@ -486,7 +661,7 @@ class Pictures:
             **{name: torch.from_numpy(np.array(message[name])) for name in _PICTURE_TENSORS},
         )
 
-    def inputs(self, cu_seqlens: Tensor, to_model_form: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def inputs(self, cu_seqlens: Tensor, convert: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Returns the model's additional arguments for images.
 
         These are `pixel_values` and `image_grid_thw` of the images, sample by sample; `mm_token_type_ids`, which marks image
@@ -494,11 +669,14 @@ class Pictures:
 
         Args:
             cu_seqlens: Cumulative lengths of the samples, `[N + 1]`.
-            to_model_form: Function that converts per-token values `[T, …]` to the form that the model reads, a row or a
+            convert: Function that converts per-token values `[T, …]` to the form that the model reads, a row or a
                 rectangle.
         """
-        tokens = int(cu_seqlens[-1])
-        token_types, position_ids = torch.zeros(tokens, dtype=torch.int64), torch.empty(tokens, 3, dtype=torch.int64)
+        num_tokens = int(cu_seqlens[-1])
+        token_types, position_ids = (
+            torch.zeros(num_tokens, dtype=torch.int64),
+            torch.empty(num_tokens, 3, dtype=torch.int64),
+        )
         grids = self.grids[self.image_indices]
         sizes = (grids.prod(1) // self.merge**2).tolist()
         first_image = 0
@@ -513,9 +691,7 @@ class Pictures:
             position_ids[start:end] = torch.from_numpy(sample_positions).T
         device = self.patches.device
         pixels = self.patches[_ranges(self.grids.prod(1), self.image_indices).to(device)]
-        token_types, position_ids = (
-            to_model_form(token_values.to(device)) for token_values in (token_types, position_ids)
-        )
+        token_types, position_ids = (convert(column.to(device)) for column in (token_types, position_ids))
         return {
             "pixel_values": pixels,
             "image_grid_thw": grids.to(device),

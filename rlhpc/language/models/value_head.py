@@ -46,7 +46,7 @@ def load_scalar_model(
     model: PretrainedConfig,
     *,
     dtype: torch.dtype = torch.float32,
-    checkpointing: bool = False,
+    recompute_activations: bool = False,
     empty: bool = False,
     seed: int = 0,
     key: str = "actor.model.model_path",
@@ -59,7 +59,7 @@ def load_scalar_model(
         model: The section; uses model_path (a sequence classifier with one label, or a causal model, which gets a new head),
             attn_implementation and trust_remote_code.
         dtype: Dtype of the weights.
-        checkpointing: Whether to turn on activation checkpointing.
+        recompute_activations: Whether to turn on activation checkpointing.
         empty: Whether to create the model on the meta device without reading weights.
         seed: Seed of a new head's weights; equal seeds give equal weights.
         key: Name of model_path in messages.
@@ -75,7 +75,7 @@ def load_scalar_model(
             "AutoModelForSequenceClassification",
             model,
             dtype=dtype,
-            empty=empty,
+            is_empty=empty,
             key=key,
             options=load_options,
             **config_changes,
@@ -101,7 +101,7 @@ def load_scalar_model(
     module.config.architectures = [type(module).__name__]
     module.config.pad_token_id = _padding_token(model, module.config)
     module.config.problem_type = "regression"  # vLLM then returns the value itself, rather than its sigmoid
-    return prepare_for_training(module, checkpointing)
+    return prepare_for_training(module, recompute_activations)
 
 
 def add_value_head(module: Any, seed: int) -> Any:
@@ -221,7 +221,7 @@ def _suppress_missing_head_warning() -> Iterator[None]:
 
 
 def token_values(
-    model: nn.Module, batch: TokenBatch, *, before: bool = False, share: RowShare | None = None
+    model: nn.Module, batch: TokenBatch, *, per_input: bool = False, share: RowShare | None = None
 ) -> torch.Tensor:
     """Computes the values of a batch's tokens by one forward pass of a model from `load_scalar_model`.
 
@@ -230,7 +230,7 @@ def token_values(
     Args:
         model: Model that takes `TokenBatch.inputs` and returns `[1, T]` or `[N, W]`.
         batch: The samples.
-        before: Whether a token gets the value of the state before the token, as in a critic; a sample's first token then
+        per_input: Whether a token gets the value of the state before the token, as in a critic; a sample's first token then
             gets 0.
         share: This rank's part of each row in context parallelism.
 
@@ -240,7 +240,7 @@ def token_values(
     batch = batch.read_by(packs(model))
     outputs = model(**batch.inputs()) if share is None else share.gather(model(**share.inputs(batch)), batch)
     values = batch.of_tokens(outputs)
-    return batch.before(values) if before else values
+    return batch.before(values) if per_input else values
 
 
 def last_values(values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

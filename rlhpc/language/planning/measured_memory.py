@@ -38,32 +38,32 @@ class MeasuredMemory:
     Attributes:
         peaks: Peak bytes of a rank, by number of layers.
         accounted: Peak bytes according to the memory model, by number of layers.
-        full_model: Peak bytes of the full model, extrapolated from the two depths.
-        full_model_accounted: Peak bytes of the full model according to the memory model.
+        full_model_bytes: Peak bytes of the full model, extrapolated from the two depths.
+        full_model_accounted_bytes: Peak bytes of the full model according to the memory model.
         seconds: Duration of the measurement.
     """
 
     peaks: Mapping[int, float]
     accounted: Mapping[int, float]
-    full_model: float
-    full_model_accounted: float
+    full_model_bytes: float
+    full_model_accounted_bytes: float
     seconds: float
 
     def describe(self) -> str:
         """Formats the result as a line."""
-        measured_layers = ", ".join(
-            f"{layers} layers {gib(nbytes)} (accounted {gib(self.accounted[layers])})"
-            for layers, nbytes in self.peaks.items()
+        layers_text = ", ".join(
+            f"{layers} layers {gib(peak_nbytes)} (accounted {gib(self.accounted[layers])})"
+            for layers, peak_nbytes in self.peaks.items()
         )
-        relative_error = self.full_model_accounted / self.full_model - 1
+        relative_error = self.full_model_accounted_bytes / self.full_model_bytes - 1
         return (
-            f"measured with fake tensors, forward and backward pass under FSDP: {measured_layers}; the whole model "
-            f"{gib(self.full_model)}, by the account {gib(self.full_model_accounted)} ({relative_error:+.1%}); "
+            f"measured with fake tensors, forward and backward pass under FSDP: {layers_text}; the whole model "
+            f"{gib(self.full_model_bytes)}, by the account {gib(self.full_model_accounted_bytes)} ({relative_error:+.1%}); "
             f"{self.seconds:.0f} s"
         )
 
 
-def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> MeasuredMemory:
+def measure_memory(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> MeasuredMemory:
     """Measures the memory of a training step.
 
     Args:
@@ -100,9 +100,9 @@ def measure(training: Training, path: str | None, kwargs: Mapping[str, Any]) -> 
         )
     min_layers, max_layers = DEPTHS
     bytes_per_layer = (peak_bytes[max_layers] - peak_bytes[min_layers]) / (max_layers - min_layers)
-    full_model = peak_bytes[max_layers] + bytes_per_layer * (training.size.layers - max_layers)
+    full_model_bytes = peak_bytes[max_layers] + bytes_per_layer * (training.size.layers - max_layers)
     return MeasuredMemory(
-        peak_bytes, accounted_by_depth, full_model, accounted_bytes(base_training), time.monotonic() - start_time
+        peak_bytes, accounted_by_depth, full_model_bytes, accounted_bytes(base_training), time.monotonic() - start_time
     )
 
 
@@ -110,9 +110,9 @@ def accounted_bytes(training: Training) -> float:
     """Returns the peak bytes of the measured part of a step according to the memory model."""
     unmeasured_terms = {"optimizer", "context and collectives"}
     return max(
-        sum(term.nbytes for term in moment.terms if term.name not in unmeasured_terms)
-        for moment in training.moments()
-        if moment.name != STEP
+        sum(term.nbytes for term in memory_moment.terms if term.name not in unmeasured_terms)
+        for memory_moment in training.moments()
+        if memory_moment.name != STEP
     )
 
 
@@ -127,7 +127,7 @@ def _measure_peak(training: Training, config: Mapping[str, Any]) -> float:
     model_config = AutoConfig.for_model(
         str(config["model_type"]), **{k: v for k, v in config.items() if k != "model_type"}
     )
-    with _fake_process_group(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as exit_stack:
+    with _open_fake_process_group(training.ranks), warnings.catch_warnings(), contextlib.ExitStack() as exit_stack:
         warnings.simplefilter("ignore")
         mesh = init_device_mesh("cpu", (training.ranks,))  # before fake tensors, because it reads values of tensors
         exit_stack.enter_context(FakeTensorMode())
@@ -138,8 +138,8 @@ def _measure_peak(training: Training, config: Mapping[str, Any]) -> float:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             trunk: nn.Module = model.base_model
             precision = MixedPrecisionPolicy(*((torch.bfloat16, torch.float32) if training.mixed_precision else ()))
-            layers = max((m for m in trunk.children() if isinstance(m, nn.ModuleList)), key=len, default=())
-            sharded_modules = [*layers, model]
+            layer_list = max((m for m in trunk.children() if isinstance(m, nn.ModuleList)), key=len, default=())
+            sharded_modules = [*layer_list, model]
             for module in sharded_modules:
                 fully_shard(
                     module,
@@ -162,25 +162,29 @@ def _measure_peak(training: Training, config: Mapping[str, Any]) -> float:
             raise ConfigError(
                 f"--measure: models of type {config.get('model_type')} cannot be followed: {first_line(error)}"
             ) from error
-    return float(sum(_total_bytes(snapshot) for snapshot in peak_snapshots.values()))
+    return float(sum(_sum_device_bytes(memory_snapshot) for memory_snapshot in peak_snapshots.values()))
 
 
-def _total_bytes(snapshot: Mapping[Any, int]) -> int:
+def _sum_device_bytes(memory_snapshot: Mapping[Any, int]) -> int:
     """Returns the total bytes of a device in a tracker's snapshot, or the sum of the categories without a total."""
     return next(
-        (nbytes for category, nbytes in snapshot.items() if str(category).rpartition(".")[2].lower() == "total"),
-        sum(snapshot.values()),
+        (
+            category_nbytes
+            for category, category_nbytes in memory_snapshot.items()
+            if str(category).rpartition(".")[2].lower() == "total"
+        ),
+        sum(memory_snapshot.values()),
     )
 
 
 @contextlib.contextmanager
-def _fake_process_group(number: int) -> Iterator[None]:
-    """Creates a fake process group of `number` ranks within this process."""
+def _open_fake_process_group(num_ranks: int) -> Iterator[None]:
+    """Creates a fake process group of `num_ranks` ranks within this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise ConfigError("--measure makes a process group of its own, and this process has one")
-    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     try:
         yield
     finally:

@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.models.logit_chunks import chunk_rows
 from rlhpc.language.planning.model_size import ModelSize
-from rlhpc.runs.memory.account import MIB, MemoryTerm, Moment, gib, process, terms
+from rlhpc.runs.memory.account import MemoryTerm, Moment, gib, process, terms
+from rlhpc.runtime.devices import message_budget
+from rlhpc.weights.device_sharing import device_chunk_bytes
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class LayerMemory:
 
     def chunk_rows(self, width: int) -> int:
         """Returns the maximum number of tokens whose logits, `width` each, are computed at once."""
-        return chunk_rows(width, on_host=self.on_host, memory=self.capacity)
+        return chunk_rows(width, is_on_host=self.on_host, memory=self.capacity)
 
     @property
     def _q(self) -> float:
@@ -68,24 +70,26 @@ class LayerMemory:
 
     def attention(self) -> float:
         """Returns the bytes of attention, without the preceding norm."""
-        size, element_bytes = self.size, self.itemsize
-        nbytes = element_bytes * (2 * self._q + 2 * self._kv) + 4.0 * size.heads / self.tensor
+        model_size, element_bytes = self.size, self.itemsize
+        token_nbytes = element_bytes * (2 * self._q + 2 * self._kv) + 4.0 * model_size.heads / self.tensor
         if self.on_host and not self.eager:
-            nbytes += element_bytes * self._q
-        if size.qk_norm:
-            nbytes += (4.0 if self.adapted is not None else 8.0 if element_bytes == 4 else 6.0) * (self._q + self._kv)
+            token_nbytes += element_bytes * self._q
+        if model_size.qk_norm:
+            token_nbytes += (4.0 if self.adapted is not None else 8.0 if element_bytes == 4 else 6.0) * (
+                self._q + self._kv
+            )
         if self.eager:
-            nbytes += (4.0 + element_bytes) * size.heads / self.tensor * self.eager
-        return nbytes
+            token_nbytes += (4.0 + element_bytes) * model_size.heads / self.tensor * self.eager
+        return token_nbytes
 
     def feed_forward(self) -> float:
         """Returns the bytes of the MLP, or of the experts of a token."""
-        size = self.size
-        if size.experts:
-            bytes_per_expert = self.itemsize * (4.0 * size.expert_width + 2.0 * size.hidden) + 40.0
-            return size.experts_per_token * bytes_per_expert + 4.0 * size.experts
+        model_size = self.size
+        if model_size.experts:
+            bytes_per_expert = self.itemsize * (4.0 * model_size.expert_width + 2.0 * model_size.hidden) + 40.0
+            return model_size.experts_per_token * bytes_per_expert + 4.0 * model_size.experts
         saved_tensors = 4.0 if self.adapted is None or "down_proj" in self.adapted else 3.0
-        return saved_tensors * self.itemsize * size.intermediate / self.tensor
+        return saved_tensors * self.itemsize * model_size.intermediate / self.tensor
 
     def layer(self) -> float:
         """Returns all bytes that a layer saves for the backward pass."""
@@ -101,54 +105,60 @@ class LayerMemory:
 
     def layer_gradients(self) -> float:
         """Returns the bytes that the backward pass of a layer adds: gradients in its MLP or experts."""
-        size, element_bytes = self.size, self.itemsize
-        if size.experts:
+        model_size, element_bytes = self.size, self.itemsize
+        if model_size.experts:
             return element_bytes * (
-                size.experts_per_token * (2.0 * size.expert_width + 2.0 * size.hidden) + 2.0 * size.hidden
+                model_size.experts_per_token * (2.0 * model_size.expert_width + 2.0 * model_size.hidden)
+                + 2.0 * model_size.hidden
             )
         # Peak: gradients of gate and up exist, and the gradient of their product is freed.
-        return element_bytes * (2.0 * size.intermediate / self.tensor + size.hidden)
+        return element_bytes * (2.0 * model_size.intermediate / self.tensor + model_size.hidden)
 
     def layer_peak(self) -> float:
         """Returns the peak bytes of a layer in a forward pass that saves no activations."""
-        size, element_bytes = self.size, self.itemsize
-        inner_elements = (
-            size.experts_per_token * (3.0 * size.expert_width + 2.0 * size.hidden)
-            if size.experts
-            else 3.0 * size.intermediate / self.tensor
+        model_size, element_bytes = self.size, self.itemsize
+        num_inner_elements = (
+            model_size.experts_per_token * (3.0 * model_size.expert_width + 2.0 * model_size.hidden)
+            if model_size.experts
+            else 3.0 * model_size.intermediate / self.tensor
         )
-        return max(element_bytes * (2.0 * size.hidden + inner_elements), 16.0 * size.hidden)
+        return max(element_bytes * (2.0 * model_size.hidden + num_inner_elements), 16.0 * model_size.hidden)
 
 
-def loss_chunk(layers: LayerMemory, tokens: int) -> float:
+def loss_chunk(layers: LayerMemory, num_tokens: int) -> float:
     """Returns the bytes of a chunk of logits in training: logits, log-probs and probabilities in float32, and the logits in
     half precision if the model computes in half precision.
     """
-    size = layers.size
-    if size.computes_all_logits:  # each rank of a tensor group computes all logits, and their gradient is as large
-        rows = min(tokens, layers.chunk_rows(size.vocabulary))
-        return (2.0 * layers.itemsize * tokens + 12.0 * rows) * size.vocabulary
-    rows = min(tokens, layers.chunk_rows(size.vocabulary // layers.tensor))
-    return (12.0 if layers.itemsize == 4 else 14.0) * rows * size.vocabulary / layers.tensor
+    model_size = layers.size
+    if (
+        model_size.computes_all_logits
+    ):  # each rank of a tensor group computes all logits, and their gradient is as large
+        num_rows = min(num_tokens, layers.chunk_rows(model_size.vocabulary))
+        return (2.0 * layers.itemsize * num_tokens + 12.0 * num_rows) * model_size.vocabulary
+    num_rows = min(num_tokens, layers.chunk_rows(model_size.vocabulary // layers.tensor))
+    return (12.0 if layers.itemsize == 4 else 14.0) * num_rows * model_size.vocabulary / layers.tensor
 
 
-def scoring_chunk(layers: LayerMemory, tokens: int) -> float:
+def scoring_chunk(layers: LayerMemory, num_tokens: int) -> float:
     """Returns the bytes of a chunk of logits in scoring, without gradients."""
-    size = layers.size
-    rows = min(tokens, layers.chunk_rows(size.vocabulary))
-    all_logits = layers.itemsize * tokens * size.vocabulary / layers.tensor if size.computes_all_logits else 0.0
-    return all_logits + (8.0 if layers.itemsize == 4 else 10.0) * rows * size.vocabulary / layers.tensor
+    model_size = layers.size
+    num_rows = min(num_tokens, layers.chunk_rows(model_size.vocabulary))
+    all_logits = (
+        layers.itemsize * num_tokens * model_size.vocabulary / layers.tensor if model_size.computes_all_logits else 0.0
+    )
+    return all_logits + (8.0 if layers.itemsize == 4 else 10.0) * num_rows * model_size.vocabulary / layers.tensor
 
 
 #: Bytes of vLLM besides weights and cache: activations of the largest batch, and CUDA graphs.
 _VLLM_OTHER_BYTES = 2.5 * (1 << 30)
-#: Growth factor of the KV cache of engine `hf`, and block size and extra columns of it (`batch_invariance.KVCache`).
+#: Growth factor of the KV cache of engine `hf`, and block size and extra columns of it (`hf_forward.KVCache`).
 _GROWTH, _BLOCK, _EXTRA_COLUMNS = 1.5, 32, 64
-#: Bytes of a bucket of an update, and number of buckets in flight (`weights.publish`, `weights.window`).
-BUCKET_BYTES, NUM_BUCKETS = 256 * MIB, 3
+#: Number of chunks of an update in flight in host memory (`weights.sender`).
+NUM_CHUNKS = 3
 #: Default number of sequences of vLLM on an accelerator and of other engines; maximum bytes of vLLM's cache on a CPU.
 _VLLM_SEQUENCES, SEQUENCES, _CPU_CACHE = 256, 64, 4 << 30
 _GENERATION, _UPDATE = "generation", "weight update"
+_KV_CACHE = "KV cache"
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,7 @@ class Serving:
         max_model_len: Maximum number of tokens of a sequence of the engine; None for the model's context.
         copies: Number of copies of the weights on a rank: engine `hf` has a copy for each policy (`agent.policies`).
         section: Name of the section in messages.
+        model_path: Path or hub name of the model, for messages.
     """
 
     size: ModelSize
@@ -187,6 +198,7 @@ class Serving:
     max_model_len: int | None = None
     copies: int = 1
     section: str = "rollout"
+    model_path: str = ""
 
     @property
     def length(self) -> int:
@@ -203,13 +215,13 @@ class Serving:
         """Bytes of the weights on a rank."""
         return self.copies * self.itemsize * self.size.parameters / self.tensor
 
-    def sequence(self, tokens: float) -> float:
+    def sequence(self, num_tokens: float) -> float:
         """Returns the bytes of a sequence's keys and values on a rank."""
-        return self.size.key_value_bytes(self.itemsize, tokens, self.tensor, compact=self.engine == "vllm")
+        return self.size.key_value_bytes(self.itemsize, num_tokens, self.tensor, is_compact=self.engine == "vllm")
 
-    def longest_within(self, nbytes: float) -> int:
-        """Returns the number of tokens of the longest sequence with keys and values of at most `nbytes` bytes."""
-        return bisect.bisect_right(range(1, 1 << 40), nbytes, key=self.sequence)
+    def longest_within(self, max_nbytes: float) -> int:
+        """Returns the number of tokens of the longest sequence with keys and values of at most `max_nbytes` bytes."""
+        return bisect.bisect_right(range(1, 1 << 40), max_nbytes, key=self.sequence)
 
     @property
     def sequences(self) -> int:
@@ -231,6 +243,15 @@ class Serving:
             _UPDATE, (*common_terms, *terms(arriving_weights=arriving_bytes))
         )
 
+    def beside_trainer(self) -> float:
+        """Returns the bytes of a vLLM engine while it takes an update on the trainer's accelerator: its weights, the copy
+        of a chunk and the memory that it keeps while it sleeps, but not its cache.
+        """
+        (update,) = (update_moment for update_moment in self.moments() if update_moment.name == _UPDATE)
+        return math.fsum(term.nbytes for term in update.terms if term.name != _KV_CACHE) + device_chunk_bytes(
+            message_budget(int(self.capacity or 0))
+        )
+
     def _forward_terms(self) -> tuple[MemoryTerm, ...]:
         if self.engine == "vllm" and self.accelerated:
             return (MemoryTerm("activations and graphs", _VLLM_OTHER_BYTES),)
@@ -242,7 +263,7 @@ class Serving:
 
     def _cache_terms(self) -> tuple[MemoryTerm, ...]:
         if self.engine == "vllm":
-            return (MemoryTerm("KV cache", self.cache_bytes(), self.describe_cache()),)
+            return (MemoryTerm(_KV_CACHE, self.cache_bytes(), self.describe_cache()),)
         columns = -(-(self.length * _GROWTH + _EXTRA_COLUMNS) // _BLOCK) * _BLOCK
         return terms(
             KV_cache=self.sequences * self.sequence(columns),
@@ -281,13 +302,13 @@ class Serving:
         min_cache_bytes = self.sequence(self.context)
         if self.cache_budget() >= min_cache_bytes:
             return ()
-        shortage = "weights" if self.cache_budget() < 0 else "KV cache"
+        shortage_label = "weights" if self.cache_budget() < 0 else "KV cache"
         return (
             f"{self.section}.gpu_memory_utilization ({self.utilization:g}) gives an engine "
             f"{gib(self.utilization * self.capacity)} of an accelerator; it needs {gib(self.weights)} for weights, "
             f"{gib(_VLLM_OTHER_BYTES)} for activations and graphs, "
             f"{gib(min_cache_bytes)} of KV cache for one sequence of {self.context} tokens; "
-            f"the term that does not fit: {shortage}",
+            f"the term that does not fit: {shortage_label}",
         )
 
 
@@ -355,14 +376,14 @@ class Training:
 
     @property
     def mixed_precision(self) -> bool:
-        """True if the computation has another dtype than the trained weights."""
+        """True if the computation has a different dtype than the trained weights."""
         return self.itemsize != 4
 
     def num_adapter_parameters(self) -> int:
         """Returns the number of elements of all adapters."""
         return (
             self.policies
-            * sum(self.lora * (outputs + inputs) for outputs, inputs in self.size.adapted(self.targets).values())
+            * sum(self.lora * (outputs + inputs) for outputs, inputs in self.size.adapted_layers(self.targets).values())
             if self.lora
             else 0
         )
@@ -384,16 +405,18 @@ class Training:
 
     def rank_fraction(self) -> float:
         """Returns the fraction of the model that a rank stores; it is the same for experts and other parameters."""
-        sizes = self.sizes
+        mesh_sizes = self.sizes
         return {
             "local": 1.0,
-            "fsdp": 1.0 / (sizes.shard * sizes.context * sizes.tensor),
+            "fsdp": 1.0 / (mesh_sizes.shard * mesh_sizes.context * mesh_sizes.tensor),
             "deepspeed": 1.0 / self.ranks,
         }[self.backend]
 
     def layers(self) -> LayerMemory:
         """Returns the memory of a decoder layer, for the activation terms."""
-        adapted_modules = {name.rpartition(".")[2] for name in self.size.adapted(self.targets)} if self.lora else None
+        adapted_modules = (
+            {name.rpartition(".")[2] for name in self.size.adapted_layers(self.targets)} if self.lora else None
+        )
         return LayerMemory(
             self.size,
             self.itemsize,
@@ -438,7 +461,7 @@ class Training:
             gradient_of_the_head=gradient_bytes * self.size.embedding / layers.tensor,
         )
 
-    def _model_terms(self) -> tuple[MemoryTerm, ...]:
+    def _list_model_terms(self) -> tuple[MemoryTerm, ...]:
         """Returns the terms of the rank's weights, optimizer and frozen models."""
         fraction = self.rank_fraction()
         return terms(
@@ -454,44 +477,50 @@ class Training:
     def moments(self) -> tuple[Moment, ...]:
         """Returns the memory terms of each moment on the rank's device."""
         build_terms = {
-            "local": self._local_moments,
-            "fsdp": self._fsdp_moments,
-            "deepspeed": self._deepspeed_moments,
+            "local": self._list_local_moments,
+            "fsdp": self._list_fsdp_moments,
+            "deepspeed": self._list_deepspeed_moments,
         }[self.backend]
         return tuple(
             Moment(name, (*moment_terms, process(self.accelerated))) for name, moment_terms in build_terms().items()
         )
 
-    def _local_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
+    def _list_local_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
         """Returns the memory terms of each moment with the backend `local`."""
-        size, trained_bytes = self.size, 4.0 * self.num_trained
-        base = (
-            *self._model_terms(),
+        model_size, trained_bytes = self.size, 4.0 * self.num_trained
+        base_terms = (
+            *self._list_model_terms(),
             *terms(
                 gradients=trained_bytes, weights_to_compute_with=self.itemsize * self.num_trained * self.mixed_precision
             ),
         )
         saved_terms = terms(activations=self.saved_activations())
         # The gradient of one weight at a time exists before it is accumulated.
-        widest = 0 if self.lora else size.largest if size.experts else size.hidden * size.intermediate
+        widest = (
+            0
+            if self.lora
+            else model_size.largest
+            if model_size.experts
+            else model_size.hidden * model_size.intermediate
+        )
         return {
-            _LOSS: (*base, *saved_terms, *self.terms_at_loss()),
+            _LOSS: (*base_terms, *saved_terms, *self.terms_at_loss()),
             _BACKWARD: (
-                *base,
+                *base_terms,
                 *saved_terms,
                 *terms(backward_pass_of_a_layer=self.layer_backward(), gradient_of_a_weight=self.itemsize * widest),
             ),
-            STEP: (*base, *terms(optimizer_temporaries=0.0 if self.accelerated else trained_bytes)),
+            STEP: (*base_terms, *terms(optimizer_temporaries=0.0 if self.accelerated else trained_bytes)),
         }
 
-    def _fsdp_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
+    def _list_fsdp_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
         """Returns the memory terms of each moment with FSDP2."""
-        size, sizes, element_bytes = self.size, self.sizes, self.itemsize
-        step_terms = (*self._model_terms(), *terms(gradients=4.0 * self.num_trained * self.rank_fraction()))
+        model_size, mesh_sizes, element_bytes = self.size, self.sizes, self.itemsize
+        step_terms = (*self._list_model_terms(), *terms(gradients=4.0 * self.num_trained * self.rank_fraction()))
         if self.offload and self.accelerated:
             step_terms = terms(other_models=self.other_models_bytes)
-        expert_parameters, dense_parameters = size.layer_parameters
-        layer_elements = expert_parameters / sizes.expert + dense_parameters / sizes.tensor
+        expert_parameters, dense_parameters = model_size.layer_parameters
+        layer_elements = expert_parameters / mesh_sizes.expert + dense_parameters / mesh_sizes.tensor
         has_gradients = not self.lora  # whether gathered weights have gradients
         gradient_elements = layer_elements * has_gradients
         if (
@@ -503,17 +532,19 @@ class Training:
             gradient_elements = 0.0
         layer_terms = terms(
             backward_pass_of_a_layer=self.layer_backward(),
-            gathered_layers=element_bytes * layer_elements * (2.0 if self.reshard else size.layers),
+            gathered_layers=element_bytes * layer_elements * (2.0 if self.reshard else model_size.layers),
             gradients_of_a_layer=element_bytes * gradient_elements,
             gradients_being_summed=4.0 * gradient_elements,
         )
         model_terms = (*step_terms, *terms(activations=self.saved_activations()))
-        gathered_layer = terms(gathered_layers=element_bytes * layer_elements * (1.0 if self.reshard else size.layers))
+        gathered_layer = terms(
+            gathered_layers=element_bytes * layer_elements * (1.0 if self.reshard else model_size.layers)
+        )
         loss_terms = (*model_terms, *self.terms_at_loss())
-        is_separate = self.separate_embeddings and not size.tied
+        is_separate = self.separate_embeddings and not model_size.tied
         edge_elements = (
-            size.embedding if is_separate else size.root_parameters - self._num_missing_head
-        ) / sizes.tensor
+            model_size.embedding if is_separate else model_size.root_parameters - self._num_missing_head
+        ) / mesh_sizes.tensor
         edge_terms = terms(
             gradients_of_embeddings=element_bytes * edge_elements * has_gradients,
             gradients_being_summed=4.0 * edge_elements * has_gradients,
@@ -532,7 +563,7 @@ class Training:
             }
         # Embeddings and head belong to the root module. It stays gathered, and its gradients are summed at the end.
         root_terms = terms(gathered_embeddings=element_bytes * edge_elements)
-        head_bytes = element_bytes * size.embedding / sizes.tensor * has_gradients * self.uses_logits
+        head_bytes = element_bytes * model_size.embedding / mesh_sizes.tensor * has_gradients * self.uses_logits
         return {
             _LOSS: (*loss_terms, *root_terms, *gathered_layer),
             _BACKWARD: (*model_terms, *root_terms, *layer_terms, *terms(gradient_of_the_head=head_bytes)),
@@ -540,39 +571,39 @@ class Training:
             STEP: step_terms,
         }
 
-    def _deepspeed_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
+    def _list_deepspeed_moments(self) -> dict[str, tuple[MemoryTerm, ...]]:
         """Returns the memory terms of each moment with DeepSpeed ZeRO."""
-        size, element_bytes, num_trained, is_stage_3 = self.size, self.itemsize, self.num_trained, self.stage == 3
+        model_size, element_bytes, num_trained, is_stage_3 = self.size, self.itemsize, self.num_trained, self.stage == 3
         fraction = 1.0 / self.ranks if is_stage_3 else 1.0
         is_offloaded = self.offload and self.accelerated
         shard_bytes = 0.0 if is_offloaded else 4.0 * num_trained / self.ranks
-        base = terms(
+        base_terms = terms(
             weights_to_compute_with=element_bytes * num_trained * fraction * (not (is_stage_3 and is_offloaded)),
             frozen_weights=element_bytes * self.num_frozen * fraction,
             weights=shard_bytes,
             optimizer=2.0 * shard_bytes,
-            reference=element_bytes * size.parameters * fraction * (self.reference and not self.lora),
+            reference=element_bytes * model_size.parameters * fraction * (self.reference and not self.lora),
             other_models=self.other_models_bytes,
         )
         gradient_terms = terms(gradients=shard_bytes)
         model_terms = (
-            *base,
+            *base_terms,
             *terms(
-                gathered_layers=element_bytes * min(size.parameters, _MAX_LIVE_ELEMENTS) * is_stage_3,
+                gathered_layers=element_bytes * min(model_size.parameters, _MAX_LIVE_ELEMENTS) * is_stage_3,
                 activations=self.saved_activations(),
             ),
         )
         # Gradients of a micro-batch before reduction: all gradients with stage 1, otherwise a bucket and its contents.
-        bucket_elements = min(num_trained, _BUCKET_ELEMENTS)
-        unreduced_elements = num_trained if self.stage == 1 else bucket_elements * self.mixed_precision
+        num_bucket_elements = min(num_trained, _BUCKET_ELEMENTS)
+        num_unreduced_elements = num_trained if self.stage == 1 else num_bucket_elements * self.mixed_precision
         backward_terms = terms(
-            gradients_being_summed=4.0 * bucket_elements + element_bytes * unreduced_elements,
+            gradients_being_summed=4.0 * num_bucket_elements + element_bytes * num_unreduced_elements,
             backward_pass_of_a_layer=self.layer_backward(),
         )
         return {
             _LOSS: (*model_terms, *self.terms_at_loss(), *gradient_terms),
             _BACKWARD: (*model_terms, *gradient_terms, *backward_terms),
-            STEP: (*base, *gradient_terms, *terms(optimizer_temporaries=4.0 * num_trained / self.ranks)),
+            STEP: (*base_terms, *gradient_terms, *terms(optimizer_temporaries=4.0 * num_trained / self.ranks)),
         }
 
     # -- on the host ------------------------------------------------------------------------------------------------

@@ -47,40 +47,44 @@ def tables(config: str) -> str:
         config: Configuration of task type `reasoning`.
     """
     cfg = typed(GrpoConfig, load_config(config, training=False))
-    return "\n\n".join((_training_table(cfg), _serving_table(cfg)))
+    return "\n\n".join((_render_training_table(cfg), _render_serving_table(cfg)))
 
 
-def _training_table(cfg: GrpoConfig) -> str:
-    base = training_of(cfg, "actor", cfg.actor, GroupRanks(PER_NODE, accelerated=True, capacity=ROOM))
+def _render_training_table(cfg: GrpoConfig) -> str:
+    base_training = training_of(cfg, "actor", cfg.actor, GroupRanks(PER_NODE, accelerated=True, capacity=ROOM))
     rows = [
         "| model | cards | divided by | most, GiB | when | largest term, GiB | micro-batch up to |",
         "|" + "---|" * 7,
     ]
     for model in MODELS:
-        size = size_of(model)
+        model_size = size_of(model)
         for nodes in NODES:
             num_accelerators = nodes * PER_NODE
-            division_and_fit = _nearest_division(
-                dataclasses.replace(base, size=size, sizes=MeshSizes(shard=num_accelerators), separate_embeddings=True)
+            division_and_fit = _find_nearest_division(
+                dataclasses.replace(
+                    base_training, size=model_size, sizes=MeshSizes(shard=num_accelerators), separate_embeddings=True
+                )
             )
-            name = f"{model.rpartition('/')[2]} ({format_count(size.parameters)})"
-            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_cells(division_and_fit))} |")
+            name = f"{model.rpartition('/')[2]} ({format_count(model_size.parameters)})"
+            rows.append(f"| {name} | {nodes} × {PER_NODE} | {' | '.join(_iter_cells(division_and_fit))} |")
     return "\n".join(rows)
 
 
-def _nearest_division(configured: Training) -> tuple[Training, bool]:
+def _find_nearest_division(configured_training: Training) -> tuple[Training, bool]:
     """Returns the nearest division that fits, or the division with the lowest peak; and whether the result fits."""
     divisions_that_fit = [
-        (distance, division) for distance, division in divisions(configured) if peak_bytes(division) <= _USABLE
+        (change_distance, division)
+        for change_distance, division in divisions(configured_training)
+        if peak_bytes(division) <= _USABLE
     ]
     if divisions_that_fit:
         return min(divisions_that_fit, key=lambda candidate: (candidate[0], peak_bytes(candidate[1])))[1], True
-    return min((division for _, division in divisions(configured)), key=peak_bytes), False
+    return min((division for _, division in divisions(configured_training)), key=peak_bytes), False
 
 
-def _cells(division_and_fit: tuple[Training, bool]) -> Iterator[str]:
+def _iter_cells(division_and_fit: tuple[Training, bool]) -> Iterator[str]:
     training, is_fitting = division_and_fit
-    peak_moment = max(training.moments(), key=lambda moment: moment.nbytes)
+    peak_moment = max(training.moments(), key=lambda memory_moment: memory_moment.nbytes)
     yield format_sizes(training.sizes)
     yield f"{peak_moment.nbytes / GIB:.1f}" + ("" if is_fitting else " (**does not fit**)")
     yield peak_moment.name
@@ -88,16 +92,16 @@ def _cells(division_and_fit: tuple[Training, bool]) -> Iterator[str]:
     yield f"{largest_tokens(training, _USABLE)} tokens" if is_fitting else "—"
 
 
-def _serving_table(cfg: GrpoConfig) -> str:
+def _render_serving_table(cfg: GrpoConfig) -> str:
     rows = [
         "| model | ranks of an engine | weights, GiB | KV cache, GiB | sequences of full length |",
         "|" + "---|" * 5,
     ]
     for model in MODELS:
-        size = size_of(model)
+        model_size = size_of(model)
         for tensor in _ENGINES:
             engine = Serving(
-                size,
+                model_size,
                 "vllm",
                 2,
                 True,
@@ -115,7 +119,7 @@ def _serving_table(cfg: GrpoConfig) -> str:
                 if engine.refusals()
                 else [f"{engine.cache_bytes() / GIB:.1f}", f"{engine.num_fitting()}"]
             )
-            if size.kv_heads % tensor == 0 or tensor == size.kv_heads * 2:
+            if model_size.kv_heads % tensor == 0 or tensor == model_size.kv_heads * 2:
                 rows.append(
                     f"| {model.rpartition('/')[2]} | {tensor} | {engine.weights / GIB:.1f} | {' | '.join(cells)} |"
                 )
@@ -126,13 +130,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command `python -m rlhpc.language.planning.memory_tables CONFIG`; returns its exit code."""
     arguments = list(sys.argv[1:] if words is None else words)
 
-    def command() -> int:
+    def run_command() -> int:
         if len(arguments) != 1:
             raise ConfigError("give one configuration, such as configs/reasoning/large.yaml")
         print(tables(arguments[0]))
         return 0
 
-    return report_errors(command)
+    return report_errors(run_command)
 
 
 if __name__ == "__main__":

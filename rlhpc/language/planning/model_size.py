@@ -16,7 +16,7 @@ from typing import Any
 
 from rlhpc.language.models.builtin import PREFIX
 from rlhpc.language.models.tiny import SPECIAL, VOCABULARY
-from rlhpc.runs.model_names import cached_config
+from rlhpc.runs.preflight import cached_config
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.text import first_line
@@ -30,14 +30,20 @@ _LLAMA3 = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings
 
 
 def _sizes(
-    base: Mapping[str, Any], hidden: int, inner: int, layers: int, heads: int, kv: int, **other_keys: Any
+    base: Mapping[str, Any],
+    hidden_size: int,
+    inner_size: int,
+    num_layers: int,
+    num_heads: int,
+    kv: int,
+    **other_keys: Any,
 ) -> Any:
     return {
         **base,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
+        "hidden_size": hidden_size,
+        "intermediate_size": inner_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
         "num_key_value_heads": kv,
         **other_keys,
     }
@@ -147,11 +153,11 @@ class ModelSize:
     @functools.cached_property
     def layer_parameters(self) -> tuple[int, int]:
         """Numbers of parameters in the largest decoder layer: expert parameters, and other parameters."""
-        counts: dict[str, list[int]] = {}
+        numels_by_layer: dict[str, list[int]] = {}
         for name, shape in self.shapes.items():
             if layer_match := _LAYER.search(name):
-                counts.setdefault(layer_match[1], [0, 0])[".experts." not in name] += math.prod(shape)
-        expert_parameters, dense_parameters = max(counts.values(), key=sum, default=[0, 0])
+                numels_by_layer.setdefault(layer_match[1], [0, 0])[".experts." not in name] += math.prod(shape)
+        expert_parameters, dense_parameters = max(numels_by_layer.values(), key=sum, default=[0, 0])
         return expert_parameters, dense_parameters
 
     @functools.cached_property
@@ -174,7 +180,7 @@ class ModelSize:
         """Number of elements of the largest parameter."""
         return max(map(math.prod, self.shapes.values()), default=0)
 
-    def adapted(self, targets: Any) -> dict[str, tuple[int, int]]:
+    def adapted_layers(self, targets: Any) -> dict[str, tuple[int, int]]:
         """Returns the numbers of outputs and inputs of the linear layers that get an adapter, by name.
 
         Args:
@@ -192,27 +198,27 @@ class ModelSize:
                 shapes_of_adapted[module] = (shape[0], shape[1])
         return shapes_of_adapted
 
-    def key_value_bytes(self, itemsize: int, tokens: float, tensor: int = 1, *, compact: bool = False) -> float:
-        """Returns the bytes of a sequence's keys and values on a rank, of all layers.
+    def key_value_bytes(self, itemsize: int, num_tokens: float, tensor: int = 1, *, is_compact: bool = False) -> float:
+        """Returns the bytes of the keys and values of a sequence on a rank, over all layers.
 
         Args:
             itemsize: Bytes of a number.
-            tokens: Length of the sequence.
+            num_tokens: Length of the sequence.
             tensor: Number of ranks that share the heads.
-            compact: Whether the engine caches only tokens within a layer's window, and only latent vectors in MLA.
+            is_compact: Whether the engine caches only tokens within a layer's window, and only latent vectors in MLA.
         """
         elements_per_token = 2.0 * max(self.kv_heads / tensor, 1) * self.head_dim
         if self.latent:
-            elements_per_token = float(self.latent) if compact else self.latent_heads * max(self.heads / tensor, 1)
-        cached_tokens = sum(min(tokens, window) if compact else tokens for window in self.windows)
-        return itemsize * elements_per_token * cached_tokens
+            elements_per_token = float(self.latent) if is_compact else self.latent_heads * max(self.heads / tensor, 1)
+        num_cached_tokens = sum(min(num_tokens, window) if is_compact else num_tokens for window in self.windows)
+        return itemsize * elements_per_token * num_cached_tokens
 
 
 def size_of(
     path: str | None,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    build: bool = True,
+    builds_model: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> ModelSize:
     """Returns the sizes of a model.
@@ -221,7 +227,7 @@ def size_of(
         path: A folder, a hub name, or a built-in model (`model_path`).
         kwargs: Arguments of a built-in model.
         config: Contents of its config.json, if known.
-        build: Whether a family that is not in `FAMILIES` may be built on the meta device.
+        builds_model: Whether a family that is not in `FAMILIES` may be built on the meta device.
 
     Raises:
         UnknownModelError: The sizes are not available on this machine.
@@ -229,19 +235,19 @@ def size_of(
     config = config_of(path, kwargs) if config is None else config
     text_config = {**config, **(config.get("text_config") or {})}
     if text_config.get("model_type") in FAMILIES:
-        shapes = dict(_shapes(text_config))
+        shapes = dict(_iter_shapes(text_config))
         # For mixtures, peft treats all linear layers except attention as experts.
-        last_parts = _ATTENTION if _num_experts(text_config) else LINEAR
+        last_parts = _ATTENTION if _count_experts(text_config) else LINEAR
         layers = (name.removesuffix(".weight") for name in shapes)
         return _build_size(
             text_config, shapes, frozenset(name for name in layers if name.rpartition(".")[2] in last_parts)
         )
-    if not build:
+    if not builds_model:
         raise UnknownModelError(
             f"{path}: models of type {text_config.get('model_type')} are looked at by rlhpc plan alone"
         )
-    defaults, shapes, linear = _build_on_meta(path, config)
-    return _build_size({**text_config, **defaults}, shapes, linear)
+    defaults, shapes, linear_names = _build_on_meta(path, config)
+    return _build_size({**text_config, **defaults}, shapes, linear_names)
 
 
 def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -254,7 +260,7 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
         raise UnknownModelError("no model is named")
     if path == f"{PREFIX}tiny":
         try:
-            return _tiny_config(**{str(key): setting for key, setting in (kwargs or {}).items()})
+            return _make_tiny_config(**{str(key): key_value for key, key_value in (kwargs or {}).items()})
         except TypeError as error:  # the message names the accepted arguments
             raise UnknownModelError(f"{path} with {dict(kwargs or {})}: {error}") from None
     if path.startswith(PREFIX):
@@ -274,7 +280,7 @@ def config_of(path: str | None, kwargs: Mapping[str, Any] | None = None) -> Mapp
     )
 
 
-def _tiny_config(
+def _make_tiny_config(
     vocabulary: str = VOCABULARY, hidden: int = 128, layers: int = 4, heads: int = 4, context: int = 64, seed: int = 0
 ) -> dict[str, Any]:
     """Returns the configuration of a built-in tiny model, as written by `make_tiny_model`."""
@@ -291,18 +297,20 @@ def _tiny_config(
     }
 
 
-def _build_size(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear: frozenset[str]) -> ModelSize:
+def _build_size(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], linear_names: frozenset[str]
+) -> ModelSize:
     """Builds a `ModelSize` from config.json and the shapes of the parameters."""
     num_heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
     hidden_size = int(config.get("hidden_size") or config.get("n_embd") or 0)
-    experts = _num_experts(config)
+    experts = _count_experts(config)
     intermediate_size = int(config.get("intermediate_size") or config.get("n_inner") or 4 * hidden_size)
     context_length = config.get("max_position_embeddings") or config.get("n_positions")
     latent_size = int(config.get("kv_lora_rank") or 0)
     return ModelSize(
         shapes=shapes,
-        linear=linear,
-        windows=tuple(_windows(config)),
+        linear=linear_names,
+        windows=tuple(_iter_windows(config)),
         latent=latent_size + int(config.get("qk_rope_head_dim") or 0) if latent_size else 0,
         latent_heads=sum(int(config.get(f"{projection}_head_dim") or 0) for projection in ("qk_nope", "qk_rope", "v"))
         if latent_size
@@ -316,23 +324,25 @@ def _build_size(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         vocabulary=int(config["vocab_size"]),
         experts=experts,
         experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
-        expert_width=_expert_width({"intermediate_size": intermediate_size, **config}) if experts else 0,
+        expert_width=_find_expert_width({"intermediate_size": intermediate_size, **config}) if experts else 0,
         qk_norm=any(name.endswith("q_norm.weight") for name in shapes),
         context=None if context_length is None else int(context_length),
         computes_all_logits=any(config.get(key) not in (None, 1, 1.0) for key in _LOGIT_SCALING_KEYS),
     )
 
 
-def _windows(config: Mapping[str, Any]) -> Iterator[float]:
+def _iter_windows(config: Mapping[str, Any]) -> Iterator[float]:
     """Yields the attention window of each layer with a KV cache, in tokens."""
-    layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    num_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
     window = float(config.get("sliding_window") or math.inf)
     layer_types = config.get("layer_types")
     if not layer_types:  # all layers have the same type, except the first layers of Qwen
         first_sliding = (
-            layers if config.get("use_sliding_window") is False else int(config.get("max_window_layers") or 0)
+            num_layers if config.get("use_sliding_window") is False else int(config.get("max_window_layers") or 0)
         )
-        layer_types = ["sliding_attention" if layer >= first_sliding else "full_attention" for layer in range(layers)]
+        layer_types = [
+            "sliding_attention" if layer >= first_sliding else "full_attention" for layer in range(num_layers)
+        ]
     for layer_type in layer_types:
         if layer_type == "chunked_attention":
             yield float(config.get("attention_chunk_size") or math.inf)
@@ -340,7 +350,7 @@ def _windows(config: Mapping[str, Any]) -> Iterator[float]:
             yield window if layer_type == "sliding_attention" else math.inf
 
 
-def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _iter_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields names and shapes of the parameters of a family in `FAMILIES`, with the names and order of transformers."""
     family, hidden_size, num_heads = (
         config["model_type"],
@@ -373,24 +383,24 @@ def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "lm_head.weight", (int(config["vocab_size"]), hidden_size)
 
 
-def _num_experts(config: Mapping[str, Any]) -> int:
+def _count_experts(config: Mapping[str, Any]) -> int:
     """Returns the number of experts per layer; 0 for families without experts, for any contents of the configuration."""
     if config.get("model_type") in FAMILIES and config["model_type"] not in _MIXTURES:
         return 0
     return int(config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts") or 0)
 
 
-def _expert_width(config: Mapping[str, Any]) -> int:
+def _find_expert_width(config: Mapping[str, Any]) -> int:
     """Returns the inner width of an expert."""
     expert_width = None if config.get("model_type") == "mixtral" else config.get("moe_intermediate_size")
     return int(expert_width or config["intermediate_size"])
 
 
-def _feed_forward(config: Mapping[str, Any], number: int, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _feed_forward(config: Mapping[str, Any], layer_number: int, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields names and shapes of the parameters of a layer's MLP or experts."""
-    hidden_size, experts = int(config["hidden_size"]), _num_experts(config)
+    hidden_size, experts = int(config["hidden_size"]), _count_experts(config)
     step = int(config.get("decoder_sparse_step") or 1)
-    is_dense = not experts or number in (config.get("mlp_only_layers") or ()) or (number + 1) % step != 0
+    is_dense = not experts or layer_number in (config.get("mlp_only_layers") or ()) or (layer_number + 1) % step != 0
     if is_dense:
         inner_size = int(config["intermediate_size"])
         for name, shape in (
@@ -402,7 +412,7 @@ def _feed_forward(config: Mapping[str, Any], number: int, prefix: str) -> Iterat
             if config.get("mlp_bias"):
                 yield f"{prefix}.{name}_proj.bias", shape[:1]
         return
-    inner_size = _expert_width(config)
+    inner_size = _find_expert_width(config)
     yield f"{prefix}.gate.weight", (experts, hidden_size)
     yield f"{prefix}.experts.gate_up_proj", (experts, 2 * inner_size, hidden_size)
     yield f"{prefix}.experts.down_proj", (experts, hidden_size, inner_size)
@@ -424,7 +434,7 @@ def _build_on_meta(
             f"{path}: models of this type are built to be looked at, which needs {error.name}"
         ) from error
     try:
-        known_keys = {key: setting for key, setting in config.items() if key != "model_type"}
+        known_keys = {key: setting_value for key, setting_value in config.items() if key != "model_type"}
         model_config = AutoConfig.for_model(str(config["model_type"]), **known_keys)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config)
@@ -432,5 +442,7 @@ def _build_on_meta(
         raise UnknownModelError(f"{path}: this transformers cannot build it: {first_line(error)}") from error
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     text_config = model_config.get_text_config()
-    cache_settings = {key: setting for key in _CACHE_KEYS if (setting := getattr(text_config, key, None)) is not None}
+    cache_settings = {
+        key: setting_value for key in _CACHE_KEYS if (setting_value := getattr(text_config, key, None)) is not None
+    }
     return cache_settings, shapes, frozenset(linear_layers(model))

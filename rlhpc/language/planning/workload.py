@@ -26,20 +26,20 @@ TENSOR = "rollout.parallel.tensor"
 _DEFAULT_SEQUENCES = 64
 
 
-def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
+def rl_workload(cfg: GrpoConfig, max_staleness: int) -> Workload:
     """Returns the workload of an RL step: generation, scoring, training and weight sync."""
     prompts, responses, minibatch = cfg.data.prompts_per_step, responses_per_step(cfg), minibatch_size(cfg, cfg.actor)
     scoring_phases = tuple(
         Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT
     )
-    knobs = [Knob(STALENESS, tuple(range(ahead + 1))), _micro_batch_knob(cfg)]
-    if cfg.rollout.rollout_backend.lower() == "hf":  # one rank; its number of concurrent sequences is a key
-        knobs.append(Knob(BATCH, _values(cfg, BATCH, (responses, responses // 2))))
+    knobs = [Knob(STALENESS, tuple(range(max_staleness + 1))), _make_micro_batch_knob(cfg)]
+    if cfg.rollout.rollout_backend == "hf":  # one rank; its number of concurrent sequences is a key
+        knobs.append(Knob(BATCH, _list_values(cfg, BATCH, (responses, responses // 2))))
     else:
         num_ranks = len(configured_placements(cfg)["rollout"].processes)
-        knobs.append(Knob(TENSOR, _values(cfg, TENSOR, (n for n in (2, 4, 8) if num_ranks % n == 0))))
-    if Cluster.planned(cfg.cluster).num_accelerators and not ahead:
-        knobs.append(Knob(OFFLOAD, _values(cfg, OFFLOAD, (False, True))))
+        knobs.append(Knob(TENSOR, _list_values(cfg, TENSOR, (n for n in (2, 4, 8) if num_ranks % n == 0))))
+    if Cluster.planned(cfg.cluster).num_accelerators and not max_staleness:
+        knobs.append(Knob(OFFLOAD, _list_values(cfg, OFFLOAD, (False, True))))
     return Workload(
         phases=(
             Phase("generate", "rollout", "time/generate_s"),
@@ -63,25 +63,25 @@ def rl_workload(cfg: GrpoConfig, ahead: int) -> Workload:
     )
 
 
-def supervised_workload(cfg: LanguageConfig | RewardRunConfig, ahead: int) -> Workload:
+def supervised_workload(cfg: LanguageConfig | RewardRunConfig, num_prefetched: int) -> Workload:
     """Returns the workload of a supervised optimizer step."""
-    del ahead
+    del num_prefetched
     rows_per_step = cfg.data.prompts_per_step
     return Workload(
         phases=(Phase("train", "actor", "time/step_s"),),
         samples=rows_per_step,
         unit="rows",
-        knobs=(_micro_batch_knob(cfg),),
+        knobs=(_make_micro_batch_knob(cfg),),
         smaller={n: (f"data.prompts_per_step={rows_per_step // n}",) for n in (2, 4) if rows_per_step % n == 0},
         divides={"actor": rows_per_step},
     )
 
 
-def _micro_batch_knob(cfg: TrainedLanguageConfig) -> Knob:
+def _make_micro_batch_knob(cfg: TrainedLanguageConfig) -> Knob:
     """Returns the sizes of micro-batches to try: the configured size, and its half and quarter if at least 8 tokens."""
     tokens = cfg.actor.max_tokens_per_micro_batch
     return Knob(MICRO, (tokens, *(tokens // n for n in (2, 4) if tokens >= 8 * n)))
 
 
-def _values(cfg: GrpoConfig, key: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
+def _list_values(cfg: GrpoConfig, key: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys([select(cfg, key), *candidates]))

@@ -26,41 +26,41 @@ from rlhpc.runtime.text import in_parentheses
 _Row = Mapping[str, Any]
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
+def pass_at_k(n: int, num_right: int, k: int) -> float:
     """Returns the probability that k samples, drawn without replacement from a problem's n samples, include a right sample.
 
     1 − C(n − right, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in exact integers.
     """
-    if not 0 <= right <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {n} samples, {right} of them right, is not defined")
-    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+    if not 0 <= num_right <= n or not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} samples, {num_right} of them right, is not defined")
+    return 1.0 - math.comb(n - num_right, k) / math.comb(n, k)
 
 
-def ks(samples: int) -> list[int]:
+def ks(num_samples: int) -> list[int]:
     """Returns the values of k that a suite reports: 1, 2, 4, … and the number of samples."""
-    return sorted({2**i for i in range(samples.bit_length()) if 2**i <= samples} | {samples})
+    return sorted({2**i for i in range(num_samples.bit_length()) if 2**i <= num_samples} | {num_samples})
 
 
-def majority(votes: Sequence[str], right: Sequence[bool]) -> float:
+def majority(votes: Sequence[str], is_right: Sequence[bool]) -> float:
     """Returns the share of right samples among the samples with a problem's most frequent answer. Tied answers are averaged.
 
     Args:
         votes: Normalized answers; samples with "" do not vote.
-        right: Whether each sample is right.
+        is_right: Whether each sample is right.
     """
     vote_counts = Counter(vote for vote in votes if vote)
     if not vote_counts:
         return 0.0
     max_count = max(vote_counts.values())
     tied_answers = {answer for answer, count in vote_counts.items() if count == max_count}
-    num_right = sum(is_right for vote, is_right in zip(votes, right, strict=True) if vote in tied_answers)
+    num_right = sum(is_right for vote, is_right in zip(votes, is_right, strict=True) if vote in tied_answers)
     return num_right / (max_count * len(tied_answers))
 
 
 def _group_by_problem(rows: Iterable[_Row]) -> list[list[_Row]]:
     """Groups rows by problem; sorts problems by id, and the rows of a problem by sample."""
-    ordered = sorted(rows, key=itemgetter("id", "sample"))
-    return [list(problem) for _, problem in groupby(ordered, itemgetter("id"))]
+    sorted_rows = sorted(rows, key=itemgetter("id", "sample"))
+    return [list(problem) for _, problem in groupby(sorted_rows, itemgetter("id"))]
 
 
 def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
@@ -104,10 +104,10 @@ def summarize(rows: Iterable[_Row]) -> dict[str, Any]:
 
 def _score_metrics(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     """Returns accuracy, pass@k, majority and mean reward of problems."""
-    samples = len(problems[0])
+    num_samples = len(problems[0])
     right_counts = [sum(bool(row["right"]) for row in problem) for problem in problems]
     pass_rates = {
-        num_drawn: [pass_at_k(samples, count, num_drawn) for count in right_counts] for num_drawn in ks(samples)
+        num_drawn: [pass_at_k(num_samples, count, num_drawn) for count in right_counts] for num_drawn in ks(num_samples)
     }
     has_votes = any(row["vote"] for problem in problems for row in problem)
     majority_scores = [
@@ -115,8 +115,8 @@ def _score_metrics(problems: Sequence[Sequence[_Row]]) -> dict[str, Any]:
     ]
     return {
         "n": len(problems),
-        "samples": samples,
-        **_mean_with_interval("accuracy", [count / samples for count in right_counts]),
+        "samples": num_samples,
+        **_mean_with_interval("accuracy", [count / num_samples for count in right_counts]),
         "pass_at_k": {
             str(num_drawn): sum(problem_rates) / len(problem_rates) for num_drawn, problem_rates in pass_rates.items()
         },
@@ -155,8 +155,8 @@ def _mean_with_interval(name: str, values: Sequence[float]) -> dict[str, Any]:
     return {name: sum(values) / len(values), f"{name}_ci95": list(interval(values))}
 
 
-def _mean_of_rows(problem: Sequence[_Row], value: Callable[[_Row], float]) -> float:
-    return sum(float(value(row)) for row in problem) / len(problem)
+def _mean_of_rows(problem: Sequence[_Row], get_value: Callable[[_Row], float]) -> float:
+    return sum(float(get_value(row)) for row in problem) / len(problem)
 
 
 #: Row of an evaluation: `rewards` of the responses, `target` (margin or label), `level`, and the text of the `prompt`.
@@ -282,9 +282,9 @@ def _agreement(rewards: np.ndarray, labels: np.ndarray) -> list[float]:
     return agreement_shares
 
 
-def spearman(first: np.ndarray, second: np.ndarray) -> float | None:
+def spearman(xs: np.ndarray, ys: np.ndarray) -> float | None:
     """Returns the rank correlation of two variables, with mean ranks of ties; None if a variable is constant."""
-    ranks = [_ranks(observations) for observations in (first, second)]
+    ranks = [_ranks(observations) for observations in (xs, ys)]
     if any(np.ptp(rank_values) == 0 for rank_values in ranks):
         return None
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -12,10 +12,10 @@ import yaml
 from rlhpc.jobs.paths import RunPaths, model_name
 from rlhpc.language.reporting.eval_metrics import level_order
 from rlhpc.language.reporting.sample_pages import write_episodes_page, write_samples_page
-from rlhpc.metrics.charts import CHART, TALL, Line, Size, is_constant, line_chart, number, stacked_bars
+from rlhpc.metrics.charts import CHART, TALL, Line, Size, is_constant, line_chart, number, stacked_bar_chart
 from rlhpc.metrics.curves import Metric, evaluation_chart, hollow_points, metric_charts
 from rlhpc.metrics.logger import series
-from rlhpc.metrics.page import Cell, card, duration, figures, missing, table
+from rlhpc.metrics.page import Cell, card, render_figures, render_placeholder, table
 from rlhpc.metrics.phase_times import STAGES, Rows, bin_rows, phase_columns
 from rlhpc.metrics.provenance import (
     evaluations_by_suite,
@@ -29,7 +29,7 @@ from rlhpc.metrics.provenance import (
 )
 from rlhpc.runs.task_type import Parts
 from rlhpc.runtime.files import read_yaml
-from rlhpc.runtime.text import in_parentheses, interval_text
+from rlhpc.runtime.text import format_duration, in_parentheses, interval_text
 
 Evaluation = Mapping[str, Any]
 
@@ -65,32 +65,49 @@ _COUNTERS = {"rollout/samples", "train/tokens_total"}
 _RATES = {"rollout": "time/tokens_per_s", "training": "time/train_tokens_per_s"}
 
 
-def learning_curves(rows: Rows, always: Container[str]) -> dict[str, str]:
+def learning_curves(rows: Rows, shown_metrics: Container[str]) -> dict[str, str]:
     """Draws the main metrics of the task type, then the diagnostics, then other logged metrics under their names.
 
     Args:
         rows: Metrics of the run.
-        always: Curves that are drawn even without logged values.
+        shown_metrics: Curves that are drawn even without logged values.
     """
-    titled_metrics = [*(metric for metric in _MAIN_METRICS if metric.file in always), *_DIAGNOSTICS]
+    titled_metrics = [*(metric for metric in _MAIN_METRICS if metric.file in shown_metrics), *_DIAGNOSTICS]
     metric_names = {key for row in rows for key in row}
     charted_names = {metric.name for metric in titled_metrics} | _COUNTERS
     unknown_names = [
-        Metric(name.replace("/", "_"), name, name, "")
+        name
         for name in sorted({name for name in metric_names if name.startswith(("train/", "rollout/"))} - charted_names)
         if not is_constant(series(rows, name)[1])
     ]
-    charts = metric_charts(rows, [*titled_metrics, *unknown_names], always)
+    extra_metrics = [Metric(name.replace("/", "_"), name, name, "") for name in unknown_names if name.count("/") == 1]
+    charts = metric_charts(rows, [*titled_metrics, *extra_metrics], shown_metrics)
+    # `train/mismatch_abs/<class>` of all classes in one chart, and so `train/policy/<policy>/tokens` of all policies.
+    families: dict[tuple[str, ...], dict[str, str]] = {}
+    for name in unknown_names:
+        section, quantity, *labels = name.split("/")
+        if labels:
+            families.setdefault((section, quantity, *labels[1:]), {})[labels[0]] = name
+    for family, names in families.items():
+        charts["_".join(family)] = _family_chart(rows, "/".join(family), names, "")
     held_out_loss = series(rows, "eval/loss")
     for metric in titled_metrics:
         if metric.name == "train/loss" and metric.file in charts and held_out_loss[0]:
             lines = [Line("training", *series(rows, metric.name), smooth=True)]
             lines.append(Line("held out", *held_out_loss, color=1, markers=True))
             charts[metric.file] = line_chart(metric.title, "global step", metric.y_label, lines)
-    if len(term_names := sorted(name for name in metric_names if name.startswith("reward/"))) > 1:
-        lines = [Line(name[7:], *series(rows, name), color=i, smooth=True) for i, name in enumerate(term_names)]
-        charts["reward_terms"] = line_chart("Terms of the reward", "global step", "mean", lines)
+    terms = {name[7:]: name for name in sorted(metric_names) if name.startswith("reward/")}
+    if len(terms) > 1:
+        charts["reward_terms"] = _family_chart(rows, "Terms of the reward", terms, "mean")
     return charts
+
+
+def _family_chart(rows: Rows, title: str, names: Mapping[str, str], y_label: str) -> str:
+    """Draws several metrics (label → name) of one quantity in one chart with a key."""
+    lines = [
+        Line(label, *series(rows, name), color=color, smooth=True) for color, (label, name) in enumerate(names.items())
+    ]
+    return line_chart(title, "global step", y_label, lines, has_key=True)
 
 
 def time_curves(rows: Rows) -> dict[str, str]:
@@ -108,7 +125,9 @@ def time_curves(rows: Rows) -> dict[str, str]:
             for color, (label, name) in enumerate(stages)
         ]
         charts["stages"] = line_chart("Work of the stages", "global step", "seconds", lines)
-    phases = stacked_bars("Time per phase", "global step", "seconds per step", *bin_rows(rows, phase_columns(rows)))
+    phases = stacked_bar_chart(
+        "Time per phase", "global step", "seconds per step", *bin_rows(rows, phase_columns(rows))
+    )
     return charts | {"time_per_phase": phases}
 
 
@@ -158,17 +177,23 @@ def pass_at_k_curve(evaluations: Sequence[Evaluation]) -> str | None:
     return line_chart("pass@k", "k", "pass@k, 95 % interval", lines, TALL) if lines else None
 
 
-def all_curves(paths: RunPaths, rows: Rows, always: Container[str]) -> dict[str, str]:
+def all_curves(paths: RunPaths, rows: Rows, shown_metrics: Container[str]) -> dict[str, str]:
     """Returns all charts of the run by file name."""
     evaluations = read_evaluations(paths)
     evaluation_chart = evaluation_curve(paths, rows, evaluations)
-    charts = {**learning_curves(rows, always), "evaluation": evaluation_chart, **time_curves(rows)}
+    charts = {**learning_curves(rows, shown_metrics), "evaluation": evaluation_chart, **time_curves(rows)}
     pass_at_k_chart = pass_at_k_curve(evaluations)
     return charts | ({"pass_at_k": pass_at_k_chart} if pass_at_k_chart else {})
 
 
 def parts(
-    paths: RunPaths, rows: Rows, *, always: Container[str], trained: tuple[str, str], rate: str, linked: bool
+    paths: RunPaths,
+    rows: Rows,
+    *,
+    shown_metrics: Container[str],
+    trained_metric: tuple[str, str],
+    rate: str,
+    linked: bool,
 ) -> Parts:
     """Returns the parts of the page (`Reporting.parts`); with `linked`, also writes samples.html and episodes.html if
     evaluations have samples.
@@ -176,8 +201,8 @@ def parts(
     Args:
         paths: Paths of the run.
         rows: Metrics of the run.
-        always: Curves that are drawn even without logged values.
-        trained: Metric of the progress of training, and its title.
+        shown_metrics: Curves that are drawn even without logged values.
+        trained_metric: Metric of the progress of training, and its title.
         rate: Metric of the tokens per second.
         linked: Whether the page may link to other files of the run.
     """
@@ -191,14 +216,14 @@ def parts(
     }
     return Parts(
         subject=data_name(paths),
-        cards=key_figures(rows, scored_results(paths, rows, evaluations, suite, "accuracy"), trained, rate),
-        curves=list(learning_curves(rows, always).values()),
+        cards=key_figures(rows, scored_results(paths, rows, evaluations, suite, "accuracy"), trained_metric, rate),
+        curves=list(learning_curves(rows, shown_metrics).values()),
         evaluation=evaluation_section(
             paths, rows, evaluations, samples.name if samples else None, episodes.name if episodes else None
         ),
         times=list(time_curves(rows).values())[::-1],
         evaluated=accuracy_by_step,
-        trained=trained,
+        trained=trained_metric,
     )
 
 
@@ -213,7 +238,7 @@ def data_name(paths: RunPaths) -> str:
         return ""
 
 
-def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[str, str], rate: str) -> str:
+def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained_metric: tuple[str, str], rate: str) -> str:
     """Renders the cards at the top of the page: best and last evaluation of a suite, and figures of the run."""
     best_evaluation = max(evaluations, key=lambda result: result["accuracy"], default=None)
     last_evaluation = evaluations[-1] if evaluations else None
@@ -226,7 +251,7 @@ def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[st
             return card(title, "–", "not evaluated yet")
         return card(title, f"{result['accuracy']:.1%}", f"accuracy, {result['suite']}, step {result['global_step']}")
 
-    name, label = trained
+    name, label = trained_metric
     metric_value, wall_s = latest_value(name), latest_value("time/wall_s")
     rate_values = series(rows, rate)[1]
     return (
@@ -235,7 +260,7 @@ def key_figures(rows: Rows, evaluations: Sequence[Evaluation], trained: tuple[st
         + evaluation_card("Last evaluation", last_evaluation)
         + card(label.capitalize(), "–" if metric_value is None else f"{metric_value:.3f}", "at the last step")
         + card("Training steps", str(rows[-1]["step"]) if rows else "–", "")
-        + card("Wall time", "–" if wall_s is None else duration(wall_s), "training")
+        + card("Wall time", "–" if wall_s is None else format_duration(wall_s), "training")
         + card("Tokens / s", number(sum(rate_values) / len(rate_values)) if rate_values else "–", "mean over the run")
         + "</div>"
     )
@@ -249,13 +274,13 @@ def evaluation_section(
     episodes_page: str | None = None,
 ) -> str:
     """Renders chart and table of the evaluations, accuracy by level, and links to the pages of samples and episodes."""
-    html = figures(
+    html = render_figures(
         [pass_at_k_chart] if (pass_at_k_chart := pass_at_k_curve(evaluations)) else [],
         lambda size: evaluation_curve(paths, rows, evaluations, size),
     )
     html += hollow_points(evaluations_by_suite(paths, rows, evaluations, "accuracy"))
     if not evaluations:
-        return html or missing(
+        return html or render_placeholder(
             "No evaluation yet: <code>rlhpc eval</code> on a checkpoint, or the workflow's eval rule."
         )
     if samples_page:
@@ -327,7 +352,8 @@ def _level_table(evaluations: Sequence[Evaluation]) -> str:
         for evaluation in evaluations:
             scores = (evaluation.get("levels") or {}).get(level) or {}
             cells.append(
-                _format(scores.get("accuracy"), ".1%") + in_parentheses(scores.get("accuracy_ci95"), ".1%", to=" … ")
+                _format(scores.get("accuracy"), ".1%")
+                + in_parentheses(scores.get("accuracy_ci95"), ".1%", separator=" … ")
             )
         body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
     return table(

@@ -17,9 +17,9 @@ from typing import Any
 
 from rlhpc.jobs.paths import PAGE, RunPaths
 from rlhpc.language.reporting.eval_metrics import level_order
-from rlhpc.metrics.page import Cell, missing, page, section, table, write_page
+from rlhpc.metrics.page import Cell, page, render_placeholder, section, table, write_page
 from rlhpc.metrics.provenance import largest_pass_at, metric_title, typed_result, with_pass_at
-from rlhpc.metrics.statistics import share_interval, wilson
+from rlhpc.metrics.statistics import share_interval, wilson_interval
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, is_number, open_file, read_file, read_json
 from rlhpc.runtime.text import interval_text
@@ -104,6 +104,8 @@ _OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "tokens": is_count,
     "reward": is_number,
     "terms": lambda value: isinstance(value, dict),
+    "images": lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+    "num_images": is_count,
 }
 
 
@@ -131,6 +133,11 @@ class _Column:
 def samples_path(result: Path) -> Path:
     """Returns the path of the samples that belong to an evaluation's JSON file: `<suite>.samples.jsonl` in its folder."""
     return result.with_name(f"{result.stem}.samples.jsonl")
+
+
+def previews_path(result: Path) -> Path:
+    """Returns the folder with small copies of the prompts' images of an evaluation: `<suite>.images` beside its JSON file."""
+    return result.with_name(f"{result.stem}.images")
 
 
 def read_samples(path: Path) -> Iterator[_Row]:
@@ -293,15 +300,15 @@ def _filter_form() -> str:
         "wrong": "one is wrong",
         "changed": "differ between checkpoints",
     }
-    options = "".join(
+    options_html = "".join(
         f'<option value="{option_value}">{option_label}</option>' for option_value, option_label in choices.items()
     )
-    rewards = "".join(
+    rewards_html = "".join(
         f'<label>{option_label}<input type="number" name="{name}" step="any"/></label>'
         for name, option_label in (("least", "reward from"), ("most", "to"))
     )
     return (
-        f'<form class="filter" hidden><label>answers<select name="answers">{options}</select></label>{rewards}'
+        f'<form class="filter" hidden><label>answers<select name="answers">{options_html}</select></label>{rewards_html}'
         '<label>text in prompt or answer<input type="search" name="text"/></label>'
         '<button type="reset">show all</button><output aria-live="polite"></output></form>'
     )
@@ -388,13 +395,13 @@ def _render_problem(key: Any, columns: Sequence[_Column]) -> str:
         cells.append(
             _render_answer(column.step, rows)
             if same_prompt
-            else f'<div class="answer"><h4>step {column.step}</h4>{missing("Not asked at this checkpoint.")}</div>'
+            else f'<div class="answer"><h4>step {column.step}</h4>{render_placeholder("Not asked at this checkpoint.")}</div>'
         )
     right_shares = {column.share[key] for column in columns if key in column.share}
-    changed_attribute = " data-changed" if len(right_shares) > 1 else ""
+    changed_html = " data-changed" if len(right_shares) > 1 else ""
     prompt_html = _render_text(first_sample["prompt"])
     return (
-        f'<article class="problem"{changed_attribute}><header>{"".join(fact_items)}{prompt_html}</header>'
+        f'<article class="problem"{changed_html}><header>{"".join(fact_items)}{prompt_html}</header>'
         f'<div class="answers">{"".join(cells)}</div></article>'
     )
 
@@ -404,14 +411,16 @@ def _render_answer(step: int, rows: Sequence[_Row]) -> str:
     count_text = f" · {num_right} of {len(rows)} right" if len(rows) > 1 else ""
     html = f"<h4>step {step}{count_text}</h4>{_render_sample(rows[0])}"
     if further_rows := rows[1 : 1 + _MAX_MORE_SAMPLES]:
-        further_samples = "".join(_render_sample(row) for row in further_rows)
-        html += f"<details><summary>{len(further_rows)} more of its {len(rows)} samples</summary>{further_samples}</details>"
+        samples_html = "".join(_render_sample(row) for row in further_rows)
+        html += (
+            f"<details><summary>{len(further_rows)} more of its {len(rows)} samples</summary>{samples_html}</details>"
+        )
     return f'<div class="answer">{html}</div>'
 
 
 def _render_sample(row: _Row) -> str:
     """Renders a sample with its score."""
-    verdict = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
+    verdict_html = '<span class="ok">✓ right</span>' if row["right"] else '<span class="no">✗ wrong</span>'
     facts = [f"{row['tokens']} tokens"] if "tokens" in row else []
     if row.get("finished") is False:
         facts.append("cut off")
@@ -425,7 +434,7 @@ def _render_sample(row: _Row) -> str:
         facts.append(f"reward {row['reward']:.3g}" + (f" ({terms_text})" if len(reward_terms) > 1 else ""))
     reward = f' data-reward="{row["reward"]:.9g}"' if "reward" in row else ""
     attributes = f'data-answer="{"right" if row["right"] else "wrong"}"{reward}'
-    header = f"<p>{verdict} · {escape(' · '.join(facts))}</p>"
+    header = f"<p>{verdict_html} · {escape(' · '.join(facts))}</p>"
     return f'<div class="sample" {attributes}>{header}{_render_text(row["response"])}</div>'
 
 
@@ -433,7 +442,7 @@ def _render_text(text: str) -> str:
     """Renders untrusted text; folds long texts, and truncates very long texts."""
     visible_text = text if len(text) <= _FOLD_CHARACTERS * 1.2 else text[:_FOLD_CHARACTERS]
     html = f'<pre class="said" dir="auto">{escape(visible_text) or "<i>nothing</i>"}</pre>'
-    if folded_text := text[len(visible_text) : _MAX_SAMPLE_CHARACTERS]:
+    if remaining_text := text[len(visible_text) : _MAX_SAMPLE_CHARACTERS]:
         cut_note = (
             f"\n[{len(text) - _MAX_SAMPLE_CHARACTERS} more characters are in the samples file]"
             if len(text) > _MAX_SAMPLE_CHARACTERS
@@ -441,16 +450,16 @@ def _render_text(text: str) -> str:
         )
         html += (
             f"<details><summary>{len(text) - len(visible_text)} more characters</summary>"
-            f'<pre class="said" dir="auto">{escape(folded_text)}{cut_note}</pre></details>'
+            f'<pre class="said" dir="auto">{escape(remaining_text)}{cut_note}</pre></details>'
         )
     return html
 
 
-def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
+def compare(first_run: str | Path, second_run: str | Path) -> dict[str, Any]:
     """Compares two evaluations of one suite, sample by sample: two engines with one model, or two models.
 
     Args:
-        first, second: JSON files of the evaluations, with the samples in the same folders.
+        first_run, second_run: JSON files of the evaluations, with the samples in the same folders.
 
     Returns:
         n (common samples), same_text and same_right (shares), accuracy (of both evaluations), difference (second − first,
@@ -460,12 +469,12 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: A file cannot be read, or the evaluations have no problem in common.
     """
-    differing_texts, first_rows, second_rows = [], _rows_by_sample(first), _rows_by_sample(second)
+    differing_texts, first_rows, second_rows = [], _rows_by_sample(first_run), _rows_by_sample(second_run)
     common_keys = [
         key for key in first_rows if key in second_rows and first_rows[key]["prompt"] == second_rows[key]["prompt"]
     ]
     if not common_keys:
-        raise ConfigError(f"{first} and {second} have no problem in common; compare evaluations of one suite")
+        raise ConfigError(f"{first_run} and {second_run} have no problem in common; compare evaluations of one suite")
     problems: dict[Any, list[int]] = {}
     for key in common_keys:
         first_row, second_row = first_rows[key], second_rows[key]
@@ -476,7 +485,7 @@ def compare(first: str | Path, second: str | Path) -> dict[str, Any]:
             )
     differences = [sum(problem_differences) / len(problem_differences) for problem_differences in problems.values()]
     # Differences are from -1 to 1. If no problem differs, the interval is the upper bound of the share that may differ.
-    bound = wilson(0, len(differences))[1]
+    bound = wilson_interval(0, len(differences))[1]
     interval_shares = share_interval([(difference + 1) / 2 for difference in differences])
     interval_ends = [2 * end - 1 for end in interval_shares] if any(differences) else [-bound, bound]
     return {
@@ -591,12 +600,12 @@ def _render_episode(row: _Row) -> str:
         fact_texts.append(f"reward {row['reward']:.3g}")
     if row.get("answer"):
         fact_texts.append(f"answer {str(row['answer'])[:200]}")
-    fact_spans = "".join(f"<span>{escape(fact_text)}</span>" for fact_text in fact_texts)
-    branches = "".join(
+    facts_html = "".join(f"<span>{escape(fact_text)}</span>" for fact_text in fact_texts)
+    branches_html = "".join(
         _render_branch(branch_number, sample, len(samples)) for branch_number, sample in enumerate(samples, 1)
     )
-    header = f"<header><b>Problem {escape(str(row['id']))}</b>{verdict_html} {fact_spans}</header>"
-    return f'<article class="episode">{header}<div class="branches">{branches}</div></article>'
+    header = f"<header><b>Problem {escape(str(row['id']))}</b>{verdict_html} {facts_html}</header>"
+    return f'<article class="episode">{header}<div class="branches">{branches_html}</div></article>'
 
 
 def _render_branch(number: int, sample: Any, num_branches: int) -> str:
@@ -610,8 +619,8 @@ def _render_part(part: Any) -> str:
         part_text = part["read"] if len(part["read"]) <= _MAX_CHARACTERS else part["read"][:_MAX_CHARACTERS] + "…"
         return f'<div class="part read" dir="auto"><b>read</b>{escape(part_text)}</div>'
     reward = f", reward {part['reward']:.3g}" if part.get("reward") else ""
-    tokens = "".join(_render_token(token_text, logprob) for token_text, logprob in part["drawn"][:_MAX_CHARACTERS])
-    return f'<div class="part drawn" dir="auto"><b>turn {part["turn"] + 1}{reward}</b>{tokens}</div>'
+    tokens_html = "".join(_render_token(token_text, logprob) for token_text, logprob in part["drawn"][:_MAX_CHARACTERS])
+    return f'<div class="part drawn" dir="auto"><b>turn {part["turn"] + 1}{reward}</b>{tokens_html}</div>'
 
 
 def _render_token(text: str, logprob: float) -> str:

@@ -84,7 +84,7 @@ class CodeReward:
             if not self._run_unfenced:
                 return 0.0
             program = sample.response
-        test_passed = self._run_tests(problem, program, self._timeout_s, run_all=self._partial)
+        test_passed = self._run_tests(problem, program, self._timeout_s, runs_all=self._partial)
         if not any(test_passed):
             return 0.0
         depends_on_program = self._depends_on_program(problem)
@@ -92,9 +92,9 @@ class CodeReward:
             return float(all(test_passed))
         # A test that an empty program passes, such as a test that an argument is unchanged, counts only if it fails.
         counted_results = [
-            passed
-            for passed, is_dependent in zip(test_passed, depends_on_program, strict=True)
-            if is_dependent or not passed
+            has_passed
+            for has_passed, is_dependent in zip(test_passed, depends_on_program, strict=True)
+            if is_dependent or not has_passed
         ]
         return sum(counted_results) / len(counted_results)
 
@@ -108,25 +108,27 @@ class CodeReward:
             self._problems[key] = _Problem(meta)
         return self._problems[key]
 
-    def _run_tests(self, problem: _Problem, program: str, timeout_s: float, *, run_all: bool) -> list[bool]:
-        """Runs a program with all tests; returns whether each test passed. Without `run_all`, tests after a failure do not run
-        and count as failed.
+    def _run_tests(self, problem: _Problem, program: str, timeout_s: float, *, runs_all: bool) -> list[bool]:
+        """Runs a program with all tests; returns whether each test passed. Without `runs_all`, tests after a failure are not
+        run and count as failed.
         """
         deadline, test_passed, plan = time.monotonic() + timeout_s, list[bool](), problem.plan
         if plan.claims:
             checks = self._sandbox.check(program, plan.steps, plan.setup, timeout_s).checks
             answers = [checks.get(step_number, {}) for step_number in range(len(plan.steps))]
             test_passed += [holds(claim, answers) for claim in plan.claims]
-        remaining = deadline - time.monotonic()
-        if plan.verdicts and remaining > 0 and (run_all or all(test_passed)):
-            checks = self._sandbox.check(program, plan.scripts, plan.setup, remaining).checks
+        remaining_s = deadline - time.monotonic()
+        if plan.verdicts and remaining_s > 0 and (runs_all or all(test_passed)):
+            checks = self._sandbox.check(program, plan.scripts, plan.setup, remaining_s).checks
             test_passed += [checks.get(step_number, {}).get("passed") is True for step_number in plan.verdicts]
         else:
             test_passed += [False] * len(plan.verdicts)
         for test in problem.streams:
-            remaining = deadline - time.monotonic()
-            is_decided = run_all or all(test_passed)
-            test_passed.append(is_decided and remaining > 0 and self._passes_stream_test(program, test, remaining))
+            remaining_s = deadline - time.monotonic()
+            is_decided = runs_all or all(test_passed)
+            test_passed.append(
+                is_decided and remaining_s > 0 and self._matches_stream_output(program, test, remaining_s)
+            )
         return test_passed
 
     def _depends_on_program(self, problem: _Problem) -> list[bool]:
@@ -136,12 +138,12 @@ class CodeReward:
             ValueError: An empty program, or a program with functions that return None, passes all tests.
         """
         if problem.refusal is None:
-            stub_passed = self._run_tests(problem, "", self._timeout_s, run_all=True)
-            problem.dependent = [not passed for passed in stub_passed]
-            stub = "".join(f"def {name}(*args, **kwargs): return None\n" for name in program_names(problem.plan))
+            stub_passed = self._run_tests(problem, "", self._timeout_s, runs_all=True)
+            problem.dependent = [not has_passed for has_passed in stub_passed]
+            stub_code = "".join(f"def {name}(*args, **kwargs): return None\n" for name in program_names(problem.plan))
             if all(stub_passed):
                 problem.refusal = "its tests test nothing: an empty program passes"
-            elif all(self._run_tests(problem, stub, self._timeout_s, run_all=False)):
+            elif all(self._run_tests(problem, stub_code, self._timeout_s, runs_all=False)):
                 problem.refusal = "its tests test nothing: a program whose functions return None passes"
             else:
                 problem.refusal = ""
@@ -149,7 +151,7 @@ class CodeReward:
             raise ValueError(problem.refusal)
         return problem.dependent
 
-    def _passes_stream_test(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
+    def _matches_stream_output(self, program: str, test: Mapping[str, Any], timeout_s: float) -> bool:
         sandbox_result = self._sandbox.run(program, str(test.get("input", "")), timeout_s)
         return sandbox_result.status == "ok" and _lines(sandbox_result.stdout) == _lines(str(test["output"]))
 
@@ -196,28 +198,28 @@ def last_block(response: str) -> str | None:
             and set(fence_line) == {opening_fence["fence"][0]}
             and len(fence_line) >= len(opening_fence["fence"])
         ):
-            blocks.append((_language(opening_fence["info"]), "\n".join([*code_lines, ""])))
+            blocks.append((_parse_language(opening_fence["info"]), "\n".join([*code_lines, ""])))
             opening_fence = None
         else:
-            code_lines.append(_unindent(content_line, len(opening_fence["indent"].expandtabs(4))))
-    for marks in (("python", "py", "python3"), ("",)):
-        code_blocks = [block for language, block in blocks if language in marks]
+            code_lines.append(_remove_indent(content_line, len(opening_fence["indent"].expandtabs(4))))
+    for fence_languages in (("python", "py", "python3"), ("",)):
+        code_blocks = [block for language, block in blocks if language in fence_languages]
         if code_blocks:
             return code_blocks[-1]
     return None
 
 
-def _language(info: str) -> str:
+def _parse_language(info_string: str) -> str:
     """Returns the language of a fence: `python` for `python title=x`, `{.python .numberLines}` and `python3.11`."""
-    info_words = re.findall(r"[a-z]+3?", info.lower())
+    info_words = re.findall(r"[a-z]+3?", info_string.lower())
     return info_words[0] if info_words else ""
 
 
-def _unindent(line: str, width: int) -> str:
+def _remove_indent(line: str, width: int) -> str:
     """Removes up to `width` columns of white space from the start of a line."""
     expanded_line = line.expandtabs(4) if line[:width].strip(" ") != line[:width].strip() else line
     return expanded_line[min(width, len(expanded_line) - len(expanded_line.lstrip())) :]
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+def _lines(output_text: str) -> list[str]:
+    return [line.rstrip() for line in output_text.rstrip().split("\n")]

@@ -70,8 +70,8 @@ class Reader:
         for statement in plain_statements:
             self._read_statement(statement)
         if calls_check:
-            check = self._functions["check"]
-            self._inline(check, [ast.parse(self.entry, mode="eval").body])
+            check_function = self._functions["check"]
+            self._inline(check_function, [ast.parse(self.entry, mode="eval").body])
         for function in [*functions, *(f for class_ in classes for f in problem_formats.unittest_functions(class_))]:
             num_before = self.num_dependent + self.num_possible
             self._inline(function, [])
@@ -94,13 +94,13 @@ class Reader:
             n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)
         }
         is_simple = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr))
-        source = ast.unparse(self._insert_values(statement, is_simple))
+        statement_source = ast.unparse(self._insert_values(statement, is_simple))
         for name in stored_names:
             self.plan.values.pop(name, None)
         self.plan.meanings.update(meanings_of([statement]))
-        self._step_numbers.append(add_step(self.plan, "do", source))
+        self._step_numbers.append(add_step(self.plan, "do", statement_source))
 
-    def _insert_values(self, node: Any, simple: bool = True) -> Any:
+    def _insert_values(self, node: Any, is_simple: bool = True) -> Any:
         """Returns a copy of a node with known expressions replaced by their values. Binds a name in the sandbox instead if the
         program may change or keep the name's object.
         """
@@ -115,9 +115,9 @@ class Reader:
             isinstance(n, ast.Name) and n.id in _FRAMEWORKS and n.id not in self.plan.values for n in ast.walk(node)
         ):
             raise Unclear
-        inserter = _ValueInserter(self, local_names, simple)
+        inserter = _ValueInserter(self, local_names, is_simple)
         node = inserter.visit(node)
-        for name in sorted(inserter.needed):
+        for name in sorted(inserter.needed_names):
             self._bind_inside(name)
         self._define({n.id for n in ast.walk(node) if isinstance(n, ast.Name)})
         return node
@@ -127,10 +127,10 @@ class Reader:
         if name not in self.plan.values:
             return
         known_value = self.plan.values.pop(name)
-        source = ast.unparse(to_expression(known_value))
+        value_source = ast.unparse(to_expression(known_value))
         shared_ids = mutable_ids(known_value)
         self.plan.meanings[name] = ""
-        self._step_numbers.append(add_step(self.plan, "do", f"{name} = {source}"))
+        self._step_numbers.append(add_step(self.plan, "do", f"{name} = {value_source}"))
         for alias, alias_value in list(self.plan.values.items()):
             if alias_value is known_value and shared_ids:
                 del self.plan.values[alias]
@@ -139,9 +139,9 @@ class Reader:
             elif shared_ids & mutable_ids(alias_value):
                 raise Unclear
 
-    def _define(self, names: set[str]) -> None:
-        """Adds the definitions of the tests' functions and classes among `names` to the sandbox's steps."""
-        for name in sorted(names & self.plan.definitions.keys()):
+    def _define(self, defined_names: set[str]) -> None:
+        """Adds the definitions of the tests' functions and classes among `defined_names` to the sandbox's steps."""
+        for name in sorted(defined_names & self.plan.definitions.keys()):
             definition = self.plan.definitions.pop(name)
             self._add_statement(definition)
 
@@ -240,7 +240,11 @@ class Reader:
 
     def _expects_exception(self, statement: ast.With) -> bool:
         call = statement.items[0].context_expr
-        return len(statement.items) == 1 and isinstance(call, ast.Call) and self._meaning(call.func) == "pytest.raises"
+        return (
+            len(statement.items) == 1
+            and isinstance(call, ast.Call)
+            and self._find_qualified_name(call.func) == "pytest.raises"
+        )
 
     def _read_raises(self, statement: ast.With) -> None:
         """Parses `with pytest.raises(...)`. The sandbox returns the exception; its classes are compared outside."""
@@ -261,17 +265,17 @@ class Reader:
             raise Unclear
         classes = call.args[0].elts if isinstance(call.args[0], ast.Tuple) else [call.args[0]]
         exception_names = [ast.unparse(node).rpartition(".")[2] for node in classes]
-        source = "\n".join(
+        statement_source = "\n".join(
             ast.unparse(self._insert_values(inner_statement, False)) for inner_statement in statement.body
         )
-        step_number = add_step(self.plan, "raises", source)
+        step_number = add_step(self.plan, "raises", statement_source)
         pattern = str(match_values[0]) if match_values else None
         self.plan.claims.append(lambda answers: outside.has_raised(answers, step_number, exception_names, pattern))
         self.num_dependent += 1
 
-    def _unroll_loop(self, loop: ast.For, inner: list[ast.AST]) -> None:
+    def _unroll_loop(self, loop: ast.For, inner_loops: list[ast.AST]) -> None:
         """Unrolls a loop over values that are known outside the sandbox."""
-        if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner):
+        if loop.orelse or any(isinstance(node, (ast.Break, ast.Continue, *_BINDING)) for node in inner_loops):
             raise Unclear
         for element in items(loop.iter, self.constant_value):
             self._num_rounds += 1
@@ -282,16 +286,16 @@ class Reader:
             for statement in loop.body:
                 self._read_statement(statement)
 
-    def _is_known(self, node: ast.expr, build: Callable[[ast.expr], Term] | None = None) -> bool:
+    def _is_known(self, node: ast.expr, build_term: Callable[[ast.expr], Term] | None = None) -> bool:
         """Returns whether an expression is independent of the program.
 
         Args:
             node: The expression.
-            build: Function that builds the term of the expression; by default `_term`.
+            build_term: Function that builds the term of the expression; by default `_build_term`.
         """
         previous_trial, previous_rounds, self._is_trial = self._is_trial, self._num_rounds, True
         try:
-            (build or self._term)(node)
+            (build_term or self._build_term)(node)
         except (Unclear, LookupError):
             return False
         finally:
@@ -307,14 +311,14 @@ class Reader:
         if self._bound or not self._is_known(node):
             raise Unclear
         try:
-            return self._term(node)([])
+            return self._build_term(node)([])
         except Exception:
             raise Unclear from None
 
     def _read_assertion(self, node: ast.expr) -> None:
         """Adds a claim for an assertion; an assertion that holds independently of the program adds none."""
         num_steps, self._num_leaves = len(self.plan.steps), 0
-        term = self._term(node)
+        term = self._build_term(node)
         if self._num_leaves:
             self.plan.claims.append(term)
             self.num_dependent += 1
@@ -332,67 +336,72 @@ class Reader:
         step_number = add_step(self.plan, "value", f"any(name in globals() for name in {unknown_names!r})")
         self._all_inside = True
         try:
-            inside_term = self._term(node)
+            inside_term = self._build_term(node)
         finally:
             self._all_inside = False
-        strict = self.plan.strict
+        is_strict = self.plan.strict
         self.plan.claims.append(
             lambda answers: (
                 inside_term(answers)
                 if outside.value_of(answers, step_number) is True
-                else not strict[0] and term(answers)
+                else not is_strict[0] and term(answers)
             )
         )
         self.num_possible += 1
 
-    def _term(self, node: ast.expr) -> Term:
+    def _build_term(self, node: ast.expr) -> Term:
         """Returns a function that computes an expression outside the sandbox from the values of its leaves, which the sandbox
         returns.
         """
-        is_literal, value = parse_literal(node)
+        is_literal, literal_value = parse_literal(node)
         if is_literal:
-            return lambda answers: value
+            return lambda answers: literal_value
         if self._is_leaf(node):
             return self._add_leaf(node)
         match node:
             case ast.BoolOp():
-                part_terms = [self._term(part_node) for part_node in node.values]
-                return outside.evaluate_bool_op(part_terms, stops=isinstance(node.op, ast.Or))
+                part_terms = [self._build_term(part_node) for part_node in node.values]
+                return outside.evaluate_bool_op(part_terms, stop_value=isinstance(node.op, ast.Or))
             case ast.UnaryOp():
-                sign, operand = outside.SIGNS[type(node.op)], self._term(node.operand)
-                return lambda answers: sign(operand(answers))
+                sign_function, operand = outside.SIGNS[type(node.op)], self._build_term(node.operand)
+                return lambda answers: sign_function(operand(answers))
             case ast.Compare():
                 return outside.compare_chain(
-                    [self._term(n) for n in (node.left, *node.comparators)], [type(operator) for operator in node.ops]
+                    [self._build_term(n) for n in (node.left, *node.comparators)],
+                    [type(operator) for operator in node.ops],
                 )
             case ast.BinOp():
-                operator_type, left_term, right_term = type(node.op), self._term(node.left), self._term(node.right)
+                operator_type, left_term, right_term = (
+                    type(node.op),
+                    self._build_term(node.left),
+                    self._build_term(node.right),
+                )
                 return lambda answers: outside.compute(operator_type, left_term(answers), right_term(answers))
             case ast.List() | ast.Tuple() | ast.Set():
                 container_type = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
-                element_terms = [self._term(element) for element in node.elts]
+                element_terms = [self._build_term(element) for element in node.elts]
                 return lambda answers: container_type([element_term(answers) for element_term in element_terms])
             case ast.ListComp() | ast.GeneratorExp() | ast.SetComp():
-                return self._comprehension(node)
+                return self._build_comprehension(node)
             case ast.Dict():
                 pairs = [
-                    (self._term(key), self._term(value))
-                    for key, value in zip(node.keys, node.values, strict=True)
+                    (self._build_term(key), self._build_term(value_term))
+                    for key, value_term in zip(node.keys, node.values, strict=True)
                     if key
                 ]
-                return lambda answers: {key(answers): value(answers) for key, value in pairs}
+                return lambda answers: {key(answers): value_term(answers) for key, value_term in pairs}
             case ast.Subscript():
-                container, index_term = self._term(node.value), self._index(node.slice)
-                return lambda answers: container(answers)[index_term(answers)]
+                container_term, index_term = self._build_term(node.value), self._index(node.slice)
+                return lambda answers: container_term(answers)[index_term(answers)]
             case ast.NamedExpr():
-                named_value = self.constant_value(node.value)
+                constant_term = self.constant_value(node.value)
                 if not self._is_trial:
-                    self._bind(node.target.id, named_value)
-                return lambda answers: named_value
+                    self._bind(node.target.id, constant_term)
+                return lambda answers: constant_term
             case ast.Call() if self._is_method(node):
                 assert isinstance(node.func, ast.Attribute)
-                name, receiver = node.func.attr, self._term(node.func.value)
-                part_terms = [self._term(argument) for argument in node.args]
+                name, receiver = node.func.attr, self._build_term(node.func.value)
+                part_terms = [self._build_term(argument) for argument in node.args]
                 return lambda answers: outside.call_method(
                     receiver(answers), name, [part_term(answers) for part_term in part_terms]
                 )
@@ -400,11 +409,13 @@ class Reader:
                 part_texts = [self._text(part_node) for part_node in node.values]
                 return lambda answers: "".join(part_text(answers) for part_text in part_texts)
             case ast.Call():
-                function = self._function_of(node)
+                function = self._find_outside_function(node)
                 assert function is not None
-                arguments = [self._term(argument) for argument in node.args]
+                arguments = [self._build_term(argument) for argument in node.args]
                 keywords = {
-                    str(keyword.arg): self._key(keyword.value) if keyword.arg == "key" else self._term(keyword.value)
+                    str(keyword.arg): self._key(keyword.value)
+                    if keyword.arg == "key"
+                    else self._build_term(keyword.value)
                     for keyword in node.keywords
                 }
                 return lambda answers: outside.call_function(
@@ -417,7 +428,9 @@ class Reader:
             cell = self._bound[node.id]
             return lambda answers: cell[0]
         name = node.id if isinstance(node, ast.Name) else ""
-        constant = self.plan.values[name] if name in self.plan.values else outside.CONSTANTS[self._meaning(node)]
+        constant = (
+            self.plan.values[name] if name in self.plan.values else outside.CONSTANTS[self._find_qualified_name(node)]
+        )
         return lambda answers: constant
 
     def _add_leaf(self, node: ast.expr) -> Term:
@@ -426,28 +439,28 @@ class Reader:
         if self._is_trial or any(isinstance(n, ast.Name) and n.id in self._bound for n in ast.walk(node)):
             raise Unclear
         self._num_leaves += 1
-        source = ast.unparse(self._insert_values(node))
+        leaf_source = ast.unparse(self._insert_values(node))
         for name in [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
             self.plan.values.pop(name, None)
-        step_number = add_step(self.plan, "value", source)
+        step_number = add_step(self.plan, "value", leaf_source)
         return lambda answers: outside.value_of(answers, step_number)
 
     def _text(self, node: ast.expr) -> Term:
         """Returns a term for a part of an f-string."""
         if not isinstance(node, ast.FormattedValue):
-            return self._term(node)
+            return self._build_term(node)
         convert = {-1: None, 115: str, 114: repr, 97: ascii}[node.conversion]
-        format_term = self._term(node.format_spec) if node.format_spec else (lambda answers: "")
-        value_term = self._term(node.value)
+        format_term = self._build_term(node.format_spec) if node.format_spec else (lambda answers: "")
+        value_term = self._build_term(node.value)
         return lambda answers: format(
             convert(value_term(answers)) if convert else value_term(answers), format_term(answers)
         )
 
     def _index(self, node: ast.expr) -> Term:
         if not isinstance(node, ast.Slice):
-            return self._term(node)
+            return self._build_term(node)
         slice_terms = [
-            self._term(bound_node) if bound_node else (lambda answers: None)
+            self._build_term(bound_node) if bound_node else (lambda answers: None)
             for bound_node in (node.lower, node.upper, node.step)
         ]
         return lambda answers: slice(*[slice_term(answers) for slice_term in slice_terms])
@@ -455,20 +468,20 @@ class Reader:
     def _key(self, node: ast.expr) -> Term:
         """Returns a term that computes the `key` function of a sort."""
         if not isinstance(node, ast.Lambda):
-            function = outside.FUNCTIONS[self._meaning(node)][0]
+            function = outside.FUNCTIONS[self._find_qualified_name(node)][0]
             return lambda answers: function
         if len(node.args.args) != 1 or node.args.defaults or node.args.vararg or node.args.kwarg:
             raise Unclear
         cell, outer_bindings = [None], dict(self._bound)
         self._bound[node.args.args[0].arg] = cell
         try:
-            body = self._term(node.body)
+            body = self._build_term(node.body)
         finally:
             self._bound = outer_bindings
 
         def key(answers: Sequence[Answer]) -> Any:
-            def value(item: Any) -> Any:
-                cell[0] = item
+            def value(element: Any) -> Any:
+                cell[0] = element
                 return body(answers)
 
             return value
@@ -506,18 +519,20 @@ class Reader:
                     bound for bound in (node.slice.lower, node.slice.upper, node.slice.step) if bound]  # fmt: skip
                 return not all(self._is_known(child) for child in (node.value, *index_nodes))
             case ast.JoinedStr():
-                formatted_values = [n.value for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
-                return bool(self._bound) or not all(self._is_known(value_node) for value_node in formatted_values)
+                formatted_nodes = [n.value for n in ast.walk(node) if isinstance(n, ast.FormattedValue)]
+                return bool(self._bound) or not all(self._is_known(value_node) for value_node in formatted_nodes)
             case ast.NamedExpr():
                 return bool(self._bound) or not self._is_known(node.value)
             case ast.Call() if self._is_method(node):
                 return False
             case ast.Call():
-                if self._function_of(node) is None:
+                if self._find_outside_function(node) is None:
                     return True
                 other_arguments = (*node.args[1:], *(keyword.value for keyword in node.keywords))
                 is_conversion = (
-                    self._meaning(node.func) in outside.CONVERSIONS and node.args and self._is_leaf(node.args[0])
+                    self._find_qualified_name(node.func) in outside.CONVERSIONS
+                    and node.args
+                    and self._is_leaf(node.args[0])
                 )
                 return bool(is_conversion) and all(
                     isinstance(argument, (ast.Constant, ast.Lambda, ast.Name)) for argument in other_arguments
@@ -525,10 +540,10 @@ class Reader:
             case ast.Name() if node.id in self._bound or node.id in self.plan.values:
                 return False
             case ast.Name() | ast.Attribute():
-                return self._meaning(node) not in outside.CONSTANTS
+                return self._find_qualified_name(node) not in outside.CONSTANTS
         return True
 
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Term:
+    def _build_comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Term:
         container_type: Callable[[list[Any]], Any] = set if isinstance(node, ast.SetComp) else list
         outer_bindings, plan_before = dict(self._bound), (self.plan.copy(), list(self._step_numbers))
         try:
@@ -547,7 +562,7 @@ class Reader:
     def _build_rounds(self, generators: Sequence[ast.comprehension], element: ast.expr) -> Term:
         """Returns a term that computes the elements of a comprehension."""
         if not generators:
-            term = self._term(element)
+            term = self._build_term(element)
             return lambda answers: [term(answers)]
         first_generator, other_generators = generators[0], generators[1:]
         try:  # the loop is unrolled, so that each round may call the program
@@ -556,12 +571,12 @@ class Reader:
             elements = None
         if elements is not None and not self._bound:
             rounds_terms = []
-            for value in elements:
+            for element_term in elements:
                 self._num_rounds += 1
                 if self._num_rounds > MOST_ROUNDS:
                     raise Unclear
-                renamer = NameReplacer(assign_expressions(first_generator.target, value))
-                condition_terms = [self._term(renamer.visit(expression(test))) for test in first_generator.ifs]
+                renamer = NameReplacer(assign_expressions(first_generator.target, element_term))
+                condition_terms = [self._build_term(renamer.visit(expression(test))) for test in first_generator.ifs]
                 inner_generators = [ast.comprehension(g.target, renamer.visit(expression(g.iter)),
                          [renamer.visit(expression(test)) for test in g.ifs], 0) for g in other_generators]  # fmt: skip
                 rounds_terms.append(
@@ -570,13 +585,13 @@ class Reader:
             return lambda answers: [
                 element_value
                 for condition_terms, inner_term in rounds_terms
-                if all(condition(answers) for condition in condition_terms)
+                if all(condition_term(answers) for condition_term in condition_terms)
                 for element_value in inner_term(answers)
             ]
-        iterable_term = self._term(first_generator.iter)
+        iterable_term = self._build_term(first_generator.iter)
         cells: dict[str, list[Any]] = {name: [None] for name in assign_expressions(first_generator.target, None)}
         self._bound |= cells
-        condition_terms = [self._term(test) for test in first_generator.ifs]
+        condition_terms = [self._build_term(test) for test in first_generator.ifs]
         body = self._build_rounds(other_generators, element)
 
         def run(answers: Sequence[Answer]) -> Any:
@@ -584,14 +599,14 @@ class Reader:
                 target_values = [round_value] if isinstance(first_generator.target, ast.Name) else list(round_value)
                 for cell, target_value in zip(cells.values(), target_values, strict=True):
                     cell[0] = target_value
-                if all(condition(answers) for condition in condition_terms):
+                if all(condition_term(answers) for condition_term in condition_terms):
                     yield from body(answers)
 
         return run
 
-    def _function_of(self, node: ast.Call) -> Callable[..., Any] | None:
+    def _find_outside_function(self, node: ast.Call) -> Callable[..., Any] | None:
         """Returns the function of a call if it can be computed outside the sandbox; None otherwise."""
-        name = self._meaning(node.func)
+        name = self._find_qualified_name(node.func)
         function, keywords = outside.FUNCTIONS.get(name, (None, ()))
         if name in outside.KNOWN_FUNCTIONS and not self._bound:
             argument_nodes = [*node.args, *(keyword.value for keyword in node.keywords)]
@@ -606,11 +621,13 @@ class Reader:
         if function is isinstance:  # only the sandbox knows the program's classes
             type_nodes = node.args[1:2]
             type_nodes = type_nodes[0].elts if type_nodes and isinstance(type_nodes[0], ast.Tuple) else type_nodes
-            if not type_nodes or not all(self._meaning(type_node) in outside.TYPES for type_node in type_nodes):
+            if not type_nodes or not all(
+                self._find_qualified_name(type_node) in outside.TYPES for type_node in type_nodes
+            ):
                 return None
         return function
 
-    def _meaning(self, node: ast.expr) -> str:
+    def _find_qualified_name(self, node: ast.expr) -> str:
         """Returns the qualified name to which an expression refers; "" if program, setup or tests define it."""
         if self._all_inside:
             return ""
@@ -628,25 +645,25 @@ class _ValueInserter(ast.NodeTransformer):
         needed: Names that must be bound in the sandbox, because the program receives the objects themselves.
     """
 
-    def __init__(self, reader: Reader, local: set[str], simple: bool) -> None:
-        self._reader, self._local, self._simple = reader, local, simple
-        self.needed: set[str] = set()
+    def __init__(self, reader: Reader, local_names: set[str], is_simple: bool) -> None:
+        self._reader, self._local_names, self._simple = reader, local_names, is_simple
+        self.needed_names: set[str] = set()
 
     def visit(self, node: ast.AST) -> Any:
         """Replaces an expression by its value if all its parts are known. Replaces a name only by a constant."""
         if not isinstance(node, ast.expr):
             return self.generic_visit(node)
-        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        if not names & self._reader.plan.values.keys():
+        used_names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+        if not used_names & self._reader.plan.values.keys():
             return node
         is_load = isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load)
-        may_be_replaced = self._simple and is_load and not names & self._local
+        may_be_replaced = self._simple and is_load and not used_names & self._local_names
         if isinstance(node, ast.Name):
             known_value = self._reader.plan.values[node.id]
             if may_be_replaced and isinstance(known_value, _CONSTANT):
                 with contextlib.suppress(Unclear):
                     return to_expression(known_value)
-            self.needed.add(node.id)
+            self.needed_names.add(node.id)
             return node
         if may_be_replaced and not isinstance(node, ast.Starred):
             with contextlib.suppress(Unclear):

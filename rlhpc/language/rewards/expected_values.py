@@ -38,31 +38,31 @@ def decode(value: Any, depth: int = 0) -> Any:
         return value
     if not isinstance(value, dict) or len(value) != 1:
         raise ValueError(f"no value: a {type(value).__name__}")
-    ((type_code, content),) = value.items()
+    ((type_code, encoded_content),) = value.items()
     try:
-        return _DECODERS[type_code](content, functools.partial(decode, depth=depth + 1))
+        return _DECODERS[type_code](encoded_content, functools.partial(decode, depth=depth + 1))
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ValueError(f"no value of kind {type_code!r}: {error}") from None
 
 
-def _decode_dict(content: Any, decode_element: Callable[[Any], Any]) -> dict[Any, Any]:
-    pairs = [(decode_element(key), decode_element(element)) for key, element in content]
+def _decode_dict(items: Any, decode_element: Callable[[Any], Any]) -> dict[Any, Any]:
+    pairs = [(decode_element(key), decode_element(element)) for key, element in items]
     _refuse_equal_hashes([key for key, _ in pairs])
     return dict(pairs)
 
 
-def _decode_decimal(content: Any, _: Callable[[Any], Any]) -> Decimal:
-    decimal = Decimal(content)
+def _decode_decimal(parts: Any, _: Callable[[Any], Any]) -> Decimal:
+    decimal = Decimal(parts)
     if decimal.is_finite() and abs(decimal.adjusted()) > _LARGEST_EXPONENT:
         raise ValueError(f"an exponent of {decimal.adjusted()}")  # rounding would create all digits
     return decimal
 
 
-def _decode_moment(content: Any, _: Callable[[Any], Any]) -> Any:
-    if content[0] == "timedelta":
-        return datetime.timedelta(*map(int, content[1]))
-    moments: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
-    return moments[content[0]].fromisoformat(str(content[1]))
+def _decode_moment(parts: Any, _: Callable[[Any], Any]) -> Any:
+    if parts[0] == "timedelta":
+        return datetime.timedelta(*map(int, parts[1]))
+    moment_types: dict[str, Any] = {"date": datetime.date, "datetime": datetime.datetime, "time": datetime.time}
+    return moment_types[parts[0]].fromisoformat(str(parts[1]))
 
 
 def _refuse_equal_hashes(members: list[Hashable]) -> Iterable[Hashable]:
@@ -79,17 +79,19 @@ def _refuse_equal_hashes(members: list[Hashable]) -> Iterable[Hashable]:
 
 #: Decoders by the harness's type code; each takes the encoded content and a decoder for its elements.
 _DECODERS: dict[str, Callable[[Any, Callable[[Any], Any]], Any]] = {
-    "i": lambda content, _: int(content, 16),
-    "f": lambda content, _: float.fromhex(content),
-    "c": lambda content, _: complex(float.fromhex(content[0]), float.fromhex(content[1])),
-    "b": lambda content, _: bytes.fromhex(content),
-    "q": lambda content, _: Fraction(int(content[0], 16), int(content[1], 16)),
+    "i": lambda encoded_text, _: int(encoded_text, 16),
+    "f": lambda encoded_text, _: float.fromhex(encoded_text),
+    "c": lambda encoded_parts, _: complex(float.fromhex(encoded_parts[0]), float.fromhex(encoded_parts[1])),
+    "b": lambda encoded_text, _: bytes.fromhex(encoded_text),
+    "q": lambda encoded_parts, _: Fraction(int(encoded_parts[0], 16), int(encoded_parts[1], 16)),
     "n": _decode_decimal,
     "m": _decode_moment,
-    "l": lambda content, decode_element: [decode_element(element) for element in content],
-    "g": lambda content, decode_element: iter([decode_element(element) for element in content]),
-    "t": lambda content, decode_element: tuple(decode_element(element) for element in content),
-    "s": lambda content, decode_element: set(_refuse_equal_hashes([decode_element(element) for element in content])),
+    "l": lambda encoded_elements, decode_element: [decode_element(element) for element in encoded_elements],
+    "g": lambda encoded_elements, decode_element: iter([decode_element(element) for element in encoded_elements]),
+    "t": lambda encoded_elements, decode_element: tuple(decode_element(element) for element in encoded_elements),
+    "s": lambda encoded_elements, decode_element: set(
+        _refuse_equal_hashes([decode_element(element) for element in encoded_elements])
+    ),
     "d": _decode_dict,
 }
 
@@ -99,8 +101,8 @@ Term = Callable[[Sequence[Answer]], Any]
 """Function that computes a value from the sandbox's answers to a plan's steps."""
 
 
-def _range(*numbers: int) -> range:
-    rounds = range(*numbers)
+def _build_range(*range_bounds: int) -> range:
+    rounds = range(*range_bounds)
     if len(rounds) > _MAX_ITEMS:
         raise ValueError("too large")
     return rounds
@@ -135,39 +137,41 @@ class Approximation:
     def __eq__(self, other: object) -> bool:
         return self._is_close(self.expected, other)
 
-    def _is_close(self, expected: Any, value: Any) -> bool:
+    def _is_close(self, expected_number: Any, actual_number: Any) -> bool:
         """Returns whether a value is within the tolerance of the expected value, element by element."""
-        if isinstance(expected, dict):
+        if isinstance(expected_number, dict):
             return (
-                isinstance(value, dict)
-                and value.keys() == expected.keys()
-                and all(self._is_close(element, value[key]) for key, element in expected.items())
+                isinstance(actual_number, dict)
+                and actual_number.keys() == expected_number.keys()
+                and all(self._is_close(element, actual_number[key]) for key, element in expected_number.items())
             )
-        if isinstance(expected, (list, tuple)):
+        if isinstance(expected_number, (list, tuple)):
             return (
-                isinstance(value, (list, tuple))
-                and len(value) == len(expected)
-                and all(self._is_close(*value_pair) for value_pair in zip(expected, value, strict=True))
+                isinstance(actual_number, (list, tuple))
+                and len(actual_number) == len(expected_number)
+                and all(self._is_close(*value_pair) for value_pair in zip(expected_number, actual_number, strict=True))
             )
-        if isinstance(expected, bool) or not isinstance(expected, (int, float, complex, Decimal, Fraction)):
-            return bool(expected == value)
-        if isinstance(value, bool) or not isinstance(value, (int, float, complex, Decimal, Fraction)):
+        if isinstance(expected_number, bool) or not isinstance(
+            expected_number, (int, float, complex, Decimal, Fraction)
+        ):
+            return bool(expected_number == actual_number)
+        if isinstance(actual_number, bool) or not isinstance(actual_number, (int, float, complex, Decimal, Fraction)):
             return False
-        if expected == value:
+        if expected_number == actual_number:
             return True
         absolute_tolerance = 1e-12 if self.absolute is None else self.absolute
         if self.relative is None and self.absolute is not None:
             tolerance = absolute_tolerance
         else:
             relative_tolerance = 1e-6 if self.relative is None else self.relative
-            tolerance = max(absolute_tolerance, relative_tolerance * abs(complex(expected)))
-        difference = abs(complex(expected) - complex(value))
-        return math.isfinite(tolerance) and difference <= tolerance
+            tolerance = max(absolute_tolerance, relative_tolerance * abs(complex(expected_number)))
+        absolute_difference = abs(complex(expected_number) - complex(actual_number))
+        return math.isfinite(tolerance) and absolute_difference <= tolerance
 
 
 TYPES = {
-    kind.__name__: kind
-    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+    value_type.__name__: value_type
+    for value_type in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 }  # fmt: skip
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     **{f.__name__: (f, ()) for f in (abs, all, any, bool, len, float, int, str, list, tuple, set, frozenset, dict, type)},
@@ -177,15 +181,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "pytest.approx": (Approximation, ("rel", "abs")),
     "math.isclose": (math.isclose, ("rel_tol", "abs_tol")), "math.fabs": (math.fabs, ()), "math.sqrt": (math.sqrt, ()),
     "math.isnan": (math.isnan, ()), "math.isinf": (math.isinf, ()), "collections.Counter": (collections.Counter, ()),
-    "range": (_range, ()),
+    "range": (_build_range, ()),
 }  # fmt: skip
 """Functions that are computed outside the sandbox, with their supported keywords."""
 
 
-def _factorial(number: int) -> int:
-    if number > 5000:
+def _compute_factorial(integer: int) -> int:
+    if integer > 5000:
         raise ValueError("too large")
-    return math.factorial(number)
+    return math.factorial(integer)
 
 
 _MOMENTS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
@@ -198,7 +202,7 @@ KNOWN_FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     **{f"statistics.{f.__name__}": (f, ()) for f in (statistics.mean, statistics.median, statistics.mode)},
     **{f"datetime.{f.__name__}": (f, ("days", "seconds", "minutes", "hours", "weeks")) for f in _MOMENTS[3:]},
     **{f"datetime.{f.__name__}": (f, ("year", "month", "day", "hour", "minute", "second")) for f in _MOMENTS[:3]},
-    "reversed": (lambda items: list(reversed(items)), ()), "math.factorial": (_factorial, ()),
+    "reversed": (lambda sequence: list(reversed(sequence)), ()), "math.factorial": (_compute_factorial, ()),
     "decimal.Decimal": (Decimal, ()), "fractions.Fraction": (Fraction, ()), "json.loads": (json.loads, ()),
     "dict": (dict, (ANY,)),
     "collections.OrderedDict": (dict, (ANY,)), "copy.deepcopy": (copy.deepcopy, ()), "copy.copy": (copy.copy, ()),
@@ -263,14 +267,14 @@ def require_steps(step_numbers: Sequence[int], claim: Term) -> Term:
     return lambda answers: all("passed" in answers[step_number] for step_number in step_numbers) and claim(answers)
 
 
-def evaluate_bool_op(parts: Sequence[Term], *, stops: bool) -> Term:
-    """Returns a term that evaluates `or` of the parts if `stops` is true, else `and`."""
+def evaluate_bool_op(parts: Sequence[Term], *, stop_value: bool) -> Term:
+    """Returns a term that evaluates `or` of the parts if `stop_value` is true, else `and`."""
 
     def value(answers: Sequence[Answer]) -> Any:
         part_value = None
         for term in parts:
             part_value = term(answers)
-            if bool(part_value) == stops:
+            if bool(part_value) == stop_value:
                 break
         return part_value
 
@@ -292,7 +296,7 @@ def compare_chain(terms: Sequence[Term], kinds: Sequence[type[ast.cmpop]]) -> Te
     return value
 
 
-def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
+def compute(kind: type[ast.operator], left_operand: Any, right_operand: Any) -> Any:
     """Computes arithmetic on numbers, and concatenation, repetition and difference of containers.
 
     Raises:
@@ -300,18 +304,26 @@ def compute(kind: type[ast.operator], first: Any, second: Any) -> Any:
         TypeError: The operation is not supported for these operands.
     """
     number_types: Any = (int, float, complex, Fraction, Decimal)
-    if isinstance(first, number_types) and isinstance(second, number_types):
-        if kind is ast.Pow and isinstance(first, (int, Fraction)):
-            max_bits = max(int(integer_part).bit_length() for integer_part in (first.numerator, first.denominator))
-            if not float(abs(second)) * max_bits <= _MAX_BITS:
+    if isinstance(left_operand, number_types) and isinstance(right_operand, number_types):
+        if kind is ast.Pow and isinstance(left_operand, (int, Fraction)):
+            max_bits = max(
+                int(integer_part).bit_length() for integer_part in (left_operand.numerator, left_operand.denominator)
+            )
+            if not float(abs(right_operand)) * max_bits <= _MAX_BITS:
                 raise ValueError("too large")
-        return ARITHMETIC[kind](first, second)
-    if kind is ast.Add and type(first) is type(second) and isinstance(first, (str, bytes, list, tuple)):
-        return first + second
-    if kind is ast.Sub and isinstance(first, (set, frozenset)) and isinstance(second, (set, frozenset)):
-        return first - second
+        return ARITHMETIC[kind](left_operand, right_operand)
+    if (
+        kind is ast.Add
+        and type(left_operand) is type(right_operand)
+        and isinstance(left_operand, (str, bytes, list, tuple))
+    ):
+        return left_operand + right_operand
+    if kind is ast.Sub and isinstance(left_operand, (set, frozenset)) and isinstance(right_operand, (set, frozenset)):
+        return left_operand - right_operand
     if kind is ast.Mult:
-        sequence, repetitions = (second, first) if isinstance(first, int) else (first, second)
+        sequence, repetitions = (
+            (right_operand, left_operand) if isinstance(left_operand, int) else (left_operand, right_operand)
+        )
         if isinstance(sequence, (str, bytes, list, tuple)) and isinstance(repetitions, int):
             if len(sequence) * repetitions > _MAX_ITEMS:
                 raise ValueError("too large")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import logging
 import re
 import unicodedata
@@ -13,12 +14,28 @@ from typing import Any
 
 from rlhpc.language.rewards.base import Sample
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
 
 _NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
 _TEX_BRACE = re.compile(
     r"\\.|[{}]", re.DOTALL
 )  # a backslash escapes the next character, so "\\\\}" is a line break and a brace
+
+
+def references_of(answer: str) -> list[str]:
+    """Returns the reference answers, any of which is right: the texts of `answer` if it is a JSON list of texts, and `answer`
+    itself.
+    """
+    if not answer.startswith('["'):
+        return [answer]
+    try:
+        reference_texts = json.loads(answer)
+    except ValueError:
+        return [answer]
+    is_list = isinstance(reference_texts, list) and all(
+        isinstance(reference_text, str) for reference_text in reference_texts
+    )
+    return [*reference_texts, answer] if is_list else [answer]
 
 
 def squeeze(text: str) -> str:
@@ -28,12 +45,12 @@ def squeeze(text: str) -> str:
 
 def extract_boxed(text: str) -> str | None:
     """Returns the content of the last `\\boxed{...}`, which may contain nested braces."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
+    box_start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if box_start < 0:
         return None
-    brace_start = text.find("{", start)
-    if brace_start < 0 or text[start:brace_start].strip() not in ("\\boxed", "\\fbox"):
-        boxed_words = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").split()
+    brace_start = text.find("{", box_start)
+    if brace_start < 0 or text[box_start:brace_start].strip() not in ("\\boxed", "\\fbox"):
+        boxed_words = text[box_start:].removeprefix("\\boxed").removeprefix("\\fbox").split()
         return boxed_words[0].strip("$.,") if boxed_words else None  # \boxed 5
     depth = 0
     for token in _TEX_BRACE.finditer(text, brace_start):
@@ -43,29 +60,29 @@ def extract_boxed(text: str) -> str | None:
     return None
 
 
-def extract_hashed(text: str) -> str | None:
+def _extract_hashed(answer_text: str) -> str | None:
     """Returns the rest of the line after the last `####`."""
-    _, separator, suffix = text.rpartition("####")
+    _, separator, suffix = answer_text.rpartition("####")
     answer = suffix.split("\n", 1)[0].strip() if separator else ""
     return answer or None
 
 
 def extract_tagged(text: str) -> str | None:
     """Returns the content of the last `<answer>...</answer>`."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, max(end, 0))
-    return text[start + len("<answer>") : end].strip() if 0 <= start < end else None
+    tag_end = text.rfind("</answer>")
+    tag_start = text.rfind("<answer>", 0, max(tag_end, 0))
+    return text[tag_start + len("<answer>") : tag_end].strip() if 0 <= tag_start < tag_end else None
 
 
 def last_number(text: str) -> str | None:
     """Returns the last number of a text."""
-    numbers = _NUMBER.findall(text)
-    return numbers[-1] if numbers else None
+    number_matches = _NUMBER.findall(text)
+    return number_matches[-1] if number_matches else None
 
 
 _EXTRACTION_METHODS: dict[str, Callable[[str], str | None]] = {
-    "boxed": extract_boxed, "####": extract_hashed, "tag": extract_tagged, "last_number": last_number,
-    "whole": lambda text: text.strip() or None,
+    "boxed": extract_boxed, "####": _extract_hashed, "tag": extract_tagged, "last_number": last_number,
+    "whole": lambda answer_text: answer_text.strip() or None,
 }  # fmt: skip
 
 
@@ -111,18 +128,18 @@ _FRACTION = re.compile(r"(\d*)\s*\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}
 def to_latex(answer: str) -> str:
     """Converts an answer to LaTeX for math-verify; removes surrounding `$` and a final full stop."""
     ascii_text = " ".join(
-        "".join(_ascii(character) for character in answer).split()
+        "".join(_to_ascii(character) for character in answer).split()
     )  # a line end in a matrix is white space
-    if match := _DOLLARS.fullmatch(ascii_text):
-        ascii_text = match[1].strip()
+    if dollars_match := _DOLLARS.fullmatch(ascii_text):
+        ascii_text = dollars_match[1].strip()
     ascii_text = ascii_text.removesuffix(".").strip()
-    ascii_text = _THOUSANDS.sub(lambda match: _THIN_SPACE.sub("", match[0]), ascii_text)
-    if match := _EXPONENT.fullmatch(ascii_text):
-        return f"{match[1]}E{match[2]}"
-    if (match := _MIXED.fullmatch(ascii_text)) and int(match[2]) < int(match[3]):
-        return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
-    if match := _CURRENCY.fullmatch(ascii_text):
-        return rf"{match[1]}\text{{ {match[2]}}}"
+    ascii_text = _THOUSANDS.sub(lambda thousands_match: _THIN_SPACE.sub("", thousands_match[0]), ascii_text)
+    if dollars_match := _EXPONENT.fullmatch(ascii_text):
+        return f"{dollars_match[1]}E{dollars_match[2]}"
+    if (dollars_match := _MIXED.fullmatch(ascii_text)) and int(dollars_match[2]) < int(dollars_match[3]):
+        return rf"{dollars_match[1]}\frac{{{dollars_match[2]}}}{{{dollars_match[3]}}}"
+    if dollars_match := _CURRENCY.fullmatch(ascii_text):
+        return rf"{dollars_match[1]}\text{{ {dollars_match[2]}}}"
     return ascii_text
 
 
@@ -133,8 +150,8 @@ def _parse_word(latex: str) -> str | None:
     Args:
         latex: Result of `to_latex`.
     """
-    match = _WORD.fullmatch(latex)
-    return (match[1] or match[2]) if match else None
+    word_match = _WORD.fullmatch(latex)
+    return (word_match[1] or word_match[2]) if word_match else None
 
 
 def parse_number(latex: str) -> Fraction | None:
@@ -148,18 +165,26 @@ def parse_number(latex: str) -> Fraction | None:
     if len(latex) > _MAX_CHARACTERS:
         return None
     number_text = latex.removeprefix("\\$").removeprefix("$").removesuffix("\\$").removesuffix("$").strip()
-    sign = -1 if number_text[:1] == "-" else 1
+    sign_factor = -1 if number_text[:1] == "-" else 1
     number_text = number_text[number_text[:1] in ("-", "+") :].strip()
-    if match := _FRACTION.fullmatch(number_text):
-        whole_number, numerator, denominator = int(match[1] or 0), int(match[2] or match[3]), int(match[4] or match[5])
+    if fraction_match := _FRACTION.fullmatch(number_text):
+        whole_number, numerator, denominator = (
+            int(fraction_match[1] or 0),
+            int(fraction_match[2] or fraction_match[3]),
+            int(fraction_match[4] or fraction_match[5]),
+        )
         if denominator == 0 or (whole_number and numerator >= denominator):
             return None
-        return sign * (whole_number + Fraction(numerator, denominator))
-    if match := _RATIO.fullmatch(number_text):
-        return sign * Fraction(int(match[1]), int(match[2])) if int(match[2]) else None
-    if (match := _DECIMAL.fullmatch(number_text)) and (match[1] or (match[2] or "").strip(".")):
-        digits = (match[1].replace(",", "") or "0") + (match[2] or "").rstrip(".")
-        return sign * Fraction(f"{digits}E{match[3] or 0}")
+        return sign_factor * (whole_number + Fraction(numerator, denominator))
+    if fraction_match := _RATIO.fullmatch(number_text):
+        return (
+            sign_factor * Fraction(int(fraction_match[1]), int(fraction_match[2])) if int(fraction_match[2]) else None
+        )
+    if (fraction_match := _DECIMAL.fullmatch(number_text)) and (
+        fraction_match[1] or (fraction_match[2] or "").strip(".")
+    ):
+        digits = (fraction_match[1].replace(",", "") or "0") + (fraction_match[2] or "").rstrip(".")
+        return sign_factor * Fraction(f"{digits}E{fraction_match[3] or 0}")
     return None
 
 
@@ -170,11 +195,11 @@ def normalize_answer(answer: str) -> str:
     """
     latex = to_latex(answer)
     percent_match = _PERCENT.fullmatch(latex)
-    number = parse_number(percent_match[1] if percent_match else latex)
-    return " ".join(latex.split()).casefold() if number is None else str(number)
+    parsed_number = parse_number(percent_match[1] if percent_match else latex)
+    return " ".join(latex.split()).casefold() if parsed_number is None else str(parsed_number)
 
 
-def _ascii(character: str) -> str:
+def _to_ascii(character: str) -> str:
     """Converts full-width forms, the digits of any script, and the minus sign to ASCII."""
     if character < "\x80":
         return character
@@ -204,18 +229,21 @@ class MathReward:
     memory_mb = 4096
 
     def __init__(self, extract: Sequence[str] = ("boxed", "####"), last_number: bool = False) -> None:
-        required("math_verify", "reward 'math' needs math-verify")
+        require_package("math_verify", "reward 'math' needs math-verify")
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warnings about timeouts, which the pool enforces
         self._methods = check_extraction_methods(extract, "extract of 'math'") + (
             ("last_number",) if last_number else ()
         )
 
     def __call__(self, sample: Sample) -> float:
-        reference = extract(sample.answer, ("boxed", "####", "whole"))
-        if reference is None:
+        expected_answers = [
+            extract(reference, ("boxed", "####", "whole")) for reference in references_of(sample.answer)
+        ]
+        reference_answers = [reference for reference in expected_answers if reference is not None]
+        if not reference_answers:
             raise ValueError("the problem has no answer to compare with")
         answer = extract(sample.response, self._methods)
-        return float(answer is not None and equal(reference, answer))
+        return float(answer is not None and any(equal(reference, answer) for reference in reference_answers))
 
 
 def equal(reference: str, answer: str) -> bool:

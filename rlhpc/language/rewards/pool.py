@@ -45,7 +45,7 @@ class Scored:
         total: Weighted sum of the terms; `reward.failed` if a term failed.
         terms: Unweighted values of the terms by name; `reward.failed` for a term that failed.
         failed: Whether a reward function raised or hung, or its process died.
-        reason: Reason for the failure; "" without a failure.
+        reason: Reason for the failure; "" if there is no failure.
     """
 
     total: float
@@ -102,11 +102,11 @@ class RewardPool:
         self._inline: dict[str, Reward] = {
             term.name: build_reward(term.name, term.factory, term.kwargs) for term in terms if term.inline
         }
-        self._remote = [term for term in terms if not term.inline]
+        self._process_terms = [term for term in terms if not term.inline]
         self._queue: collections.deque[int] = collections.deque()
-        self._pending: dict[int, tuple[Hashable, Sample]] = {}
-        self._scored: list[tuple[Any, Scored]] = []
-        self._ticket = self._number = self._failed_starts = 0
+        self._pending_samples: dict[int, tuple[Hashable, Sample]] = {}
+        self._scored_samples: list[tuple[Any, Scored]] = []
+        self._ticket = self._number = self._num_failed_starts = 0
         self._counts = collections.Counter[str]()
         self._num_failures = 0
         self._judges: dict[int, _Judge] = {}
@@ -114,16 +114,16 @@ class RewardPool:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._folder = ""
-        if self._remote:
+        if self._process_terms:
             import cloudpickle
 
             # cloudpickle serializes an object by value if the server could not import its module.
-            spec = [(term.name, term.factory, term.kwargs) for term in self._remote]
-            self._spec = cloudpickle.dumps(spec)
+            term_specs = [(term.name, term.factory, term.kwargs) for term in self._process_terms]
+            self._spec = cloudpickle.dumps(term_specs)
             try:
                 self._start_server()
                 while not any(judge_process.ready for judge_process in self._judges.values()):
-                    self._process_events(1.0)
+                    self._handle_events(1.0)
             except BaseException:
                 self.close()
                 raise
@@ -131,12 +131,12 @@ class RewardPool:
     def submit(self, sample_id: Hashable, sample: Sample) -> None:
         """Queues a sample; `poll` returns its score with `sample_id`."""
         self._ticket += 1
-        self._pending[self._ticket] = (sample_id, sample)
-        if self._remote:
+        self._pending_samples[self._ticket] = (sample_id, sample)
+        if self._process_terms:
             self._queue.append(self._ticket)
             self._send_queued()
         else:
-            self._finish(self._ticket, {}, "")
+            self._finish_sample(self._ticket, {}, "")
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[Any, Scored]]:
         """Returns new scores as (sample id, score), in any order; replaces judge processes that exceed the time limit.
@@ -147,10 +147,10 @@ class RewardPool:
         deadline = time.monotonic() + timeout_s
         while True:
             next_deadline = min([deadline, *(judge_process.deadline for judge_process in self._judges.values())])
-            self._process_events(0.0 if self._scored else max(0.0, next_deadline - time.monotonic()))
-            if self._scored or time.monotonic() >= deadline or not self._pending:
+            self._handle_events(0.0 if self._scored_samples else max(0.0, next_deadline - time.monotonic()))
+            if self._scored_samples or time.monotonic() >= deadline or not self._pending_samples:
                 break
-        scored_samples, self._scored = self._scored, []
+        scored_samples, self._scored_samples = self._scored_samples, []
         return scored_samples
 
     def score(self, samples: Sequence[Sample]) -> list[Scored]:
@@ -161,28 +161,28 @@ class RewardPool:
         scores: dict[int, Scored] = {}
         other_scores = []
         while len(scores) < len(indices):
-            for key, scored in self.poll(1.0):
+            for key, scored_answer in self.poll(1.0):
                 if key in indices:
-                    scores[indices[key]] = scored
+                    scores[indices[key]] = scored_answer
                 else:
-                    other_scores.append((key, scored))
-        self._scored = other_scores + self._scored
+                    other_scores.append((key, scored_answer))
+        self._scored_samples = other_scores + self._scored_samples
         return [scores[i] for i in range(len(samples))]
 
     def unfinished(self) -> int:
         """Returns the number of submitted samples that `poll` has not yet returned."""
-        return len(self._pending) + len(self._scored)
+        return len(self._pending_samples) + len(self._scored_samples)
 
     def drain(self) -> None:
         """Drops all submitted samples."""
         self._queue.clear()
-        self._pending.clear()
-        self._scored.clear()
+        self._pending_samples.clear()
+        self._scored_samples.clear()
 
     def metrics(self) -> dict[str, float]:
         """Returns counts since the last call: `scored`, `failed`, and the failures `timeouts`, `died` and `raised`."""
-        counts, self._counts = self._counts, collections.Counter()
-        return {name: float(counts[name]) for name in ("scored", "failed", "timeouts", "died", "raised")}
+        event_counts, self._counts = self._counts, collections.Counter()
+        return {name: float(event_counts[name]) for name in ("scored", "failed", "timeouts", "died", "raised")}
 
     def close(self) -> None:
         """Ends the judge processes and their server."""
@@ -258,14 +258,14 @@ class RewardPool:
 
     def _restart(self) -> None:
         """Restarts a server that was killed. The judges of the killed server have ended, too."""
-        self._failed_starts += 1
-        if self._failed_starts > _MAX_FAILED_STARTS:
-            raise RlhpcError(f"the judges' server ended {self._failed_starts} times in a row; see its output above")
+        self._num_failed_starts += 1
+        if self._num_failed_starts > _MAX_FAILED_STARTS:
+            raise RlhpcError(f"the judges' server ended {self._num_failed_starts} times in a row; see its output above")
         log.warning("the judges' server is gone; starting another")
         tickets = [judge_process.ticket for judge_process in self._judges.values() if judge_process.ticket is not None]
         self._end_server(0.0)
         for ticket in tickets:
-            self._finish(ticket, {}, "the judge died", "died")
+            self._finish_sample(ticket, {}, "the judge died", "died")
         self._start_server()
 
     def _remove(self, judge_process: _Judge) -> None:
@@ -281,21 +281,21 @@ class RewardPool:
         with contextlib.suppress(OSError):
             pickle_stream.send(self._control, {"op": "kill", "judge": judge_process.number})
         if judge_process.ticket is not None:
-            self._finish(judge_process.ticket, {}, reason, failure)
+            self._finish_sample(judge_process.ticket, {}, reason, failure)
         if not judge_process.ready:
-            self._failed_starts += 1
-            if self._failed_starts > _MAX_FAILED_STARTS:
-                raise RlhpcError(f"a judge could not be started {self._failed_starts} times in a row: {reason}")
+            self._num_failed_starts += 1
+            if self._num_failed_starts > _MAX_FAILED_STARTS:
+                raise RlhpcError(f"a judge could not be started {self._num_failed_starts} times in a row: {reason}")
         self._start_judge()
 
-    def _process_events(self, timeout_s: float) -> None:
+    def _handle_events(self, timeout_s: float) -> None:
         """Receives messages from judges, replaces judges that exceed their time limit, and sends queued samples."""
-        if not self._remote:
+        if not self._process_terms:
             return
         for key, _ in self._selector.select(timeout_s):
             judge_process: _Judge = key.data
             if judge_process.number in self._judges:
-                self._receive(judge_process)
+                self._receive_result(judge_process)
         current_time = time.monotonic()
         for judge_process in [candidate for candidate in self._judges.values() if current_time >= candidate.deadline]:
             if judge_process.ready:
@@ -305,7 +305,7 @@ class RewardPool:
                 self._replace(judge_process, "died", f"it built no rewards within {_START_S:g} s")
         self._send_queued()
 
-    def _receive(self, judge_process: _Judge) -> None:
+    def _receive_result(self, judge_process: _Judge) -> None:
         message = pickle_stream.receive(judge_process.socket)
         if message is None:
             self._replace(judge_process, "died", "the judge died")
@@ -314,20 +314,20 @@ class RewardPool:
                 raise ConfigError(message["failed"])
             raise RlhpcError(f"reward.terms: a reward could not be built:\n{message['failed']}")
         elif "ready" in message:
-            judge_process.ready, judge_process.deadline, self._failed_starts = True, math.inf, 0
+            judge_process.ready, judge_process.deadline, self._num_failed_starts = True, math.inf, 0
         else:
             judge_process.ticket, judge_process.deadline = None, math.inf
-            self._finish(message["ticket"], *message["verdict"])
+            self._finish_sample(message["ticket"], *message["verdict"])
 
     def _send_queued(self) -> None:
         """Sends queued samples to idle judge processes."""
         for judge_process in list(self._judges.values()):
             while self._queue and judge_process.ready and judge_process.ticket is None:
                 ticket = self._queue.popleft()
-                if ticket not in self._pending:
+                if ticket not in self._pending_samples:
                     continue
                 try:
-                    pickle_stream.send(judge_process.socket, (ticket, self._pending[ticket][1]))
+                    pickle_stream.send(judge_process.socket, (ticket, self._pending_samples[ticket][1]))
                 except OSError:
                     self._queue.appendleft(ticket)
                     break  # the judge has ended, which the next read of its socket detects
@@ -335,28 +335,28 @@ class RewardPool:
 
     # -- verdicts
 
-    def _finish(self, ticket: int, values: dict[str, float], errors: str, failure: str = "raised") -> None:
+    def _finish_sample(self, ticket: int, values: dict[str, float], error_text: str, failure: str = "raised") -> None:
         """Computes a sample's inline terms and its total score, and queues the score for `poll`.
 
         Args:
             ticket: Ticket of the sample.
             values: Values of the remote terms that succeeded.
-            errors: Reasons why remote terms failed; "" if none failed.
+            error_text: Reasons why remote terms failed; "" if none failed.
             failure: Metric that counts the failure.
         """
-        if ticket not in self._pending:
+        if ticket not in self._pending_samples:
             return
-        sample_id, sample = self._pending.pop(ticket)
+        sample_id, sample = self._pending_samples.pop(ticket)
         inline_values, inline_errors = judge(self._inline, sample)
-        values, errors = values | inline_values, "; ".join(filter(None, (errors, inline_errors)))
+        values, error_text = values | inline_values, "; ".join(filter(None, (error_text, inline_errors)))
         terms = {name: values.get(name, self.failed) for name in self._weights}
         self._counts["scored"] += 1
         total_score = sum(weight * terms[name] for name, weight in self._weights.items())
-        if errors:
+        if error_text:
             total_score = self.failed
             self._counts.update(("failed", failure))
-            self._log_failure(errors)
-        self._scored.append((sample_id, Scored(total_score, terms, bool(errors), errors)))
+            self._log_failure(error_text)
+        self._scored_samples.append((sample_id, Scored(total_score, terms, bool(error_text), error_text)))
 
     def _log_failure(self, reason: str) -> None:
         """Logs the first three failures, then each thousandth failure."""

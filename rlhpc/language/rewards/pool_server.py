@@ -28,7 +28,7 @@ from rlhpc.language.rewards.base import HasMemoryLimit, HasPreload, Reward, Samp
 from rlhpc.language.rewards.registry import build_reward
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable, reaped_children
 
 Spec = list[tuple[str, Any, dict[str, Any]]]
 """Rewards as (name, class or function, arguments)."""
@@ -48,14 +48,14 @@ def judge(rewards: dict[str, Reward], sample: Sample) -> tuple[dict[str, float],
     return term_values, "; ".join(errors)
 
 
-def _run_judge(spec: Spec, connection: socket.socket) -> None:
+def _run_judge(term_specs: Spec, connection: socket.socket) -> None:
     """Runs a judge process: builds the rewards, then scores samples one by one."""
-    limits = [factory.memory_mb if isinstance(factory, HasMemoryLimit) else 0 for _, factory, _ in spec]
-    if all(limits):
-        memory_limit = max(limits) << 20
+    memory_limits_mb = [factory.memory_mb if isinstance(factory, HasMemoryLimit) else 0 for _, factory, _ in term_specs]
+    if all(memory_limits_mb):
+        memory_limit = max(memory_limits_mb) << 20
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     try:
-        rewards = {name: build_reward(name, factory, kwargs) for name, factory, kwargs in spec}
+        rewards = {name: build_reward(name, factory, kwargs) for name, factory, kwargs in term_specs}
     except BaseException as error:
         reason = str(error) if isinstance(error, ConfigError) else "".join(traceback.format_exception(error))
         pickle_stream.send(connection, {"failed": reason, "config": isinstance(error, ConfigError)})
@@ -92,17 +92,17 @@ class JudgeServer:
                 if request is None:
                     break
                 if request["op"] == "start":
-                    self._start(request["judge"])
+                    self._start_process(request["judge"])
                 else:
                     for pid in [pid for pid, judge_number in self.judges.items() if judge_number == request["judge"]]:
                         _kill_tree(pid)
             self._reap()
         for pid in self.judges:
             _kill_tree(pid)
-        _kill_tree(os.getpid(), include_root=False)
+        _kill_tree(os.getpid(), includes_root=False)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, number: int) -> None:
+    def _start_process(self, number: int) -> None:
         """Forks a judge process with a socket that the pool has sent."""
         _, (fd,), _, _ = socket.recv_fds(self.control, 1, 1)
         server, pid = os.getpid(), os.fork()
@@ -132,35 +132,29 @@ class JudgeServer:
 
     def _reap(self) -> None:
         """Removes judge processes that have ended, and kills their child processes."""
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                break
+        for pid, _ in reaped_children():
             judge_number = self.judges.pop(pid, None)
             if judge_number is not None:
                 shutil.rmtree(self.folder / str(judge_number), ignore_errors=True)
-        for pid in _children(os.getpid()):
+        for pid in _read_children(os.getpid()):
             if pid not in self.judges:
                 _kill_tree(pid)  # child process of a dead judge
 
 
-def _children(pid: int) -> list[int]:
+def _read_children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
 
 
-def _kill_tree(pid: int, include_root: bool = True) -> None:
+def _kill_tree(pid: int, includes_root: bool = True) -> None:
     """Kills a process and its descendants. Suspends the process first, so that it starts no further descendants."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
         root_process = psutil.Process(pid)
-        if include_root:
+        if includes_root:
             root_process.suspend()
         while descendants := [
             descendant
@@ -170,9 +164,9 @@ def _kill_tree(pid: int, include_root: bool = True) -> None:
             for process in descendants:
                 with contextlib.suppress(psutil.Error):
                     process.kill()
-            if not include_root:
+            if not includes_root:
                 psutil.wait_procs(descendants, timeout=1)
-        if include_root:
+        if includes_root:
             root_process.kill()
 
 
@@ -187,10 +181,10 @@ def main() -> None:
     adopt_orphans()
     control = socket.socket(fileno=fd)
     try:
-        spec: Spec = pickle.loads(pickle_stream.receive(control) or b"")
+        term_specs: Spec = pickle.loads(pickle_stream.receive(control) or b"")
         import psutil  # noqa: F401
 
-        for _, factory, _ in spec:
+        for _, factory, _ in term_specs:
             for module in factory.preload if isinstance(factory, HasPreload) else ():
                 with contextlib.suppress(ImportError):  # the judge reports it in an error message
                     importlib.import_module(module)
@@ -201,4 +195,4 @@ def main() -> None:
     gc.freeze()
     outlive_parent()  # from now on end-of-file ends the server, not the end of the thread that started it
     pickle_stream.send(control, {"ready": os.getpid()})
-    JudgeServer(control, spec, Path(folder)).serve()
+    JudgeServer(control, term_specs, Path(folder)).serve()

@@ -57,41 +57,41 @@ def entry_of(meta: Mapping[str, Any]) -> str:
     return str(metadata.get("func_name") or "") if isinstance(metadata, Mapping) else ""
 
 
-def _iter_tests(value: Any, entry: str) -> Iterator[Test]:
+def _iter_tests(raw_tests: Any, entry_name: str) -> Iterator[Test]:
     """Yields the tests in the value of a column."""
-    if isinstance(value, str):
-        stripped_text = value.strip()
-        if stripped_text[:1] in ("{", "[") and (parsed_json := _try_parse_json(stripped_text)) is not None:
-            yield from _iter_tests(parsed_json, entry)
-        elif _COMPRESSED.fullmatch(stripped_text) and " " not in stripped_text:
+    if isinstance(raw_tests, str):
+        tests_text = raw_tests.strip()
+        if tests_text[:1] in ("{", "[") and (parsed_json := _try_parse_json(tests_text)) is not None:
+            yield from _iter_tests(parsed_json, entry_name)
+        elif _COMPRESSED.fullmatch(tests_text) and " " not in tests_text:
             raise ValueError("a test is compressed (private_test_cases of LiveCodeBench): decode it first")
         else:
-            yield value
-    elif isinstance(value, Mapping):
-        yield from _iter_input_output(value, entry)
-    elif isinstance(value, Sequence):
-        for element in value:
-            yield from _iter_tests(element, entry)
+            yield raw_tests
+    elif isinstance(raw_tests, Mapping):
+        yield from _iter_input_output(raw_tests, entry_name)
+    elif isinstance(raw_tests, Sequence):
+        for element in raw_tests:
+            yield from _iter_tests(element, entry_name)
     else:
         raise ValueError(
-            f"a test is a {type(value).__name__}; allowed: Python statements, or objects with input and output"
+            f"a test is a {type(raw_tests).__name__}; allowed: Python statements, or objects with input and output"
         )
 
 
-def _try_parse_json(text: str) -> Any:
+def _try_parse_json(json_text: str) -> Any:
     try:
-        parsed_json = json.loads(text)
+        parsed_json = json.loads(json_text)
     except (ValueError, RecursionError):
         return None
     return parsed_json if isinstance(parsed_json, (dict, list)) else None
 
 
-def _iter_input_output(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
+def _iter_input_output(test: Mapping[str, Any], entry_name: str) -> Iterator[Test]:
     """Yields the tests of an object with calls or inputs and their outputs."""
-    keys = set(test)
-    if {"call", "output"} <= keys:
+    test_keys = set(test)
+    if {"call", "output"} <= test_keys:
         yield test
-    elif {"inputs", "outputs"} <= keys:
+    elif {"inputs", "outputs"} <= test_keys:
         inputs, outputs = test["inputs"], test["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
             raise ValueError("a test has inputs and outputs that are no lists of one length")
@@ -103,23 +103,23 @@ def _iter_input_output(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
         else:
             for stdin, stdout in zip(inputs, outputs, strict=True):
                 yield {"input": _join_lines(stdin), "output": _join_lines(stdout)}
-    elif {"input", "output"} <= keys:
+    elif {"input", "output"} <= test_keys:
         test_type = str(test.get("testtype") or test.get("type") or "stdin")
         if test_type in ("stdin", "stdin_stdout"):
             yield {"input": _join_lines(test["input"]), "output": _join_lines(test["output"])}
         elif test_type == "functional":
-            if not entry:
+            if not entry_name:
                 raise ValueError("a test calls a function that the problem does not name: set entry_point")
             try:
                 arguments = [json.loads(line) for line in str(test["input"]).splitlines() if line.strip()]
-                yield _call_test(entry, arguments, json.loads(str(test["output"])))
+                yield _call_test(entry_name, arguments, json.loads(str(test["output"])))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"a functional test has input or output that is no JSON: {error}") from None
         else:
             raise ValueError(f"a test has testtype {test_type!r}; allowed: stdin, functional")
     else:
         raise ValueError(
-            f"a test is an object with the keys {', '.join(sorted(map(str, keys))) or 'none'}; allowed: call and output; "
+            f"a test is an object with the keys {', '.join(sorted(map(str, test_keys))) or 'none'}; allowed: call and output; "
             "input and output; inputs and outputs, with fn_name or without"
         )
 
@@ -127,13 +127,16 @@ def _iter_input_output(test: Mapping[str, Any], entry: str) -> Iterator[Test]:
 def _call_test(name: str, arguments: Any, output: Any) -> Test:
     if not isinstance(arguments, list):
         raise ValueError(f"a test calls {name} with a {type(arguments).__name__}, not with a list of arguments")
-    source = ", ".join(map(repr, arguments))
-    return {"call": _METHOD.format(name, source) if name.isidentifier() else f"{name}({source})", "output": output}
+    arguments_source = ", ".join(map(repr, arguments))
+    return {
+        "call": _METHOD.format(name, arguments_source) if name.isidentifier() else f"{name}({arguments_source})",
+        "output": output,
+    }
 
 
-def _join_lines(value: Any) -> str:
+def _join_lines(lines_or_text: Any) -> str:
     """Returns the text of stdin or stdout, which some data sets store as a list of lines."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "\n".join(map(str, lines_or_text)) if isinstance(lines_or_text, list) else str(lines_or_text)
 
 
 def parse_test(test: str) -> list[ast.stmt]:
@@ -143,7 +146,7 @@ def parse_test(test: str) -> list[ast.stmt]:
         ValueError: The test is not valid Python, or has an unsupported doctest.
     """
     if test.lstrip().startswith(">>>"):
-        return _doctest(test)
+        return _convert_doctest(test)
     try:
         body = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -157,12 +160,12 @@ def _iter_statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _iter_statements(statement.body)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             if isinstance(statement.value.value, str) and ">>>" in statement.value.value:
-                yield from _doctest(statement.value.value)
+                yield from _convert_doctest(statement.value.value)
         elif isinstance(statement, ast.ImportFrom) and statement.module in PROGRAM_MODULES and not statement.level:
             for alias in statement.names:
                 if alias.asname:
                     yield ast.parse(f"{alias.asname} = {alias.name}").body[0]
-        elif not _runs_tests(statement):
+        elif not _calls_test_runner(statement):
             yield statement
 
 
@@ -175,7 +178,7 @@ def _is_main_guard(test: ast.expr) -> bool:
     )
 
 
-def _runs_tests(statement: ast.stmt) -> bool:
+def _calls_test_runner(statement: ast.stmt) -> bool:
     """Returns whether a statement calls a test runner. The tests are called anyway, so the statement can be dropped."""
     return (
         isinstance(statement, ast.Expr)
@@ -184,10 +187,10 @@ def _runs_tests(statement: ast.stmt) -> bool:
     )
 
 
-def _doctest(text: str) -> list[ast.stmt]:
+def _convert_doctest(docstring: str) -> list[ast.stmt]:
     """Converts the examples of a doctest to assertions."""
     try:
-        examples = doctest.DocTestParser().get_examples(text)
+        examples = doctest.DocTestParser().get_examples(docstring)
     except ValueError as error:
         raise ValueError(f"a doctest of the problem cannot be read: {error}") from None
     body: list[ast.stmt] = []
@@ -198,10 +201,10 @@ def _doctest(text: str) -> list[ast.stmt]:
             statements = ast.parse(example.source).body
         except SyntaxError as error:
             raise ValueError(f"a doctest of the problem is no Python: {error}") from None
-        source, expected_output = example.source.strip(), example.want.strip()
+        example_source, expected_output = example.source.strip(), example.want.strip()
         if example.exc_msg is not None:
             exception_type = example.exc_msg.split(":", 1)[0].strip().rpartition(".")[2]
-            indented_source = "\n".join(f"    {line}" for line in source.splitlines())
+            indented_source = "\n".join(f"    {line}" for line in example_source.splitlines())
             body += ast.parse(f"with pytest.raises({exception_type}):\n{indented_source}").body
         elif not expected_output:
             body += statements
@@ -241,7 +244,7 @@ def test_functions(body: Sequence[ast.stmt]) -> tuple[list[ast.stmt], list[ast.F
                 raise ValueError(f"the class {statement.name} has no method test…, so it tests nothing")
             classes.append(statement)
         elif isinstance(statement, ast.ClassDef) and statement.name.startswith("Test") and not statement.bases:
-            functions += _pytest_methods(statement)
+            functions += _convert_pytest_methods(statement)
         else:
             plain_statements.append(statement)
     return plain_statements, functions, classes
@@ -295,7 +298,7 @@ def _expand_parameters(function: ast.FunctionDef) -> ast.FunctionDef:
     return plain_function
 
 
-def _pytest_methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
+def _convert_pytest_methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
     """Converts the tests of a pytest class without base classes to functions.
 
     Raises:
@@ -407,23 +410,23 @@ class _Unittest(ast.NodeTransformer):
         name, arguments = ast.unparse(call.func).removeprefix("self."), [ast.unparse(a) for a in call.args]
         keywords = {str(k.arg): ast.unparse(k.value) for k in call.keywords if k.arg != "msg"}
         if name in _COMPARISONS and len(arguments) in (2, 3) and not keywords:
-            source = f"assert ({arguments[0]}) {_COMPARISONS[name]} ({arguments[1]})"
+            assertion_source = f"assert ({arguments[0]}) {_COMPARISONS[name]} ({arguments[1]})"
         elif name in _UNARY_ASSERTIONS and len(arguments) in (1, 2) and not keywords:
-            source = _UNARY_ASSERTIONS[name].format(f"({arguments[0]})")
+            assertion_source = _UNARY_ASSERTIONS[name].format(f"({arguments[0]})")
         elif name in ("assertIsInstance", "assertNotIsInstance") and len(arguments) in (2, 3) and not keywords:
             negation = "not " * (name == "assertNotIsInstance")
-            source = f"assert {negation}isinstance({arguments[0]}, {arguments[1]})"
+            assertion_source = f"assert {negation}isinstance({arguments[0]}, {arguments[1]})"
         elif name in ("assertAlmostEqual", "assertAlmostEquals") and len(arguments) in (2, 3):
             if "delta" in keywords:
-                source = f"assert abs(({arguments[0]}) - ({arguments[1]})) <= {keywords['delta']}"
+                assertion_source = f"assert abs(({arguments[0]}) - ({arguments[1]})) <= {keywords['delta']}"
             else:
                 num_places = arguments[2] if len(arguments) == 3 else keywords.get("places", "7")
-                source = f"assert round(abs(({arguments[0]}) - ({arguments[1]})), {num_places}) == 0"
+                assertion_source = f"assert round(abs(({arguments[0]}) - ({arguments[1]})), {num_places}) == 0"
         elif name == "assertRaises" and len(arguments) >= 2 and not keywords:
-            source = f"with pytest.raises({arguments[0]}):\n    {arguments[1]}({', '.join(arguments[2:])})"
+            assertion_source = f"with pytest.raises({arguments[0]}):\n    {arguments[1]}({', '.join(arguments[2:])})"
         else:
             raise Unclear
-        return ast.parse(source).body[0]
+        return ast.parse(assertion_source).body[0]
 
 
 def require_modules(body: Sequence[ast.stmt]) -> None:

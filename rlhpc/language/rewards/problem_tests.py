@@ -40,7 +40,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     num_dependent = num_possible = 0
     for test_number, test in enumerate(tests, 1):
         if isinstance(test, Mapping):
-            claim = _equality_claim(add_step(plan, "value", str(test["call"])), test["output"])
+            claim = _build_equality_claim(add_step(plan, "value", str(test["call"])), test["output"])
             plan.claims.append(outside.require_steps(plan.prepared, claim) if plan.prepared else claim)
             num_dependent += 1
             continue
@@ -53,7 +53,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
             num_possible += reader.num_possible
         except (Unclear, RecursionError):
             num_dependent_of_test = _add_script(plan, body, entry_point, defined_functions)
-        if not num_dependent_of_test and not reader.num_possible and not (body and all(map(_may_prepare, body))):
+        if not num_dependent_of_test and not reader.num_possible and not (body and all(map(_may_prepare_tests, body))):
             raise ValueError(f"test {test_number} tests nothing: {_explain(body)}")
         defined_functions |= {
             setup_statement.name: setup_statement
@@ -70,7 +70,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     return plan
 
 
-def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
+def _read_setup(setup: Sequence[ast.stmt], entry_name: str) -> TestPlan:
     """Returns a plan with the values that the setup binds, except values that other statements of the setup use."""
     plan = TestPlan()
     used_names = {
@@ -81,7 +81,7 @@ def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
         if isinstance(n, ast.Name)
     }
     lines = []
-    reader = Reader(plan, entry, {})
+    reader = Reader(plan, entry_name, {})
     for statement in setup:
         plan.meanings.update(meanings_of([statement]))
         stored_names = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
@@ -94,11 +94,11 @@ def _read_setup(setup: Sequence[ast.stmt], entry: str) -> TestPlan:
     return plan
 
 
-def _refuse_constant(body: Sequence[ast.stmt], number: int) -> None:
+def _refuse_constant(body: Sequence[ast.stmt], body_index: int) -> None:
     for node in (n for statement in body for n in ast.walk(statement)):
         if isinstance(node, ast.Assert) and is_always_true(node.test):
             raise ValueError(
-                f"test {number} has an assertion that is always true, {ast.unparse(node)[:60]}: write assert CONDITION"
+                f"test {body_index} has an assertion that is always true, {ast.unparse(node)[:60]}: write assert CONDITION"
             )
 
 
@@ -112,13 +112,15 @@ def _explain(body: Sequence[ast.stmt]) -> str:
     return "it has no assertion that is reached; write assert CONDITION"
 
 
-def _add_script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: Mapping[str, ast.FunctionDef]) -> int:
+def _add_script(
+    plan: TestPlan, body: Sequence[ast.stmt], entry_name: str, defined_functions: Mapping[str, ast.FunctionDef]
+) -> int:
     """Adds a test that runs completely in the sandbox; returns 1, or 0 if the test asserts nothing."""
     plain_statements, functions, classes = problem_formats.test_functions(body)
-    source: list[ast.stmt] = [*plain_statements, *functions, *classes]
+    source_statements: list[ast.stmt] = [*plain_statements, *functions, *classes]
     lines = [f"{function.name}()" for function in functions]
-    if has_check(plain_statements) and entry and not has_call(plain_statements, "check"):
-        lines.append(f"check({entry})")
+    if has_check(plain_statements) and entry_name and not has_call(plain_statements, "check"):
+        lines.append(f"check({entry_name})")
     if classes:
         class_names = ", ".join(class_.name for class_ in classes)
         lines.append(
@@ -126,11 +128,11 @@ def _add_script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: M
             "    _unittest.defaultTestLoader.loadTestsFromTestCase(_case).run(_result)\n"
             "    assert _result.testsRun and _result.wasSuccessful() and not _result.skipped"
         )
-    code = "\n".join(
-        [*(ast.unparse(ast.fix_missing_locations(source_statement)) for source_statement in source), *lines]
+    script_code = "\n".join(
+        [*(ast.unparse(ast.fix_missing_locations(source_statement)) for source_statement in source_statements), *lines]
     )
-    tree = ast.parse(code)
-    functions_by_name = dict(defined) | {
+    tree = ast.parse(script_code)
+    functions_by_name = dict(defined_functions) | {
         source_statement.name: source_statement
         for source_statement in tree.body
         if isinstance(source_statement, ast.FunctionDef)
@@ -143,35 +145,35 @@ def _add_script(plan: TestPlan, body: Sequence[ast.stmt], entry: str, defined: M
         for name, known_value in plan.values.items()
         if name in mentioned_names and _has_literal(known_value)
     ]
-    value_statements += [f"globals()[{entry!r}]"] if entry in vars(builtins) else []
+    value_statements += [f"globals()[{entry_name!r}]"] if entry_name in vars(builtins) else []
     value_statements += [ast.unparse(plan.definitions[name]) for name in plan.definitions if name in mentioned_names]
     plan.verdicts.append(len(plan.scripts))
-    plan.scripts.append({"kind": "script", "source": "\n".join([*value_statements, code])})
+    plan.scripts.append({"kind": "script", "source": "\n".join([*value_statements, script_code])})
     return 1
 
 
-def _may_prepare(statement: ast.stmt) -> bool:
+def _may_prepare_tests(statement: ast.stmt) -> bool:
     """Returns whether a statement may prepare later tests."""
     is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
     return is_call or isinstance(statement, _PREPARATION)
 
 
-def _has_literal(value: Any) -> bool:
+def _has_literal(plain_value: Any) -> bool:
     try:
-        to_expression(value)
+        to_expression(plain_value)
     except Unclear:
         return False
     return True
 
 
-def _equality_claim(number: int, output: Any) -> Term:
-    return lambda answers: outside.as_json(outside.value_of(answers, number)) == outside.as_json(output)
+def _build_equality_claim(test_number: int, output: Any) -> Term:
+    return lambda answers: outside.as_json(outside.value_of(answers, test_number)) == outside.as_json(output)
 
 
 def program_names(plan: TestPlan) -> list[str]:
     """Returns the names in the plan that only a program can define."""
-    sources = [step["source"] for step in (*plan.steps, *plan.scripts)] + [plan.setup]
-    nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
+    program_sources = [step["source"] for step in (*plan.steps, *plan.scripts)] + [plan.setup]
+    nodes = [node for program_source in program_sources for node in ast.walk(ast.parse(program_source))]
     loaded_names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
     stored_names = {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     defined_names = {n.name for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))}

@@ -71,12 +71,12 @@ def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
     Raises:
         Unclear: The value is unknown outside the sandbox, or is no container of bounded length.
     """
-    container = evaluate(node)
-    if not isinstance(container, (list, tuple, str, range, enumerate, zip)) or (
-        isinstance(container, range) and len(container) > MOST_ROUNDS
+    literal_container = evaluate(node)
+    if not isinstance(literal_container, (list, tuple, str, range, enumerate, zip)) or (
+        isinstance(literal_container, range) and len(literal_container) > MOST_ROUNDS
     ):
         raise Unclear
-    return list(container)
+    return list(literal_container)
 
 
 def assign_expressions(target: ast.expr, value: Any) -> dict[str, ast.expr]:

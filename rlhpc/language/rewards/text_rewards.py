@@ -12,19 +12,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhpc.language.rewards.base import Sample
-from rlhpc.language.rewards.math_verifier import check_extraction_methods, extract, squeeze
+from rlhpc.language.rewards.math_verifier import check_extraction_methods, extract, references_of, squeeze
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 
-def _compile(pattern: str, option: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str, option_name: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"reward.terms: {option} is {pattern!r}, which is no regular expression: {error}") from None
+        raise ConfigError(
+            f"reward.terms: {option_name} is {pattern!r}, which is no regular expression: {error}"
+        ) from None
 
 
 class ExactReward:
-    """Reward of 1 if the response equals the reference answer except for white space, and 0 otherwise.
+    """Reward of 1 if the response equals the reference answer, or one of several, except for white space, and 0 otherwise.
 
     Args:
         extract: Regular expression. Its last match in the response is compared instead of the response: the first group, or
@@ -35,7 +37,7 @@ class ExactReward:
     needs_answer = True
 
     def __init__(self, extract: str | None = None, ignore_case: bool = False) -> None:
-        self._extract = None if extract is None else _compile(extract, "extract of 'exact'")
+        self._extract = None if extract is None else _compile_pattern(extract, "extract of 'exact'")
         self._ignore_case = ignore_case
 
     @staticmethod
@@ -46,12 +48,13 @@ class ExactReward:
     def __call__(self, sample: Sample) -> float:
         response = sample.response
         if self._extract is not None:
-            matches = list(self._extract.finditer(response))
-            if not matches:
+            extract_matches = list(self._extract.finditer(response))
+            if not extract_matches:
                 return 0.0
-            response = matches[-1].group(1 if self._extract.groups else 0) or ""
-        response, reference = squeeze(response), squeeze(sample.answer)
-        return float(response.casefold() == reference.casefold() if self._ignore_case else response == reference)
+            response = extract_matches[-1].group(1 if self._extract.groups else 0) or ""
+        texts = [squeeze(text) for text in (response, *references_of(sample.answer))]
+        response, *references = [text.casefold() for text in texts] if self._ignore_case else texts
+        return float(response in references)
 
 
 class FormatReward:
@@ -64,15 +67,15 @@ class FormatReward:
     """
 
     def __init__(self, pattern: str, anywhere: bool = False, finished: bool = False) -> None:
-        self._pattern = _compile(pattern, "pattern of 'format'")
-        self._anywhere = anywhere
-        self._finished = finished
+        self._pattern = _compile_pattern(pattern, "pattern of 'format'")
+        self._matches_anywhere = anywhere
+        self._requires_finish = finished
 
     def __call__(self, sample: Sample) -> float:
-        if self._finished and not sample.finished:
+        if self._requires_finish and not sample.finished:
             return 0.0
-        match = self._pattern.search if self._anywhere else self._pattern.fullmatch
-        return float(match(sample.response) is not None)
+        find_match = self._pattern.search if self._matches_anywhere else self._pattern.fullmatch
+        return float(find_match(sample.response) is not None)
 
 
 class LengthReward:
@@ -195,17 +198,17 @@ class HTTPReward:
         return float(reply)
 
     def _post(self, body: bytes) -> bytes:
-        for retries_left in range(self._retries, -1, -1):
+        for num_retries_left in range(self._retries, -1, -1):
             try:
                 request = urllib.request.Request(self._url, body, self._headers, method="POST")
                 with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:
-                    content: bytes = reply.read()
-                    return content
+                    reply_bytes: bytes = reply.read()
+                    return reply_bytes
             except urllib.error.HTTPError as error:
-                if not retries_left or (error.code != 429 and error.code < 500):
+                if not num_retries_left or (error.code != 429 and error.code < 500):
                     raise ValueError(f"{self._url} replied {error.code}: {error.read(200)!r}") from None
             except (OSError, TimeoutError) as error:
-                if not retries_left:
+                if not num_retries_left:
                     raise ValueError(f"{self._url}: {error}") from None
-            time.sleep(0.1 * 2 ** (self._retries - retries_left))
+            time.sleep(0.1 * 2 ** (self._retries - num_retries_left))
         raise AssertionError("unreachable")

@@ -27,8 +27,10 @@ from rlhpc.runs.device import worker_device
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import CallAborted, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.trace_recorder import IdleSpan, span
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync, sends_shards
+from rlhpc.weights.receiver import TransferTotals
 from rlhpc.weights.reshard import SendsShards
 from rlhpc.weights.verification import UpdateVerification
 
@@ -216,13 +218,14 @@ class EngineWeights:
     def __init__(self, worker: Worker, cfg: GrpoConfig, prompts: PromptMap) -> None:
         self._worker = worker
         self._cfg = cfg
-        source = (prompts.actor_name, prompts.source_of(worker.rank))
-        self._sender = "{}-{}".format(*source)
+        weight_source = (prompts.actor_name, prompts.source_of(worker.rank))
+        self._sender = "{}-{}".format(*weight_source)
         self._unchecked_probe: tuple[Probe, int] | None = None
-        size = ranks_of_engine(cfg)
+        ranks_per_engine = ranks_of_engine(cfg)
         self.version = -1
         self._sync_s = 0.0
-        link = RunLink(worker, size) if size > 1 else None
+        self._transfers = TransferTotals()
+        link = RunLink(worker, ranks_per_engine) if ranks_per_engine > 1 else None
         path, device = str(cfg.actor.model.model_path), worker_device(worker)
         self._engine = make_engine(
             awaiting_weights(cfg), model_path=path, device=device, seed=cfg.runner.seed, link=link
@@ -231,7 +234,7 @@ class EngineWeights:
         sends_by_shards = sends_shards(name)
         self._takes_partial_updates = self._engine.takes_partial_updates and not sends_by_shards
         self._sync = make_sync(
-            name, worker, source,
+            name, worker, weight_source,
             [(prompts.rollout_name, list(range(prompts.rollout_ranks)))], cfg.rollout.weight_delta,
             complete_updates=not self._takes_partial_updates,
         )  # fmt: skip
@@ -244,11 +247,16 @@ class EngineWeights:
         """Resets the version to -1, so that the engine waits for new weights, and the seconds of receiving to 0."""
         self.version = -1
         self._sync_s = 0.0
+        self._transfers.pop()
 
     def pop_sync_s(self) -> float:
         """Returns the seconds spent receiving weights since the last call."""
-        seconds, self._sync_s = self._sync_s, 0.0
-        return seconds
+        duration_s, self._sync_s = self._sync_s, 0.0
+        return duration_s
+
+    def pop_transfers(self) -> dict[str, float]:
+        """Returns the report of the versions received since the last call (`TransferTotals`)."""
+        return self._transfers.pop()
 
     def forget(self) -> None:
         """Makes the receiver expect complete weights next, because the last update may have been lost."""
@@ -267,20 +275,27 @@ class EngineWeights:
         cfg, engine = self._cfg, self._engine
         prompt, response = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens
         config = load_model_config(str(cfg.actor.model.model_path), cfg.actor.model.trust_remote_code)
-        length = long_text(prompt + response, _window_of(config), engine.chunk, engine.context)
+        probe_length = long_text(prompt + response, _find_window(config), engine.chunk, engine.context)
         return sample_probe(
-            self.engine_rank.engine, vocabulary, prompt, response, length, phase, len(policies_of(cfg).names)
+            self.engine_rank.engine, vocabulary, prompt, response, probe_length, phase, len(policies_of(cfg).names)
         )
 
-    def take(self) -> bool:
-        """Receives the next version of the weights if it was announced; returns whether it was announced."""
+    def take(self, idle_span: IdleSpan | None = None) -> bool:
+        """Receives the next version of the weights if it was announced; returns whether it was announced.
+
+        Args:
+            idle_span: Span of the wait for the announcement, which ends with it.
+        """
         try:
             probe: Probe | None = self._worker.notice(VERSIONS)
         except queue.Empty:
             return False
+        if idle_span is not None:
+            idle_span.end()
         start_time = time.perf_counter()
-        self.engine_rank.begin_weights()
-        self._load_update(probe)
+        with span("weights", "weights"):
+            self.engine_rank.begin_weights()
+            self._load_update(probe)
         self._sync_s += time.perf_counter() - start_time
         return True
 
@@ -293,12 +308,16 @@ class EngineWeights:
         Raises:
             DeadlineExceeded: The weights did not arrive within `runner.step_timeout_s`.
         """
-        deadline = time.monotonic() + self._cfg.runner.step_timeout_s
+        deadline, idle_span = (
+            time.monotonic() + self._cfg.runner.step_timeout_s,
+            IdleSpan(f"weights from {self._sender}"),
+        )
         while self.version < version:
             if time.monotonic() > deadline:
                 rank_name = f"{self._worker.group_name}-{self._worker.rank}"
                 raise DeadlineExceeded(f"the weights of step {version} did not reach {rank_name}")
-            if not self.take():
+            if not self.take(idle_span):
+                idle_span.begin()
                 time.sleep(_IDLE_S)
 
     def await_update(self, version: int) -> None:
@@ -322,7 +341,7 @@ class EngineWeights:
 
     def _load_update(self, probe: Probe | None) -> None:
         engine, weight_update = self._engine, self._sync.receive()
-        verification = UpdateVerification(weight_update, self._sender, digest_on_arrival=not weight_update.proven)
+        verification = UpdateVerification(weight_update, self._sender, digests_on_arrival=not weight_update.proven)
         if weight_update.proven and engine.takes_shards:
             engine.update_shards(weight_update.version, verification.complete_tensors())
         elif not self._takes_partial_updates:
@@ -330,6 +349,7 @@ class EngineWeights:
         else:
             engine.update_weights(weight_update.version, verification.tensors(), complete=weight_update.complete)
         verification.check(engine.held)
+        self._transfers.add(weight_update.transfer)
         if probe is not None and engine.can_score:
             self._unchecked_probe = probe, weight_update.version
         if engine.can_compute:
@@ -338,16 +358,16 @@ class EngineWeights:
 
     def check_deferred_probe(self) -> None:
         """Compares the engine's log-probs with the probe of the last version, if that has not been done yet."""
-        unchecked, self._unchecked_probe = self._unchecked_probe, None
-        if unchecked is not None:
-            (probe, version), device_and_dtype = unchecked, self.computes()
+        unchecked_probe, self._unchecked_probe = self._unchecked_probe, None
+        if unchecked_probe is not None:
+            (probe, version), device_and_dtype = unchecked_probe, self.computes()
             check_probe(
                 self._engine, probe, version, self._cfg.rollout.probe_tolerance,
                 {probe.dtype, device_and_dtype["dtype"]}, self._sender, device_and_dtype["device"],
             )  # fmt: skip
 
 
-def _window_of(config: Any) -> int:
+def _find_window(config: Any) -> int:
     """Returns the size in tokens of a model's sliding window or attention chunk; 0 if all layers attend to all tokens.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.agents.episodes import Episode, tokens_of
 from rlhpc.language.data.images import PromptImages
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.engines.base import Completion
@@ -119,17 +119,17 @@ class PendingGroup:
         """Step and position of the prompt."""
         return self.step, self.position
 
-    def move_to(self, state: GroupState) -> None:
+    def move_to(self, next_state: GroupState) -> None:
         """Changes the state.
 
         Raises:
             RuntimeError: `TRANSITIONS` does not allow this change.
         """
-        if state not in TRANSITIONS[self.state]:
+        if next_state not in TRANSITIONS[self.state]:
             raise RuntimeError(
-                f"step {self.step}, prompt {self.position}: a group that is {self.state} cannot be {state}"
+                f"step {self.step}, prompt {self.position}: a group that is {self.state} cannot be {next_state}"
             )
-        self.state = state
+        self.state = next_state
 
     def to_partial(self, episodes: Sequence[Episode]) -> PartialGroup:
         """Returns the group in the form that another rank resumes.
@@ -167,7 +167,7 @@ class ScoredGroup:
 
 def count_trainable_tokens(episodes: Iterable[Episode]) -> int:
     """Returns the number of trainable tokens in the episodes, which the model sampled and the loss mask includes."""
-    return sum(sum(sample.loss_mask) for episode in episodes for sample in episode.samples)
+    return sum(tokens_of(episode) for episode in episodes)
 
 
 def count_dropped_on_refill(group: PendingGroup) -> Counter[str]:
@@ -208,7 +208,7 @@ class Deliver:
     """Action: send a group to its actor and to the groups that score tokens, and report its delivery."""
 
     group: PendingGroup
-    scored: ScoredGroup
+    scored_group: ScoredGroup
 
 
 @dataclass(frozen=True)
@@ -278,37 +278,37 @@ class PendingGroups:
         """Number of episodes whose delayed rewards have not arrived."""
         return len(self._awaited_rewards)
 
-    def num_resumed_tokens(self, request: int) -> int:
+    def num_resumed_tokens(self, request_id: int) -> int:
         """Returns the number of tokens of a request's episode that another rank had sampled."""
-        group, member = self._members[request]
+        group, member = self._members[request_id]
         return group.resumed_tokens.get(member, 0)
 
     # -- events
 
-    def on_prompt(self, step: int, position: int) -> list[Action]:
+    def on_prompt(self, step: int, prompt_position: int) -> list[Action]:
         """Handles the lease of a prompt."""
-        return self._deliver_or_refill(self._next_group((step, position), 0, Counter()))
+        return self._deliver_or_refill(self._take_next_group((step, prompt_position), 0, Counter()))
 
-    def on_partial(self, step: int, partial: PartialGroup) -> list[Action]:
+    def on_partial(self, step: int, partial_group: PartialGroup) -> list[Action]:
         """Handles the lease of a group that another rank has requeued.
 
         Finished answers are scored again, because some raters compare all answers of a group.
         """
-        group = self._make_group(step, partial.position, partial.attempt)
-        group.num_refills = partial.attempt
+        group = self._make_group(step, partial_group.position, partial_group.attempt)
+        group.num_refills = partial_group.attempt
         group.resumed_tokens = {
-            m: len(answer.token_ids) for m, answer in enumerate(partial.answers) if answer.token_ids
+            m: len(answer.token_ids) for m, answer in enumerate(partial_group.answers) if answer.token_ids
         }
-        self._num_attempts[group.step_position] = partial.attempt + 1
+        self._num_attempts[group.step_position] = partial_group.attempt + 1
         self._groups_by_position[group.step_position] = group
-        return [ResumeSampling(group, self._start_sampling(group), partial.answers)]
+        return [ResumeSampling(group, self._start_sampling(group), partial_group.answers)]
 
     def on_episode(self, episode: Episode) -> list[Action]:
         """Handles the end of a member's episode."""
         group, member = self._members[episode.id]
         group.episodes[member] = episode
         actions: list[Action] = []
-        if episode.later:
+        if episode.has_delayed_reward:
             self._awaited_rewards[id(episode)] = group, member, episode
         else:
             actions.append(RequestScore(group, episode))
@@ -317,23 +317,23 @@ class PendingGroups:
             actions += self._set_aside(group)
         return actions
 
-    def on_delayed_reward(self, before: Episode, episode: Episode) -> list[Action]:
+    def on_delayed_reward(self, previous_episode: Episode, episode: Episode) -> list[Action]:
         """Handles the delayed reward of an episode.
 
         Args:
-            before: The episode without its reward.
+            previous_episode: The episode without its reward.
             episode: The episode with its reward, or failed.
         """
-        if id(before) not in self._awaited_rewards:
+        if id(previous_episode) not in self._awaited_rewards:
             return []
-        group, member, _ = self._awaited_rewards.pop(id(before))
+        group, member, _ = self._awaited_rewards.pop(id(previous_episode))
         group.episodes[member] = episode
         return [RequestScore(group, episode)]
 
-    def on_score(self, request: int, scored: Scored) -> list[Action]:
+    def on_score(self, request: int, scored_answer: Scored) -> list[Action]:
         """Handles the score of a member, by the id of its request."""
         group, member = self._members.pop(request)
-        group.scores[member] = scored
+        group.scores[member] = scored_answer
         if len(group.scores) < self._size:
             return []
         if group.state is not GroupState.DELAYED:
@@ -342,19 +342,23 @@ class PendingGroups:
         group.move_to(GroupState.READY)
         self._num_delayed -= 1
         self._ready_groups.append(group)
-        scoring_groups = [other for other in self._groups_by_position.values() if other.state is GroupState.SCORING]
-        return [action for other in scoring_groups for action in self._set_aside(other)]
+        scoring_groups = [
+            other_group for other_group in self._groups_by_position.values() if other_group.state is GroupState.SCORING
+        ]
+        return [action for other_group in scoring_groups for action in self._set_aside(other_group)]
 
-    def on_leave(self, stopped: Mapping[int, Episode]) -> list[Action]:
+    def on_leave(self, stopped_episodes: Mapping[int, Episode]) -> list[Action]:
         """Handles the request to leave: requeues each group that has a position.
 
         Args:
-            stopped: Unfinished episodes, by the id of their request.
+            stopped_episodes: Unfinished episodes, by the id of their request.
         """
         requests = {(group.step_position, member): request for request, (group, member) in self._members.items()}
         actions: list[Action] = []
-        for position, group in self._groups_by_position.items():
-            episodes = [group.episodes.get(m) or stopped[requests[position, m]] for m in range(self._size)]
+        for prompt_position, group in self._groups_by_position.items():
+            episodes = [
+                group.episodes.get(m) or stopped_episodes[requests[prompt_position, m]] for m in range(self._size)
+            ]
             group.move_to(GroupState.REQUEUED)
             actions.append(Requeue(group, group.to_partial(episodes)))
         self._groups_by_position.clear()
@@ -365,23 +369,25 @@ class PendingGroups:
     def _deliver_or_refill(self, group: PendingGroup) -> list[Action]:
         """Delivers a complete group; if the rules reject it, refills the position until a group is delivered or sampled."""
         while group.state is GroupState.COMPLETE:
-            scored = self._rules.score_group(group, may_refill=group.num_refills < self._max_refills)
-            if scored is not None:
+            scored_group = self._rules.score_group(group, may_refill=group.num_refills < self._max_refills)
+            if scored_group is not None:
                 group.move_to(GroupState.DELIVERED)
                 del self._groups_by_position[group.step_position], self._num_attempts[group.step_position]
-                return [Deliver(group, scored)]
+                return [Deliver(group, scored_group)]
             group.move_to(GroupState.REFILLED)
-            group = self._next_group(group.step_position, group.num_refills + 1, count_dropped_on_refill(group))
+            group = self._take_next_group(group.step_position, group.num_refills + 1, count_dropped_on_refill(group))
         self._num_attempts[group.step_position] += 1
         return [StartSampling(group, self._start_sampling(group))]
 
-    def _next_group(self, step_position: StepPosition, num_refills: int, dropped: Counter[str]) -> PendingGroup:
+    def _take_next_group(
+        self, step_position: StepPosition, num_refills: int, dropped_counts: Counter[str]
+    ) -> PendingGroup:
         """Returns the next group of a free position: the first ready group that can be trained on, or a new group.
 
         Args:
             step_position: The position.
             num_refills: Number of prompts tried before at the position whose groups were not trained on.
-            dropped: Numbers of tokens of those groups, by reason.
+            dropped_counts: Numbers of tokens of those groups, by reason.
         """
         while self._ready_groups:
             group = self._ready_groups.popleft()
@@ -390,10 +396,10 @@ class PendingGroups:
                 group.move_to(GroupState.COMPLETE)
                 break
             group.move_to(GroupState.REFILLED)
-            dropped = dropped + count_dropped_on_refill(group)  # the tokens have become too old
+            dropped_counts = dropped_counts + count_dropped_on_refill(group)  # the tokens have become too old
         else:
             group = self._make_group(*step_position, self._num_attempts[step_position])
-        group.dropped_tokens.update(dropped)
+        group.dropped_tokens.update(dropped_counts)
         group.num_refills = num_refills
         self._groups_by_position[step_position] = group
         return group
@@ -417,4 +423,4 @@ class PendingGroups:
             return []
         group.move_to(GroupState.DELAYED)
         self._num_delayed += 1
-        return self._deliver_or_refill(self._next_group(group.step_position, group.num_refills, Counter()))
+        return self._deliver_or_refill(self._take_next_group(group.step_position, group.num_refills, Counter()))

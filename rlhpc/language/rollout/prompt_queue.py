@@ -29,7 +29,7 @@ class Delivery:
     Attributes:
         step, position: Step and position of the prompt.
         metrics: Sums over the group's episodes (`group_builder.group_metrics`).
-        failure: Reason why an episode failed or could not be scored; "" without failures.
+        failure: Reason why an episode failed or could not be scored; "" if there are no failures.
     """
 
     step: int
@@ -42,28 +42,28 @@ class PromptTracker:
     """Driver's side of the prompt queue: enqueues the prompts of each step once, and counts the delivered groups.
 
     Args:
-        prompts: Number of prompts of a step.
+        num_prompts: Number of prompts of a step.
     """
 
-    def __init__(self, prompts: int) -> None:
-        self._prompts = prompts
+    def __init__(self, num_prompts: int) -> None:
+        self._prompts = num_prompts
         self._channels: tuple[Channel, Channel] | None = None
         self._last_enqueued_step = 0
-        self._delivered: dict[int, dict[int, Delivery]] = {}
+        self._delivery_channel: dict[int, dict[int, Delivery]] = {}
         self.failure = ""  # the latest failure of all steps
 
     def open(self, step: int) -> None:
         """Opens the queue after `step`, without enqueued or delivered prompts of later steps."""
         self._channels = Channel.create(WORK), Channel.create(DELIVERED)
         self._last_enqueued_step = step
-        self._delivered = {}
+        self._delivery_channel = {}
 
-    def enqueue(self, last: int) -> None:
-        """Enqueues the prompts of all steps up to `last`, each once."""
-        for step in range(self._last_enqueued_step + 1, last + 1):
-            for position in range(self._prompts):
-                self._open_channels[0].put(position, key=str(step))
-        self._last_enqueued_step = max(self._last_enqueued_step, last)
+    def enqueue(self, last_step: int) -> None:
+        """Enqueues the prompts of all steps up to `last_step`, each once."""
+        for step in range(self._last_enqueued_step + 1, last_step + 1):
+            for prompt_position in range(self._prompts):
+                self._open_channels[0].put(prompt_position, key=str(step))
+        self._last_enqueued_step = max(self._last_enqueued_step, last_step)
 
     @property
     def _open_channels(self) -> tuple[Channel, Channel]:
@@ -73,7 +73,7 @@ class PromptTracker:
     def wait_complete(self, step: int, wait_s: float) -> bool:
         """Returns whether all groups of a step were delivered; waits up to `wait_s` seconds for missing groups."""
         deadline = time.monotonic() + wait_s
-        while len(self._delivered.get(step, ())) < self._prompts:
+        while len(self._delivery_channel.get(step, ())) < self._prompts:
             remaining_s = deadline - time.monotonic()
             try:
                 delivery: Delivery = (
@@ -84,7 +84,7 @@ class PromptTracker:
             except (QueueEmpty, DeadlineExceeded):
                 return False
             # A rank that was lost just after a delivery may have returned its prompt to the queue.
-            self._delivered.setdefault(delivery.step, {}).setdefault(delivery.position, delivery)
+            self._delivery_channel.setdefault(delivery.step, {}).setdefault(delivery.position, delivery)
         return True
 
     def has_returned_prompts(self, step: int) -> bool:
@@ -93,11 +93,11 @@ class PromptTracker:
 
     def missing(self, step: int) -> list[int]:
         """Returns the positions of a step whose groups were not delivered."""
-        return sorted({*range(self._prompts)} - self._delivered.get(step, {}).keys())
+        return sorted({*range(self._prompts)} - self._delivery_channel.get(step, {}).keys())
 
     def close(self, step: int) -> dict[str, float]:
         """Ends a step with all groups delivered; returns the sums over the groups, added in the order of the prompts."""
-        deliveries = [delivery for _, delivery in sorted(self._delivered.pop(step).items())]
+        deliveries = [delivery for _, delivery in sorted(self._delivery_channel.pop(step).items())]
         self.failure = next((delivery.failure for delivery in reversed(deliveries) if delivery.failure), self.failure)
         return sum_metrics(delivery.metrics for delivery in deliveries)
 
@@ -106,14 +106,14 @@ class PromptLeases:
     """Rollout rank's side of the prompt queue: the leases of the rank, up to its share of a step.
 
     Args:
-        prompts: Number of prompts of a step.
-        work, delivered: The driver's channels.
+        num_prompts: Number of prompts of a step.
+        work_channel, delivery_channel: The driver's channels.
     """
 
-    def __init__(self, prompts: int, work: Channel, delivered: Channel) -> None:
-        self._prompts = prompts
-        self._work = work
-        self._delivered = delivered
+    def __init__(self, num_prompts: int, work_channel: Channel, delivery_channel: Channel) -> None:
+        self._prompts = num_prompts
+        self._work = work_channel
+        self._delivery_channel = delivery_channel
         self._leases: dict[tuple[int, int], LeasedItem] = {}
         self._empty_at: dict[int, float] = {}
         self._num_engines = 1
@@ -150,8 +150,8 @@ class PromptLeases:
             return None
         self._empty_at.pop(step, None)
         prompt_or_group: int | PartialGroup = lease.item
-        position = prompt_or_group.position if isinstance(prompt_or_group, PartialGroup) else prompt_or_group
-        self._leases[step, position] = lease
+        prompt_position = prompt_or_group.position if isinstance(prompt_or_group, PartialGroup) else prompt_or_group
+        self._leases[step, prompt_position] = lease
         return prompt_or_group
 
     def requeue(self, step: int, partial: PartialGroup) -> None:
@@ -164,15 +164,19 @@ class PromptLeases:
 
     def deliver(self, step: int, position: int, metrics: dict[str, float], failure: str = "") -> None:
         """Reports to the driver that an actor has received the group of a prompt."""
-        self._delivered.put(Delivery(step, position, metrics, failure))
+        self._delivery_channel.put(Delivery(step, position, metrics, failure))
         self._work.done(self._leases.pop((step, position)))
 
 
 def sum_metrics(rows: Iterable[Mapping[str, float]], maxima: Collection[str] = ()) -> dict[str, float]:
     """Returns the sums of metrics over rows, added in order; metrics in `maxima` or with the prefix `max_` are maxima."""
-    totals: dict[str, float] = {}
+    metric_totals: dict[str, float] = {}
     for row in rows:
-        for name, value in row.items():
+        for name, metric_value in row.items():
             is_maximum = name.startswith("max_") or name in maxima
-            totals[name] = max(totals.get(name, 0.0), value) if is_maximum else totals.get(name, 0.0) + value
-    return totals
+            metric_totals[name] = (
+                max(metric_totals.get(name, 0.0), metric_value)
+                if is_maximum
+                else metric_totals.get(name, 0.0) + metric_value
+            )
+    return metric_totals

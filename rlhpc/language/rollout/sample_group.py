@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from rlhpc.config.parallel import MeshSizes
-from rlhpc.language.agents.episodes import Episode
+from rlhpc.language.agents.episodes import Episode, id_array, logprob_array, token_array
 from rlhpc.language.algorithms.base import ROLLOUT, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
 from rlhpc.language.models.moe_routing import EXPERTS
-from rlhpc.language.models.token_batch import Pictures, TokenBatch, cumulated
+from rlhpc.language.models.token_batch import Pictures, TokenBatch, cumulate
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
@@ -62,7 +62,7 @@ class SampleGroup:
         return {"step": self.step, "position": self.position, "members": self.members.numpy(), **self.batch.pack()}
 
     def pack_without_columns(self) -> dict[str, Any]:
-        """Returns the message of the group without columns, for groups that score tokens."""
+        """Returns the message of this group without columns, for worker groups that score tokens."""
         return replace(self, batch=replace(self.batch, columns={})).pack()
 
     @classmethod
@@ -76,27 +76,27 @@ class SampleGroup:
         return self.batch if bool(self.members.all()) else self.batch.select(torch.nonzero(self.members).flatten())
 
 
-def column_message(group: SampleGroup, source: str, values: Tensor) -> dict[str, Any]:
+def column_message(group: SampleGroup, column_source: str, column_values: Tensor) -> dict[str, Any]:
     """Returns the message with a column of one sample group, which a scoring group sends to an actor.
 
     Args:
         group: The scored sample group.
-        source: Name of the worker group that computed the column.
-        values: `[T]` or `[T, k]` float32, the column.
+        column_source: Name of the worker group that computed the column.
+        column_values: `[T]` or `[T, k]` float32, the column.
     """
     return {
         "step": group.step,
         "position": group.position,
         "digest": group.answers_digest,
-        "source": source,
-        "values": values.numpy(),
+        "source": column_source,
+        "values": column_values.numpy(),
     }
 
 
 def build_sample_group(
     step: int, position: int, episodes: Mapping[int, Episode], rewards: np.ndarray,
     columns: Sequence[Mapping[str, Sequence[float]]], trained: bool | Sequence[bool], size: int,
-    agent_weight: float = 0.0, choices: int = 0,
+    agent_weight: float = 0.0, num_choices: int = 0,
 ) -> SampleGroup:  # fmt: skip
     """Builds the sample group of a prompt from its episodes.
 
@@ -108,7 +108,7 @@ def build_sample_group(
             `token_ids` (`read_rollout_columns`).
         trained: Whether each episode is trained on and compared; one value applies to all.
         size: G, members of a group.
-        choices: Router choices per token (`RolloutBackend.choices`); 0 without routing replay.
+        num_choices: Router choices per token (`RolloutBackend.choices`); 0 if there is no routing replay.
         agent_weight: Weight of the agent's reward, also applied to the rewards of single roles.
     """
     samples = [
@@ -125,13 +125,13 @@ def build_sample_group(
     }
     for (_, _, episode), sample_columns in zip(samples, columns, strict=True):
         prompt = len(episode.prompt_ids)
-        ids.append(np.asarray((*episode.prompt_ids, *episode.token_ids), np.int64))
-        masks.append(_pad_prompt(prompt, np.asarray(episode.loss_mask, bool), False))
-        turns.append(_pad_prompt(prompt, np.asarray(episode.turn_ids, np.int64), 0))
-        arrays_by_column[ROLLOUT_LOGPROBS].append(_pad_prompt(prompt, np.asarray(episode.logprobs, np.float32), 0.0))
-        arrays_by_column[VERSIONS].append(_pad_prompt(prompt, np.asarray(episode.versions, np.int32), -1))
-        if choices:
-            arrays_by_column.setdefault(EXPERTS, []).append(_expert_choices(episode, len(ids[-1]), choices))
+        ids.append(id_array(*episode.prompt_ids, *episode.token_ids))
+        masks.append(_pad_prompt(prompt, token_array(episode.loss_mask, np.bool_), False))
+        turns.append(_pad_prompt(prompt, token_array(episode.turn_ids, np.int64), 0))
+        arrays_by_column[ROLLOUT_LOGPROBS].append(_pad_prompt(prompt, logprob_array(episode.logprobs), 0.0))
+        arrays_by_column[VERSIONS].append(_pad_prompt(prompt, token_array(episode.versions, np.int32), -1))
+        if num_choices:
+            arrays_by_column.setdefault(EXPERTS, []).append(_pack_expert_choices(episode, len(ids[-1]), num_choices))
         for name, column in sample_columns.items():
             arrays_by_column[name].append(_pad_prompt(prompt, np.asarray(column, np.float32), 0.0))
     members_of_samples = torch.tensor([member for _, member, _ in samples])
@@ -139,7 +139,7 @@ def build_sample_group(
     role_rewards = np.asarray([agent_weight * sample.role_reward_offset for _, _, sample in samples], np.float32)
     role = torch.tensor([sample.role for _, _, sample in samples])
     batch = TokenBatch(
-        cumulated([len(sample) for sample in ids]), _concatenate(ids), _concatenate(masks), _concatenate(turns),
+        cumulate([len(sample) for sample in ids]), _concatenate(ids), _concatenate(masks), _concatenate(turns),
         position * size + members_of_samples, role, torch.full_like(members_of_samples, position),
         torch.from_numpy(np.asarray(rewards, np.float32)[episode_indices] + role_rewards),
         {name: _concatenate(column) for name, column in arrays_by_column.items()},
@@ -156,25 +156,26 @@ def read_rollout_columns(algorithm: LanguageAlgorithm, sample: Episode, score: S
     """
     columns = dict(algorithm.rollout_columns(sample, score))
     required_names = [column.name for column in algorithm.columns if column.by == ROLLOUT]
-    lengths = {len(values) for values in columns.values()} - {len(sample.token_ids)}
-    if sorted(columns) != sorted(required_names) or lengths:
+    sample_lengths = {len(column_values) for column_values in columns.values()} - {len(sample.token_ids)}
+    if sorted(columns) != sorted(required_names) or sample_lengths:
         raise RlhpcError(
             f"algorithm.name={algorithm.cfg.algorithm.name}: rollout_columns gave {sorted(columns) or 'nothing'}"
-            f"{f' of {lengths} values' if lengths else ''}; wanted: {sorted(required_names) or 'nothing'}, one value for "
+            f"{f' of {sample_lengths} values' if sample_lengths else ''}; wanted: "
+            f"{sorted(required_names) or 'nothing'}, one value for "
             f"each of the episode's {len(sample.token_ids)} tokens"
         )
     return columns
 
 
-def _pad_prompt(prompt: int, values: np.ndarray, before: float) -> np.ndarray:
-    return np.concatenate([np.full(prompt, before, values.dtype), values])
+def _pad_prompt(prompt: int, completion_values: np.ndarray, fill_value: float) -> np.ndarray:
+    return np.concatenate([np.full(prompt, fill_value, completion_values.dtype), completion_values])
 
 
-def _expert_choices(episode: Episode, tokens: int, choices: int) -> np.ndarray:
+def _pack_expert_choices(episode: Episode, num_tokens: int, num_choices: int) -> np.ndarray:
     """Returns the routers' choices `[tokens, choices]`, int16; unknown choices are -1."""
-    expert_ids = np.full((tokens, choices), -1, np.int16)
+    expert_ids = np.full((num_tokens, num_choices), -1, np.int16)
     if episode.experts is not None:
-        expert_ids[: len(episode.experts)] = episode.experts[:tokens]
+        expert_ids[: len(episode.experts)] = episode.experts[:num_tokens]
     return expert_ids
 
 
@@ -198,19 +199,19 @@ class Arrivals:
         self._step = 0
         self._groups: dict[_StepPosition, dict[bytes, SampleGroup]] = {}
         self._columns: dict[_StepPosition, dict[bytes, dict[str, torch.Tensor]]] = {}
-        self._delivered: set[_StepPosition] = set()
+        self._delivered_positions: set[_StepPosition] = set()
 
     def begin(self, step: int) -> None:
         """Starts a step: drops stored and later messages about earlier steps."""
         self._step = step
         self._groups = {key: groups for key, groups in self._groups.items() if key[0] >= step}
         self._columns = {key: columns for key, columns in self._columns.items() if key[0] >= step}
-        self._delivered = {key for key in self._delivered if key[0] >= step}
+        self._delivered_positions = {key for key in self._delivered_positions if key[0] >= step}
 
     def add(self, message: Mapping[str, Any]) -> None:
         """Stores a message, unless it is about an earlier step or about a position that was already popped."""
         step_position = message["step"], message["position"]
-        if step_position[0] < self._step or step_position in self._delivered:
+        if step_position[0] < self._step or step_position in self._delivered_positions:
             return
         if "source" in message:
             columns = self._columns.setdefault(step_position, {}).setdefault(message["digest"], {})
@@ -222,30 +223,34 @@ class Arrivals:
     def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
         """Returns the positions with missing messages, by name of the sending worker group; "" for missing sample groups."""
         positions_by_source: dict[str, list[int]] = {}
-        for position in positions:
-            for source in self._missing_sources((step, position)):
-                positions_by_source.setdefault(source, []).append(position)
+        for prompt_position in positions:
+            for column_source in self._find_missing_sources((step, prompt_position)):
+                positions_by_source.setdefault(column_source, []).append(prompt_position)
         return positions_by_source
 
-    def pop_complete(self, step: int, position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
+    def pop_complete(self, step: int, prompt_position: int) -> tuple[SampleGroup, Mapping[str, torch.Tensor]]:
         """Removes a complete position; returns its sample group, and the columns by name of the worker group."""
-        groups, columns = self._groups.pop((step, position)), self._columns.pop((step, position), {})
-        self._delivered.add((step, position))
+        groups, columns = self._groups.pop((step, prompt_position)), self._columns.pop((step, prompt_position), {})
+        self._delivered_positions.add((step, prompt_position))
         digest = next(digest for digest in groups if columns.get(digest, {}).keys() >= {*self._sources})
         return groups[digest], columns.get(digest, {})
 
-    def _missing_sources(self, step_position: _StepPosition) -> list[str]:
+    def _find_missing_sources(self, step_position: _StepPosition) -> list[str]:
         """Returns the senders of missing messages, for the set of answers that lacks the fewest messages."""
         columns = self._columns.get(step_position, {})
-        missing = [
-            [source for source in self._sources if source not in columns.get(digest, {})]
+        missing_sources = [
+            [column_source for column_source in self._sources if column_source not in columns.get(digest, {})]
             for digest in self._groups.get(step_position, ())
         ]
-        if missing:
-            return min(missing, key=len)
+        if missing_sources:
+            return min(missing_sources, key=len)
         return [
             "",
-            *(source for source in self._sources if not any(source in by_source for by_source in columns.values())),
+            *(
+                column_source
+                for column_source in self._sources
+                if not any(column_source in by_source for by_source in columns.values())
+            ),
         ]
 
 

@@ -1,7 +1,8 @@
 """Evaluation during training (`runner.val_check_interval`): each rollout rank answers its share of the suites' problems.
 
-A rank answers with its engine and judges while no training sample is in flight, and each problem has separate seeds. Therefore
-the metrics equal the metrics of `rlhpc eval` for any number of ranks, and the evaluation does not change the training.
+A rank answers with its engine and its reward functions while no training sample is in flight, and each problem has separate
+seeds. Therefore the metrics equal the metrics of `rlhpc eval` for any number of ranks, and the evaluation does not change
+the training.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from rlhpc.language.agents.registry import Generation
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.evaluation.evaluate import answers_to, identify, problems_of, suites_of
 from rlhpc.language.reporting.eval_metrics import summarize
-from rlhpc.language.scoring.reward_aggregator import Judges
+from rlhpc.language.scoring.reward_aggregator import RewardScorer
 from rlhpc.runtime.errors import DeadlineExceeded
 
 Row = dict[str, Any]
@@ -37,12 +38,12 @@ class Validation:
         self.problems = {name: problems_of(cfg, section, tokenizer)[0] for name, section in self.suites.items()}
 
     def rows(
-        self, generation: Generation, judges: Judges, share: tuple[int, int], deadline: float
+        self, generation: Generation, reward_scorer: RewardScorer, share: tuple[int, int], deadline: float
     ) -> dict[str, list[Row]]:
         """Answers this rank's share of the problems.
 
         Args:
-            generation, judges: The rank's generation and judges, with nothing in flight.
+            generation, reward_scorer: The rank's generation and reward functions, with nothing in flight.
             share: Index of the share, and number of shares.
             deadline: Time on the clock of `time.monotonic`.
 
@@ -57,7 +58,7 @@ class Validation:
                 section,
                 name,
                 generation,
-                judges,
+                reward_scorer,
                 self.tokenizer,
                 deadline=deadline,
             )
@@ -70,37 +71,39 @@ class Validation:
 
 
 def ask_until_complete(
-    firsts: Callable[[], list[int]], ask: Callable[[list[int]], Sequence[Mapping[str, Sequence[Row]]]], timeout: float
+    list_leaders: Callable[[], list[int]],
+    ask: Callable[[list[int]], Sequence[Mapping[str, Sequence[Row]]]],
+    timeout_s: float,
 ) -> list[Mapping[str, Sequence[Row]]]:
     """Returns the rows of all ranks; calls all ranks again if a rank was lost with its share.
 
     Args:
-        firsts: Function that returns the current leaders of the engines, which answer.
+        list_leaders: Function that returns the current leaders of the engines, which answer.
         ask: Function that calls these ranks; a rank without a share returns an empty mapping.
-        timeout: Seconds for all attempts.
+        timeout_s: Seconds for all attempts.
 
     Raises:
         DeadlineExceeded: A share was missing in each attempt.
     """
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout_s
     while True:
-        ranks = firsts()
+        ranks = list_leaders()
         rows_by_rank = [answer for answer in ask(ranks) if answer]
         if len(rows_by_rank) >= len(ranks):
             return rows_by_rank
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"evaluation: {len(rows_by_rank)} of the {len(ranks)} rollout ranks ({', '.join(map(str, ranks))}) answered "
-                f"their share within runner.step_timeout_s ({timeout:g} s)"
+                f"their share within runner.step_timeout_s ({timeout_s:g} s)"
             )
 
 
-def validation_metrics(parts: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str, float]:
+def validation_metrics(suite_rows: Sequence[Mapping[str, Sequence[Row]]]) -> dict[str, float]:
     """Returns the metrics of the ranks' rows: `eval/<metric>` of the first suite, `eval/<suite>/<metric>` of the others."""
     metrics: dict[str, float] = {}
-    for suite_index, suite in enumerate(parts[0]):
+    for suite_index, suite in enumerate(suite_rows[0]):
         rows = sorted(
-            (row for rank_rows in parts for row in rank_rows[suite]), key=lambda row: (row["place"], row["sample"])
+            (row for rank_rows in suite_rows for row in rank_rows[suite]), key=lambda row: (row["place"], row["sample"])
         )
         samples = 1 + max(row["sample"] for row in rows)
         identify(rows, samples)

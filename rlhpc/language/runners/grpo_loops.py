@@ -35,7 +35,7 @@ Metrics = dict[str, float]
 #: Seconds to wait for deliveries before the driver checks whether prompts were returned to the queue.
 _DELIVERY_S = 0.2
 #: Results of a trainer that are times of the step, not training metrics.
-_TIMES = ("update_s", "late_score_s", "proof_s", "cpu_s")
+_TIME_METRICS = ("update_s", "late_score_s", "proof_s", "cpu_s")
 
 
 class Agents:
@@ -45,11 +45,11 @@ class Agents:
         group: Launched group of `AgentWorker`; None if the rollout ranks run agents themselves, or the run has no agents.
         prompts: Map with the names of the groups.
         timeout: Seconds to wait for a call.
-        restarts: Function that returns the number of allowed restarts.
+        count_restarts: Function that returns the number of allowed restarts.
     """
 
     def __init__(
-        self, group: WorkerGroup | None, prompts: PromptMap, timeout: float, restarts: Callable[[], int]
+        self, group: WorkerGroup | None, prompts: PromptMap, timeout: float, count_restarts: Callable[[], int]
     ) -> None:
         self._group = group
         self._prompts = prompts
@@ -57,7 +57,7 @@ class Agents:
         self._replicas: Replicas | None = None
         if group is not None:
             cost = "other ranks begin its episodes again, and nothing else is lost"
-            self._replicas = Replicas(group, self._open, self._join, restarts, cost)
+            self._replicas = Replicas(group, self._open, self._join_ranks, count_restarts, cost)
 
     @property
     def group(self) -> WorkerGroup:
@@ -68,15 +68,15 @@ class Agents:
     def _open(self, *ranks: int) -> Handle:
         return self.group.execute_on(*ranks).init_worker(self._prompts)
 
-    def _join(self, *ranks: int) -> None:
+    def _join_ranks(self, *ranks: int) -> None:
         self.group.execute_on(*ranks).connect().wait(self._timeout)
 
     def open(self) -> list[Handle]:
-        """Calls the ranks to start the processes that run agents."""
+        """Makes the ranks start the processes that run agents; returns the handles."""
         return [] if self._group is None else [self._open(*self.group.present)]
 
     def connect(self) -> list[Handle]:
-        """Calls the ranks to connect to the queue that `create_queue` has created."""
+        """Makes the ranks connect to the queue from `create_queue`; returns the handles."""
         return [] if self._group is None else [self.group.connect()]
 
     def create_queue(self) -> None:
@@ -126,21 +126,21 @@ class AuxiliaryGroups:
         self.scoring = {name: group for name, group in groups.items() if name not in rater_names}
         group_configs = scoring_groups(cfg)
         self._engines = [name for name in self.scoring if group_configs[name].scorer == ENGINE]
-        self._offloaded = set[str]()
+        self._offloaded_roles = set[str]()
 
-    def open_engines(self, prompts: PromptMap, timeout: float) -> None:
+    def open_engines(self, prompts: PromptMap, timeout_s: float) -> None:
         """Starts the engines of the groups that score tokens in a colocated run, one after the other, and offloads each.
 
         A starting engine would count memory that other processes allocate or free at the same time as its own.
         """
         for name in self._engines:
-            self.scoring[name].init_worker(prompts).wait(timeout)
-            self.scoring[name].offload().wait(timeout)
-            self._offloaded.add(name)
+            self.scoring[name].init_worker(prompts).wait(timeout_s)
+            self.scoring[name].offload().wait(timeout_s)
+            self._offloaded_roles.add(name)
 
     def open(self, prompts: PromptMap) -> list[Handle]:
         """Calls the remaining groups to load their scorers."""
-        return [group.init_worker(prompts) for name, group in self.groups.items() if name not in self._offloaded]
+        return [group.init_worker(prompts) for name, group in self.groups.items() if name not in self._offloaded_roles]
 
     def rate(self, phase: str) -> dict[str, Handle]:
         """Calls the raters to rate answers until the phase ends."""
@@ -155,8 +155,10 @@ class AuxiliaryGroups:
 
     def offload(self, timeout: float) -> None:
         """Frees the accelerators of the groups that score tokens, for use by other groups."""
-        for handle in [group.offload() for name, group in self.scoring.items() if name not in self._offloaded]:
-            handle.wait(timeout)
+        for offload_call in [
+            group.offload() for name, group in self.scoring.items() if name not in self._offloaded_roles
+        ]:
+            offload_call.wait(timeout)
 
 
 def served_metrics(answers: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, float]:
@@ -210,14 +212,14 @@ class StepResults:
     Attributes:
         generated: Sums over the step's samples, then the results of each rollout rank.
         served: Metrics of the groups that score and rate.
-        receipts: Results of `GrpoActor.receive`, one per rank of the actor.
+        receive_results: Results of `GrpoActor.receive`, one per rank of the actor.
         updated: Results of `GrpoActor.update`, one per rank.
-        critic: Metrics of the critic; {} without a critic.
+        critic: Metrics of the critic; {} if there is no critic.
     """
 
     generated: list[Metrics]
     served: Metrics
-    receipts: list[Metrics]
+    receive_results: list[Metrics]
     updated: list[Metrics]
     critic: Metrics
 
@@ -228,11 +230,15 @@ class StepResults:
             times: Seconds of the step's phases, by metric name.
         """
         train_metrics = self.updated[0]
-        row = {f"train/{name}": value for name, value in train_metrics.items() if name not in _TIMES}
-        row |= {f"critic/{name}": value for name, value in self.critic.items() if name not in _TIMES}
+        row = {
+            f"train/{name}": metric_value for name, metric_value in train_metrics.items() if name not in _TIME_METRICS
+        }
+        row |= {
+            f"critic/{name}": metric_value for name, metric_value in self.critic.items() if name not in _TIME_METRICS
+        }
         row |= self.served
         row |= times
-        row["time/score_s"] = max(receipt["score_s"] for receipt in self.receipts) + train_metrics["late_score_s"]
+        row["time/score_s"] = max(result["score_s"] for result in self.receive_results) + train_metrics["late_score_s"]
         row["time/train_s"] = train_metrics["update_s"]
         for name in ("proof_s", "cpu_s"):
             row[f"time/{name}"] = sum(metrics.get(name, 0.0) for metrics in (*self.generated, *self.updated))
@@ -292,9 +298,10 @@ class StepRollout:
             if tracker.has_returned_prompts(self.step):  # prompts of a lost rank
                 rank_metrics += self._generate().wait(timeout)
             elif time.monotonic() > deadline:
-                missing = tracker.missing(self.step)[:8]
+                missing_positions = tracker.missing(self.step)[:8]
                 raise DeadlineExceeded(
-                    f"step {self.step}: the answers to prompts {missing} were not delivered within runner.step_timeout_s "
+                    f"step {self.step}: the answers to prompts {missing_positions} were not delivered within "
+                    f"runner.step_timeout_s "
                     f"({timeout:g} s)"
                 )
         self._groups.auxiliary.end(training_phase(self.step))
@@ -306,18 +313,21 @@ class StepRollout:
                 group_channel.put({"end": self.step}, key=str(rank))
         return [tracker.close(self.step), *rank_metrics]
 
-    def score_in_turn(self, timeout: float) -> None:
+    def score_in_turn(self, timeout_s: float) -> None:
         """Scores the step by one group after the other; each group is reloaded before, and offloaded afterwards."""
         for name, group in self._scoring_groups.items():
-            group.reload().wait(timeout)
+            group.reload().wait(timeout_s)
             self._scoring_calls[name] = group.serve(self.step)
-            self._scoring_calls[name].wait(timeout)
-            group.offload().wait(timeout)
+            self._scoring_calls[name].wait(timeout_s)
+            group.offload().wait(timeout_s)
 
-    def served(self, timeout: float) -> Metrics:
+    def collect_served(self, timeout: float) -> Metrics:
         """Waits for the groups that score, rate and run agents; returns their metrics (`served_metrics`)."""
         row = served_metrics(
-            {name: handle.wait(timeout) for name, handle in {**self._rating_calls, **self._scoring_calls}.items()}
+            {
+                name: rating_call.wait(timeout)
+                for name, rating_call in {**self._rating_calls, **self._scoring_calls}.items()
+            }
         )
         agent_metrics = self._agent_call.wait(timeout)
         return {**row, **({"time/agent_s": max(rank["busy_s"] for rank in agent_metrics)} if agent_metrics else {})}
@@ -353,8 +363,8 @@ class GrpoLoop:
     def reset(self) -> None:
         """Drops rollouts that were started for later steps."""
 
-    def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
-        """Waits until the engines have loaded, if no other group may load at the same time; `opened` is the loading call."""
+    def await_engines(self, open_call: Handle, prompts: PromptMap) -> None:
+        """Waits until the engines have loaded, if no group may load at the same time; `open_call` is the loading call."""
 
     def offload_loaded(self) -> None:
         """Frees the accelerators of the loaded groups, if the groups share accelerators."""
@@ -369,16 +379,16 @@ class GrpoLoop:
         """Sends the weights of `step`, from which this attempt continues, to the engines."""
         self._sync_weights(step)
 
-    def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
+    def sample_probe(self, step: int, phase: int, *, is_perturbed: bool) -> list[dict[str, Any]]:
         """Sends trial weights to the engines; returns each engine's samples (`LanguageRolloutWorker.sample_probe`)."""
-        self._sync_weights(step, trial=True, perturbed=perturbed)
+        self._sync_weights(step, is_trial=True, is_perturbed=is_perturbed)
         return self.groups.replicas.step_group().sample_probe(phase).wait(self.timeout)
 
-    def _sync_weights(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
+    def _sync_weights(self, step: int, *, is_trial: bool = False, is_perturbed: bool = False) -> None:
         replicas = self.groups.replicas
-        sending = self.groups.actor.sync_weights(step, replicas.ranks, trial=trial, perturbed=perturbed)
-        for handle in (sending, replicas.step_group().take_weights(step)):
-            handle.wait(self.timeout)
+        send_call = self.groups.actor.sync_weights(step, replicas.ranks, is_trial=is_trial, is_perturbed=is_perturbed)
+        for sync_call in (send_call, replicas.step_group().take_weights(step)):
+            sync_call.wait(self.timeout)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -388,24 +398,24 @@ class GrpoLoop:
 
     def evaluates(self, step: int) -> bool:
         """Returns whether the weights of a step are evaluated."""
-        interval = self.cfg.runner.val_check_interval
-        return interval > 0 and step % interval == 0
+        eval_interval = self.cfg.runner.val_check_interval
+        return eval_interval > 0 and step % eval_interval == 0
 
     def evaluate(self, step: int) -> Metrics:
         """Evaluates the suites with the weights of a step; returns their metrics."""
         phase, replicas = evaluation_phase(step), self.groups.replicas
-        rating, agent_run = self.groups.auxiliary.rate(phase), self.groups.agents.serve(phase)
+        rating_calls, agent_run = self.groups.auxiliary.rate(phase), self.groups.agents.serve(phase)
         suite_rows = ask_until_complete(
             replicas.firsts,
-            lambda firsts: replicas.step_group().evaluate(step, firsts).wait(self.timeout),
+            lambda leaders: replicas.step_group().evaluate(step, leaders).wait(self.timeout),
             self.timeout,
         )
         metrics = validation_metrics(suite_rows)
         self.groups.auxiliary.end(phase)
         self.groups.agents.end(phase)
         agent_run.wait(self.timeout)
-        for handle in rating.values():
-            handle.wait(self.timeout)
+        for rating_call in rating_calls.values():
+            rating_call.wait(self.timeout)
         return metrics
 
     def _start_rollout(self, step: int) -> StepRollout:
@@ -415,9 +425,13 @@ class GrpoLoop:
 
     def _send_weights(self, step: int) -> list[Handle]:
         """Calls the actor to send the weights of a step; returns the call, or [] if no engine will sample with them."""
-        return [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)] if self._samples_with(step) else []
+        return (
+            [self.groups.actor.sync_weights(step, self.groups.replicas.ranks)]
+            if self._engine_samples_with(step)
+            else []
+        )
 
-    def _samples_with(self, step: int) -> bool:
+    def _engine_samples_with(self, step: int) -> bool:
         """Returns whether an engine will sample with the weights of a step."""
         return step < self.end_step or self.evaluates(step)
 
@@ -431,34 +445,34 @@ class GrpoLoop:
             timers: Timers of the step's phases.
             engines_wait: Whether to call the engines to receive the weights.
         """
-        groups, step, timeout = self.groups, rollout.step, self.timeout
-        receiving = groups.actor.receive(step)
+        groups, step, timeout_s = self.groups, rollout.step, self.timeout
+        receive_call = groups.actor.receive(step)
         actor_update = groups.actor.update(step)
         critic_update = groups.critic.update(step) if groups.critic else None
-        sending = self._send_weights(step)
+        send_calls = self._send_weights(step)
         with timers("rollout"):
-            generated = rollout.wait(timeout)
-            served_groups = rollout.served(timeout)
+            rollout_metrics = rollout.wait(timeout_s)
+            served_groups = rollout.collect_served(timeout_s)
         with timers("receive"):
-            receipts = receiving.wait(timeout)
+            receive_results = receive_call.wait(timeout_s)
         with timers("update"):
-            update_metrics = actor_update.wait(timeout)
-            critic = critic_update.wait(timeout)[0] if critic_update else {}
+            update_metrics = actor_update.wait(timeout_s)
+            critic = critic_update.wait(timeout_s)[0] if critic_update else {}
         with timers("sync"):
-            if sending and engines_wait:
-                sending.append(groups.replicas.step_group().take_weights(step))
-            for handle in sending:
-                handle.wait(timeout)
+            if send_calls and engines_wait:
+                send_calls.append(groups.replicas.step_group().take_weights(step))
+            for send_call in send_calls:
+                send_call.wait(timeout_s)
         self._update_reference(step, timers)
-        return StepResults(generated, served_groups, receipts, update_metrics, critic)
+        return StepResults(rollout_metrics, served_groups, receive_results, update_metrics, critic)
 
     def _update_reference(self, step: int, timers: PhaseTimers) -> None:
         """Replaces the reference's weights by the current ones every `reference.update_interval` steps."""
         if self.groups.reference is None or step % self.cfg.reference.update_interval:
             return
         with timers("sync"):
-            for handle in (self.groups.actor.refresh_reference(step), self.groups.reference.take_weights()):
-                handle.wait(self.timeout)
+            for refresh_call in (self.groups.actor.refresh_reference(step), self.groups.reference.take_weights()):
+                refresh_call.wait(self.timeout)
 
 
 class SyncLoop(GrpoLoop):
@@ -487,30 +501,25 @@ class AsyncLoop(GrpoLoop):
 
     def __init__(self, cfg: GrpoConfig, groups: GrpoGroups, end_step: int) -> None:
         super().__init__(cfg, groups, end_step)
-        self._next: StepRollout | None = None
+        self._next_rollout: StepRollout | None = None
 
     def reset(self) -> None:
         """Drops the rollout of the next step."""
-        self._next = None
+        self._next_rollout = None
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
         """Runs a step; first starts the rollout of the next step, unless the weights of this step are evaluated."""
-        rollout = self._next or self._start_fixed(step)
+        rollout = self._next_rollout or self._start_fixed(step)
         rollout.serve()
         overlaps = step < self.end_step and not self.evaluates(step)
-        self._next = self._start_fixed(step + 1) if overlaps else None
+        self._next_rollout = self._start_fixed(step + 1) if overlaps else None
         # Engines that are sampling the next step receive the weights without a call.
-        return self._train_on(rollout, timers, engines_wait=self._next is None)
+        return self._train_on(rollout, timers, engines_wait=self._next_rollout is None)
 
     def _start_fixed(self, step: int) -> StepRollout:
         rollout = self._start_rollout(step)
         rollout.serve_fixed(self.learning)
         return rollout
-
-
-#: Bytes of an accelerator that must be free beside the actor's memory and an engine's weights: for parts of an update on their
-#: way, and for what the engine needs to load them.
-_SPARE_BYTES = 2 << 30
 
 
 class ColocatedLoop(GrpoLoop):
@@ -521,13 +530,13 @@ class ColocatedLoop(GrpoLoop):
 
     repeats_steps = False  # the actor may have been interrupted while it offloaded or reloaded its weights
 
-    def await_engines(self, opened: Handle, prompts: PromptMap) -> None:
+    def await_engines(self, open_call: Handle, prompts: PromptMap) -> None:
         """Waits until the engines have loaded, offloads them, then starts the engines of the scoring groups.
 
         Engines start one after the other, because a starting engine measures free memory, and would count memory that
         another process allocates or frees at the same time as its own.
         """
-        opened.wait(self.timeout)
+        open_call.wait(self.timeout)
         self.groups.rollout.offload().wait(self.timeout)
         self.groups.auxiliary.open_engines(prompts, self.timeout)
 
@@ -553,70 +562,70 @@ class ColocatedLoop(GrpoLoop):
         self._send_in_turn(step)
         self.groups.actor.offload().wait(self.timeout)
 
-    def _send_in_turn(self, step: int, *, trial: bool = False, perturbed: bool = False) -> None:
+    def _send_in_turn(self, step: int, *, is_trial: bool = False, is_perturbed: bool = False) -> None:
         """Sends the weights of a step to engines that are offloaded.
 
         Engines on the actor's accelerators receive the weights there, if their memory suffices: they reload the memory of
         their weights beside the actor's, and the rest of their memory when the actor is offloaded. Other engines receive the
         weights when they are reloaded.
         """
-        groups, timeout = self.groups, self.timeout
-        takes_at_once = groups.shares_accelerators and min(groups.actor.release_cache().wait(timeout)) > _SPARE_BYTES
+        groups, timeout_s = self.groups, self.timeout
+        takes_at_once = groups.shares_accelerators and min(groups.actor.release_cache().wait(timeout_s)) > 0
         if takes_at_once:
-            groups.rollout.reload_weights().wait(timeout)
+            groups.rollout.reload_weights().wait(timeout_s)
         handles = [
             groups.actor.sync_weights(
-                step, groups.replicas.ranks, trial=trial, perturbed=perturbed, engines_wait=takes_at_once
+                step, groups.replicas.ranks, is_trial=is_trial, is_perturbed=is_perturbed, engines_wait=takes_at_once
             )
         ]
         if takes_at_once:
             handles.append(groups.replicas.step_group().take_update(step))
-        for handle in handles:
-            handle.wait(timeout)
+        for send_call in handles:
+            send_call.wait(timeout_s)
 
-    def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
+    def sample_probe(self, step: int, phase: int, *, is_perturbed: bool) -> list[dict[str, Any]]:
         """Sends trial weights and returns the engines' samples; the actor uses the accelerators first, then the engines."""
-        groups, timeout = self.groups, self.timeout
-        self._send_in_turn(step, trial=True, perturbed=perturbed)
-        groups.actor.offload().wait(timeout)
-        groups.rollout.reload().wait(timeout)
-        groups.replicas.step_group().take_weights(step).wait(timeout)
-        samples = groups.replicas.step_group().sample_probe(phase).wait(timeout)
-        groups.rollout.offload().wait(timeout)
+        groups, timeout_s = self.groups, self.timeout
+        self._send_in_turn(step, is_trial=True, is_perturbed=is_perturbed)
+        groups.actor.offload().wait(timeout_s)
+        groups.rollout.reload().wait(timeout_s)
+        groups.replicas.step_group().take_weights(step).wait(timeout_s)
+        samples = groups.replicas.step_group().sample_probe(phase).wait(timeout_s)
+        groups.rollout.offload().wait(timeout_s)
         return samples
 
     def step(self, step: int, timers: PhaseTimers) -> StepResults:
         """Runs a step: the engines, the scoring groups, the actor and the critic use the accelerators one after the other."""
-        groups, timeout = self.groups, self.timeout
-        reloaded = groups.rollout.reload()
+        groups, timeout_s = self.groups, self.timeout
+        reload_handle = groups.rollout.reload()
         rollout = self._start_rollout(step)
-        receiving = groups.actor.receive(step)
+        receive_call = groups.actor.receive(step)
         with timers("turns"):
-            reloaded.wait(timeout)
+            reload_handle.wait(timeout_s)
         with timers("rollout"):
-            generated = rollout.wait(timeout)
+            rollout_metrics = rollout.wait(timeout_s)
         with timers("turns"):
-            groups.rollout.offload().wait(timeout)
-        rollout.score_in_turn(timeout)
-        reloaded = groups.actor.reload()
+            groups.rollout.offload().wait(timeout_s)
+        rollout.score_in_turn(timeout_s)
+        reload_handle = groups.actor.reload()
         actor_update = groups.actor.update(step)
         with timers("turns"):
-            reloaded.wait(timeout)
+            reload_handle.wait(timeout_s)
         with timers("rollout"):
-            served_groups = rollout.served(timeout)
+            served_groups = rollout.collect_served(timeout_s)
         with timers("receive"):
-            receipts = receiving.wait(timeout)
+            receive_results = receive_call.wait(timeout_s)
         with timers("update"):
-            update_metrics = actor_update.wait(timeout)
-        if is_sent := self._samples_with(step):
+            update_metrics = actor_update.wait(timeout_s)
+        if is_sent := self._engine_samples_with(step):
             with timers("sync"):
                 self._send_in_turn(step)
         if is_sent or groups.critic:
             with timers("turns"):
-                groups.actor.offload().wait(timeout)
+                groups.actor.offload().wait(timeout_s)
         critic = self._update_critic(step, timers) if groups.critic else {}
         self._update_reference(step, timers)
-        return StepResults(generated, served_groups, receipts, update_metrics, critic)
+        return StepResults(rollout_metrics, served_groups, receive_results, update_metrics, critic)
 
     def _update_critic(self, step: int, timers: PhaseTimers) -> Metrics:
         critic = self.groups.critic

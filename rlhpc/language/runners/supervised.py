@@ -41,24 +41,26 @@ class SupervisedRunner(Runner[Cfg]):
 
     def validate(self) -> dict[str, float]:
         """Returns the actor's metrics of the held-out rows with the current weights."""
-        return {f"eval/{name}": value for name, value in self.actor.validate().wait(self.timeout)[0].items()}
+        return {
+            f"eval/{name}": metric_value for name, metric_value in self.actor.validate().wait(self.timeout)[0].items()
+        }
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates every `runner.val_check_interval` steps and after the last step; returns the metrics, {} otherwise."""
-        interval = self.cfg.runner.val_check_interval
-        if interval <= 0 or (self.step % interval and self.step != self.folder.total):
+        eval_interval = self.cfg.runner.val_check_interval
+        if eval_interval <= 0 or (self.step % eval_interval and self.step != self.folder.total):
             return {}
         start_s = active_s()
         return {**self.validate(), **self.answer_suites(), "time/eval_s": active_s() - start_s}
 
     def answer_suites(self) -> dict[str, float]:
-        """Returns the metrics of the suites that the engines answer with the current weights; {} without engines."""
+        """Returns the metrics of the suites that the engines answer with the current weights; {} if there are no engines."""
         if self.rollout is None:
             return {}
         ranks = list(range(self.rollout.world_size))
-        sending = self.actor.send_weights(self.step, ranks)
+        send_call = self.actor.send_weights(self.step, ranks)
         suite_rows = self.rollout.evaluate(self.step, ranks).wait(self.timeout)
-        sending.wait(self.timeout)
+        send_call.wait(self.timeout)
         return validation_metrics(suite_rows)
 
     def build(self) -> None:
@@ -80,7 +82,7 @@ class SupervisedRunner(Runner[Cfg]):
         train_metrics = self.actor.update(self.step + 1).wait(self.timeout)[0]
         self.step += 1
         self.tokens += int(train_metrics["tokens"])
-        row = {f"train/{name}": value for name, value in train_metrics.items()}
+        row = {f"train/{name}": metric_value for name, metric_value in train_metrics.items()}
         row["train/tokens_total"] = float(self.tokens)
         if self.dropped:
             row["train/dropped_problems"] = float(self.dropped)
@@ -114,8 +116,8 @@ class RewardModelRunner(SupervisedRunner[RewardRunConfig]):
     def validate(self) -> dict[str, float]:
         """Returns the metrics of all suites of `workflow.eval_suites`."""
         algorithm = self.cfg.algorithm
-        loss, form = find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
-        return preference_validation_metrics(self.actor.validate().wait(self.timeout), form, loss)
+        loss, loss_form = find_reward_loss(algorithm.loss_type, plain(algorithm.loss_kwargs))
+        return preference_validation_metrics(self.actor.validate().wait(self.timeout), loss_form, loss)
 
 
 class SftRunner(SupervisedRunner[SftConfig]):

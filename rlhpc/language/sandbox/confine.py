@@ -43,14 +43,14 @@ def _require_success(result: int, action: str) -> int:
     return result
 
 
-def _prctl(option: int, value: int = 0, third: Any = 0) -> int:
+def _call_prctl(prctl_option: int, option_value: int = 0, third: Any = 0) -> int:
     argument = third if not isinstance(third, int) else ctypes.c_ulong(third)
-    return int(_libc.prctl(option, ctypes.c_ulong(value), argument, ctypes.c_ulong(0), ctypes.c_ulong(0)))
+    return int(_libc.prctl(prctl_option, ctypes.c_ulong(option_value), argument, ctypes.c_ulong(0), ctypes.c_ulong(0)))
 
 
-def _write(path: str, text: str) -> None:
+def _write_file(path: str, file_text: str) -> None:
     with open(path, "w") as file:
-        file.write(text)
+        file.write(file_text)
 
 
 # --- namespaces
@@ -63,8 +63,8 @@ def _write_id_maps(keeper: int) -> bytes:
     """
     for rows in (f"0 0 1\n{_NOBODY_UID} {_NOBODY_UID} 1\n", f"{_INNER_UID} 0 1\n"):
         try:
-            _write(f"/proc/{keeper}/gid_map", rows)
-            _write(f"/proc/{keeper}/uid_map", rows)
+            _write_file(f"/proc/{keeper}/gid_map", rows)
+            _write_file(f"/proc/{keeper}/uid_map", rows)
             return b"2" if str(_NOBODY_UID) in rows else b"1"
         except OSError:
             continue
@@ -78,9 +78,9 @@ def _enter_user_namespace() -> int:
         if _libc.unshare(_NEW_USER):
             return 0
         try:
-            _write("/proc/self/setgroups", "deny")
-            _write("/proc/self/gid_map", f"{_INNER_UID} {gid} 1")
-            _write("/proc/self/uid_map", f"{_INNER_UID} {uid} 1")
+            _write_file("/proc/self/setgroups", "deny")
+            _write_file("/proc/self/gid_map", f"{_INNER_UID} {gid} 1")
+            _write_file("/proc/self/uid_map", f"{_INNER_UID} {uid} 1")
         except OSError:
             return 0
         return _INNER_UID
@@ -102,13 +102,17 @@ def _enter_user_namespace() -> int:
     return {b"2": _NOBODY_UID, b"1": _INNER_UID}.get(identity_code, 0)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    arguments = [None if argument is None else argument.encode() for argument in (source, target, kind, options)]
-    return_code = _libc.mount(*arguments[:3], ctypes.c_ulong(flags), arguments[3])
+def _mount(
+    source_path: str | None, target: str, filesystem_type: str | None, mount_flags: int, options: str | None = None
+) -> None:
+    arguments = [
+        None if argument is None else argument.encode() for argument in (source_path, target, filesystem_type, options)
+    ]
+    return_code = _libc.mount(*arguments[:3], ctypes.c_ulong(mount_flags), arguments[3])
     _require_success(return_code, f"mount {target}")
 
 
-def _mounts_below(root: str) -> list[tuple[str, int]]:
+def _list_mounts_below(root: str) -> list[tuple[str, int]]:
     """Returns the mounts below `root` as (mount point, flags)."""
     mounts = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -118,8 +122,8 @@ def _mounts_below(root: str) -> list[tuple[str, int]]:
             for escape, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
                 mount_point = mount_point.replace(escape, character)
             if mount_point.startswith(root + "/"):
-                flags = sum(_MOUNT_FLAGS.get(name, 0) for name in fields[5].split(","))
-                mounts.append((mount_point, flags))
+                mount_flags = sum(_MOUNT_FLAGS.get(name, 0) for name in fields[5].split(","))
+                mounts.append((mount_point, mount_flags))
     return mounts
 
 
@@ -144,7 +148,7 @@ def _enter_new_root(job: Job, user: int) -> None:
     for path in (*job["read"], *_DEVICES):
         if os.path.lexists(path) and not os.path.lexists(root + path):
             _bind(root, path)
-    for mount_point, flags in _mounts_below(root):
+    for mount_point, flags in _list_mounts_below(root):
         _mount(None, mount_point, None, _BIND | _REMOUNT | _RDONLY | _NOSUID | flags)
     os.mkdir(root + _BOX)
     options = f"mode=700,uid={user},gid={user},size={job['disk']},nr_inodes=4k"
@@ -173,12 +177,12 @@ _MAKE_DEVICES = (1 << 6) | (1 << 11)  # character and block
 
 
 def landlock_version() -> int:
-    """Returns the Landlock version of this kernel; 0 without Landlock."""
+    """Returns the Landlock version of this kernel; 0 if there is no Landlock."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
 def _apply_landlock(box: str, readable_paths: list[str]) -> int:
-    """Restricts this process with Landlock; returns Landlock's version, or 0 without Landlock. The process may read
+    """Restricts this process with Landlock; returns Landlock's version, or 0 if there is no Landlock. The process may read
     `readable_paths` and fully access `box`. Version 4 also forbids TCP; version 6 also forbids signals and abstract sockets to
     other processes.
     """
@@ -187,9 +191,9 @@ def _apply_landlock(box: str, readable_paths: list[str]) -> int:
         return 0
     all_rights = (1 << (13 if version == 1 else 14 if version == 2 else 15 if version < 5 else 16)) - 1
     ruleset_attributes = _Ruleset(all_rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
-    size = ctypes.c_size_t(8 if version < 4 else 16 if version < 6 else 24)
+    attribute_size = ctypes.c_size_t(8 if version < 4 else 16 if version < 6 else 24)
     ruleset_fd = _require_success(
-        int(_libc.syscall(444, ctypes.byref(ruleset_attributes), size, ctypes.c_uint32(0))), "landlock"
+        int(_libc.syscall(444, ctypes.byref(ruleset_attributes), attribute_size, ctypes.c_uint32(0))), "landlock"
     )
     for path, access_rights in [
         *((path, _READ | _READ_FOLDER | _EXECUTE) for path in readable_paths),
@@ -222,12 +226,12 @@ def _apply_seccomp(filter_hex: str) -> bool:
     filter_code = bytes.fromhex(filter_hex).replace(struct.pack("I", _PID_MARK), struct.pack("I", os.getpid()))
     buffer = ctypes.create_string_buffer(filter_code, len(filter_code))
     program = _FilterProgram(len(filter_code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
-    return _prctl(_SECCOMP, 2, ctypes.byref(program)) == 0
+    return _call_prctl(_SECCOMP, 2, ctypes.byref(program)) == 0
 
 
 def _drop_capabilities() -> None:
     for capability in range(64):
-        _prctl(_CAPBSET_DROP, capability)
+        _call_prctl(_CAPBSET_DROP, capability)
     header, no_capabilities = struct.pack("Ii", 0x20080522, 0), bytes(24)
     _require_success(_libc.capset(ctypes.c_char_p(header), ctypes.c_char_p(no_capabilities)), "capset")
 
@@ -247,25 +251,25 @@ def _count_threads(uid: int) -> int:
     return num_threads
 
 
-def _set_limits(job: Job, threads: int) -> None:
+def _set_limits(job: Job, num_threads: int) -> None:
     for name, soft_limit, hard_limit in (
         ("CPU", job["cpu_s"], job["cpu_s"] + 1),
         ("AS", job["memory"], job["memory"]),
         ("CORE", 0, 0),
         ("FSIZE", job["file_size"], job["file_size"]),
         ("NOFILE", job["open_files"], job["open_files"]),
-        ("NPROC", threads, threads),
+        ("NPROC", num_threads, num_threads),
         ("MEMLOCK", 0, 0),
         ("MSGQUEUE", 0, 0),
     ):
         resource_id = getattr(resource, f"RLIMIT_{name}")
         max_value = resource.getrlimit(resource_id)[1]
-        limits = (
+        resource_limits = (
             (soft_limit, hard_limit)
             if max_value == resource.RLIM_INFINITY
             else (min(soft_limit, max_value), min(hard_limit, max_value))
         )
-        resource.setrlimit(resource_id, limits)
+        resource.setrlimit(resource_id, resource_limits)
 
 
 # --- the three processes
@@ -273,7 +277,7 @@ def _set_limits(job: Job, threads: int) -> None:
 
 def _end_with_parent(parent: int, lifeline: int) -> None:
     """Makes the kernel kill this process when its parent ends; exits at once if the parent has already ended."""
-    _prctl(_PDEATHSIG, signal.SIGKILL)
+    _call_prctl(_PDEATHSIG, signal.SIGKILL)
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
     if poller.poll(0) or os.getppid() not in (0, parent):
@@ -287,7 +291,7 @@ def _wait_for_child(child: int, status: int) -> None:
     null_fd = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null_fd, fd)
-    _prctl(_DUMPABLE, 0)
+    _call_prctl(_DUMPABLE, 0)
     while True:
         pid, wait_status, usage = os.wait4(-1, 0)
         if pid == child:
@@ -298,14 +302,21 @@ def _wait_for_child(child: int, status: int) -> None:
 
 
 def _run_program(
-    harness: Any, job: Job, mechanisms: dict[str, str], user: int, threads: int, parent: int, lifeline: int, result: int
+    harness: Any,
+    job: Job,
+    mechanisms: dict[str, str],
+    user: int,
+    num_threads: int,
+    parent: int,
+    lifeline: int,
+    result: int,
 ) -> None:
     """Confines this process, then runs the job's program in it."""
     with contextlib.suppress(OSError):
-        _write("/proc/self/oom_score_adj", "1000")
+        _write_file("/proc/self/oom_score_adj", "1000")
     box = _BOX if "mount" in mechanisms else job["folder"]
     readable_paths = [*job["read"], *(["/proc"] if "mount" in mechanisms else [])]
-    _set_limits(job, threads)
+    _set_limits(job, num_threads)
     if (
         user == _NOBODY_UID and "mount" in mechanisms
     ):  # without the mount, user nobody may not be able to read the interpreter
@@ -317,7 +328,7 @@ def _run_program(
     os.close(lifeline)
     os.chdir(box)
     os.umask(0o077)
-    _require_success(_prctl(_NO_NEW_PRIVS, 1), "no_new_privs")
+    _require_success(_call_prctl(_NO_NEW_PRIVS, 1), "no_new_privs")
     if "landlock" in job["mechanisms"] and (version := _apply_landlock(box, readable_paths)):
         mechanisms["landlock"] = str(version)
     # Signals are allowed only if a process namespace hides all other processes.
@@ -337,7 +348,7 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
     """Runs the keeper. `harness` is the module `harness` of this folder; it is an argument because this interpreter cannot
     import it from a package.
     """
-    _prctl(_PDEATHSIG, signal.SIGKILL)
+    _call_prctl(_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != caller:
         os._exit(1)
     with os.fdopen(job_fd, "rb") as file:
@@ -352,7 +363,9 @@ def main(harness: Any, job_fd: int, result: int, status: int, caller: int) -> No
         user = _enter_user_namespace()
         if user:
             mechanisms["user"] = str(user)
-            mechanisms |= {name: "yes" for name, flag in _NAMESPACES.items() if _libc.unshare(flag) == 0}
+            mechanisms |= {
+                name: "yes" for name, namespace_flag in _NAMESPACES.items() if _libc.unshare(namespace_flag) == 0
+            }
         if "pid" not in mechanisms:
             mechanisms.pop("mount", None)  # the namespace's init builds the new root
     threads = job["processes"] + _THREADS + (3 if user and has_namespace_count else _count_threads(uid))

@@ -23,9 +23,9 @@ _MAX_ITEMS = 1 << 17
 _run, _evaluate, _compile, _write, _dumps = exec, eval, compile, os.write, json.dumps
 
 
-def write_record(fd: int, nonce: str, kind: str, payload: Any = None) -> None:
+def write_record(fd: int, nonce: str, record_kind: str, payload: Any = None) -> None:
     """Writes one record as a line: the nonce, a label, and JSON."""
-    line = f"{nonce} {kind} {_dumps(payload)}\n".encode()
+    line = f"{nonce} {record_kind} {_dumps(payload)}\n".encode()
     while line:
         line = line[_write(fd, line) :]
 
@@ -77,28 +77,28 @@ def _describe(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _encode_expression(source: str, namespace: dict[str, Any]) -> Any:
-    encoded_value = encode(_evaluate(_compile(source, "<test>", "eval"), namespace))
-    size = len(_dumps(encoded_value))
-    if size > _MAX_BYTES:
-        raise ValueError(f"the value takes {size} bytes")
-    return encoded_value
+def _encode_expression(expression_source: str, namespace: dict[str, Any]) -> Any:
+    encoding = encode(_evaluate(_compile(expression_source, "<test>", "eval"), namespace))
+    encoded_size = len(_dumps(encoding))
+    if encoded_size > _MAX_BYTES:
+        raise ValueError(f"the value takes {encoded_size} bytes")
+    return encoding
 
 
 def _run_checks(checks: list[dict[str, str]], namespace: dict[str, Any], fd: int, nonce: str) -> None:
     check_number = 0
-    for check in checks:
+    for check_source in checks:
         payload = None
         try:
-            if check["kind"] == "value":
+            if check_source["kind"] == "value":
                 record_type = "value"
-                payload = _encode_expression(check["source"], namespace)
+                payload = _encode_expression(check_source["source"], namespace)
             else:
                 record_type = "passed"
-                _run(_compile(check["source"], "<test>", "exec"), namespace)
+                _run(_compile(check_source["source"], "<test>", "exec"), namespace)
         except BaseException as error:
             record_type, payload = "error", _describe(error)
-            if check["kind"] == "raises":
+            if check_source["kind"] == "raises":
                 record_type, payload = (
                     "value",
                     encode((payload, [exception_class.__name__ for exception_class in type(error).__mro__])),
@@ -118,8 +118,8 @@ def run(job: dict[str, Any], fd: int) -> None:
     sys.modules["__main__"] = sys.modules[module.__name__] = sys.modules["solution"] = module
     exit_code, failure = 0, ""
     try:
-        for source, name in ((job["source"], "<program>"), (job["setup"], "<setup>")):
-            _run(_compile(source, name, "exec"), module.__dict__)
+        for code_source, name in ((job["source"], "<program>"), (job["setup"], "<setup>")):
+            _run(_compile(code_source, name, "exec"), module.__dict__)
     except SystemExit as system_exit:
         exit_code = system_exit.code if isinstance(system_exit.code, int) else int(system_exit.code is not None)
         failure = f"SystemExit: {system_exit.code}"

@@ -125,13 +125,13 @@ class Sandbox:
             "processes": processes,
             "open_files": open_files,
         }
-        for name, bound in bounds.items():
-            if bound <= 0:
-                raise ConfigError(f"sandbox: {name} is {bound}; it must be above 0")
+        for name, configured_bound in bounds.items():
+            if configured_bound <= 0:
+                raise ConfigError(f"sandbox: {name} is {configured_bound}; it must be above 0")
         self.wall_s, self.output_bytes = wall_s, output_kb * 1024
         filters = {
             f"{has_mount} {has_processes}": build_seccomp_filter(
-                os.uname().machine, fork=has_processes, files_read_only=has_mount
+                os.uname().machine, allows_fork=has_processes, files_read_only=has_mount
             )
             for has_mount in (False, True)
             for has_processes in (False, True)
@@ -147,7 +147,10 @@ class Sandbox:
             "mechanisms": list(mechanisms),
             "read": readable_paths(read),
             "packages": [path for path in sys.path if packages and Path(path).name in _PACKAGES],
-            "filters": {name: code.hex() if code and "seccomp" in mechanisms else "" for name, code in filters.items()},
+            "filters": {
+                name: filter_code.hex() if filter_code and "seccomp" in mechanisms else ""
+                for name, filter_code in filters.items()
+            },
         }
         self._limits: dict[str, str] = {}
         self._test_limits()
@@ -173,7 +176,7 @@ class Sandbox:
 
     def run(self, source: str, stdin: str = "", wall_s: float | None = None) -> SandboxResult:
         """Runs a program as `__main__` and returns its result. `wall_s` replaces the sandbox's time limit."""
-        return self._start({"source": source, "setup": "", "checks": [], "main": True}, stdin, wall_s)
+        return self._start_job({"source": source, "setup": "", "checks": [], "main": True}, stdin, wall_s)
 
     def check(
         self, source: str, checks: Sequence[dict[str, str]], setup: str = "", wall_s: float | None = None
@@ -189,9 +192,9 @@ class Sandbox:
             setup: Statements to run between the program and the checks.
             wall_s: Maximum wall time; None for the sandbox's limit.
         """
-        return self._start({"source": source, "setup": setup, "checks": list(checks), "main": False}, "", wall_s)
+        return self._start_job({"source": source, "setup": setup, "checks": list(checks), "main": False}, "", wall_s)
 
-    def _start(self, job: dict[str, Any], stdin: str, wall_s: float | None) -> SandboxResult:
+    def _start_job(self, job: dict[str, Any], stdin: str, wall_s: float | None) -> SandboxResult:
         start_time = time.monotonic()
         folder = str(make_temporary_folder("box"))
         nonce = secrets.token_hex(16)
@@ -234,7 +237,7 @@ class Sandbox:
             "status": status_read,
         }
         try:
-            outcome, outputs = self._collect(keeper, read_fds, start_time + (wall_s or self.wall_s))
+            run_outcome, outputs = self._collect_result(keeper, read_fds, start_time + (wall_s or self.wall_s))
         finally:
             if keeper.poll() is None:
                 _kill(keeper)
@@ -244,24 +247,24 @@ class Sandbox:
             os.close(result_read)
             os.close(status_read)
             shutil.rmtree(folder, ignore_errors=True)
-        return _build_result(outcome, outputs, nonce, time.monotonic() - start_time)
+        return _build_result(run_outcome, outputs, nonce, time.monotonic() - start_time)
 
-    def _collect(
+    def _collect_result(
         self, keeper: subprocess.Popen[bytes], read_fds: dict[str, int], deadline: float
     ) -> tuple[str, dict[str, bytes]]:
         """Reads the outputs until the program has ended and all pipes are closed; kills the program when it exceeds a
         limit. Returns `timeout`, `output` or "", and the outputs by name.
         """
         outputs = dict.fromkeys(read_fds, b"")
-        outcome, kill_time = "", 0.0
+        run_outcome, kill_time = "", 0.0
         with selectors.DefaultSelector() as selector:
             for name, fd in read_fds.items():
                 selector.register(fd, selectors.EVENT_READ, name)
             while selector.get_map():
                 current_time = time.monotonic()
-                if not outcome and current_time >= deadline:
-                    outcome = "timeout"
-                if outcome and not kill_time:
+                if not run_outcome and current_time >= deadline:
+                    run_outcome = "timeout"
+                if run_outcome and not kill_time:
                     kill_time = current_time
                     _kill(keeper)
                 if kill_time and current_time > kill_time + _START_S:
@@ -273,9 +276,9 @@ class Sandbox:
                     max_bytes = self.output_bytes if key.data in ("stdout", "stderr") else _MAX_RECORD_BYTES
                     output = outputs[key.data] + chunk
                     outputs[key.data] = output[:max_bytes]
-                    if len(output) > max_bytes and not outcome:
-                        outcome = "output"
-        return outcome, outputs
+                    if len(output) > max_bytes and not run_outcome:
+                        run_outcome = "output"
+        return run_outcome, outputs
 
     def _test_limits(self) -> None:
         """Runs a program that attempts forbidden actions; records the mechanisms that enforce each limit."""
@@ -296,9 +299,9 @@ class Sandbox:
                 "processes": self._job["processes"],
                 "ipc": ipc_ids,
             }
-            source = (_FOLDER / "self_test.py").read_text()
+            test_source = (_FOLDER / "self_test.py").read_text()
             checks = [{"kind": "value", "source": f"run_attempts({targets!r})"}]
-            self_test_result = self.check(source, checks, wall_s=_START_S)
+            self_test_result = self.check(test_source, checks, wall_s=_START_S)
         if "value" not in self_test_result.checks.get(0, {}):
             raise RlhpcError(
                 f"sandbox: the trial run failed: {self_test_result.status} {self_test_result.error or self_test_result.stderr}"
@@ -353,7 +356,7 @@ def _kill(keeper: subprocess.Popen[bytes]) -> None:
             kill_function(keeper.pid, signal.SIGKILL)
 
 
-def _parse_records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
+def _parse_records(record_bytes: bytes, nonce: str) -> list[tuple[str, Any]]:
     """Returns the harness's records as (label, payload), in order. A program that knows the nonce may have written all but
     the first record of a run.
 
@@ -361,7 +364,7 @@ def _parse_records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
         ValueError: The text does not have the harness's format.
     """
     records = []
-    for line in text.split(b"\n")[:-1]:
+    for line in record_bytes.split(b"\n")[:-1]:
         record_nonce, _, record = line.decode(errors="replace").partition(" ")
         if record_nonce != nonce:
             continue  # a line without the nonce
@@ -376,17 +379,17 @@ def _parse_records(text: bytes, nonce: str) -> list[tuple[str, Any]]:
     return records
 
 
-def _build_result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: float) -> SandboxResult:
+def _build_result(run_outcome: str, output_bytes: dict[str, bytes], nonce: str, duration_s: float) -> SandboxResult:
     """Builds the result of a program. The first record shows that the program was confined. The program may have written
     later records, so a malformed or unknown record fails the program and never raises an error of the sandbox.
 
     Raises:
         RlhpcError: The program could not be confined, and was not run.
     """
-    stdout, stderr = (texts[name].decode(errors="replace") for name in ("stdout", "stderr"))
-    first_line, line_end, remainder = texts["result"].partition(b"\n")
+    stdout, stderr = (output_bytes[name].decode(errors="replace") for name in ("stdout", "stderr"))
+    first_line, line_end, remainder = output_bytes["result"].partition(b"\n")
     start_records = dict(_parse_records(first_line + line_end, nonce))
-    if "have" not in start_records and (start_records or not outcome):
+    if "have" not in start_records and (start_records or not run_outcome):
         reason = start_records.get("failed") or stderr.strip() or "no word from it"
         raise RlhpcError(f"sandbox: the program could not be confined, and was not run: {reason}")
     checks: dict[int, dict[str, Any]] = {}
@@ -405,16 +408,16 @@ def _build_result(outcome: str, texts: dict[str, bytes], nonce: str, seconds: fl
                 checks.setdefault(int(check_number), {})[record_type] = True if record_type == "passed" else payload
     except ValueError as format_error:
         checks, error = {}, f"it wrote to the channel of its judge: {format_error}"
-        outcome = outcome or "error"
-    exit_report = json.loads(texts["status"]) if texts["status"] else {"code": -signal.SIGKILL}
-    status = outcome or ("ok" if exit_report["code"] == 0 else "killed" if exit_report["code"] < 0 else "error")
+        run_outcome = run_outcome or "error"
+    exit_report = json.loads(output_bytes["status"]) if output_bytes["status"] else {"code": -signal.SIGKILL}
+    status = run_outcome or ("ok" if exit_report["code"] == 0 else "killed" if exit_report["code"] < 0 else "error")
     return SandboxResult(
         status,
         stdout,
         stderr,
         error,
         checks,
-        seconds,
+        duration_s,
         exit_report.get("cpu_s", 0.0),
         exit_report.get("memory", 0),
         start_records.get("have", {}),
@@ -501,12 +504,12 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NUMBER_AT, _ARCH_AT, _ARGS_AT = 0, 4, 16
 
 
-def _instruction(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
-    return struct.pack("HBBI", code, yes, no, k)
+def _pack_instruction(opcode: int, k: int, true_jump: int = 0, false_jump: int = 0) -> bytes:
+    return struct.pack("HBBI", opcode, true_jump, false_jump, k)
 
 
 def _refuse(error: int = errno.EPERM) -> bytes:
-    return _instruction(_RET, _ERRNO | error)
+    return _pack_instruction(_RET, _ERRNO | error)
 
 
 def syscall_numbers(machine: str) -> dict[str, int]:
@@ -521,18 +524,18 @@ class _FilterBuilder:
         self.calls = syscall_numbers(machine)
         arch = _MACHINES[machine][0]
         self.code = [
-            _instruction(_LD, _ARCH_AT),
-            _instruction(_JEQ, arch, 1, 0),
-            _instruction(_RET, _KILL),
-            _instruction(_LD, _NUMBER_AT),
+            _pack_instruction(_LD, _ARCH_AT),
+            _pack_instruction(_JEQ, arch, 1, 0),
+            _pack_instruction(_RET, _KILL),
+            _pack_instruction(_LD, _NUMBER_AT),
         ]
         if machine == "x86_64":  # the x32 ABI has other numbers for the same calls
-            self.code += [_instruction(_JGE, 0x40000000, 0, 1), _refuse(errno.ENOSYS)]
+            self.code += [_pack_instruction(_JGE, 0x40000000, 0, 1), _refuse(errno.ENOSYS)]
 
     def refuse(self, names: Iterable[str], error: int = errno.EPERM) -> None:
         for name in names:
             if name in self.calls:
-                self.code += [_instruction(_JEQ, self.calls[name], 0, 1), _refuse(error)]
+                self.code += [_pack_instruction(_JEQ, self.calls[name], 0, 1), _refuse(error)]
 
     def inspect(self, names: Iterable[str], argument: int, *body: bytes) -> None:
         """Appends a check of one argument of system calls. `body` tests the low half of the argument; the call is allowed if
@@ -540,27 +543,34 @@ class _FilterBuilder:
         """
         for name in names:
             if name in self.calls:
-                load_instruction = _instruction(_LD, _ARGS_AT + 8 * argument)
-                allow = _instruction(_RET, _ALLOW)
-                self.code += [_instruction(_JEQ, self.calls[name], 0, len(body) + 2), load_instruction, *body, allow]
+                load_instruction = _pack_instruction(_LD, _ARGS_AT + 8 * argument)
+                allow = _pack_instruction(_RET, _ALLOW)
+                self.code += [
+                    _pack_instruction(_JEQ, self.calls[name], 0, len(body) + 2),
+                    load_instruction,
+                    *body,
+                    allow,
+                ]
 
 
-def _refuse_unless(value: int) -> tuple[bytes, bytes]:
-    return _instruction(_JEQ, value, 1, 0), _refuse()
+def _refuse_unless(expected_argument: int) -> tuple[bytes, bytes]:
+    return _pack_instruction(_JEQ, expected_argument, 1, 0), _refuse()
 
 
-def _refuse_if_any(values: Iterable[int]) -> list[bytes]:
+def _refuse_if_any(refused_arguments: Iterable[int]) -> list[bytes]:
     return [
-        instruction for refused_value in values for instruction in (_instruction(_JEQ, refused_value, 0, 1), _refuse())
+        instruction
+        for argument in refused_arguments
+        for instruction in (_pack_instruction(_JEQ, argument, 0, 1), _refuse())
     ]
 
 
-def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> bytes | None:
+def build_seccomp_filter(machine: str, *, allows_fork: bool, files_read_only: bool) -> bytes | None:
     """Builds the seccomp filter of a program; returns None for a machine whose system call numbers are unknown.
 
     Args:
         machine: `os.uname().machine`.
-        fork: Whether the program may start processes and signal them, which requires a process namespace.
+        allows_fork: Whether the program may start processes and signal them, which requires a process namespace.
         files_read_only: Whether files outside the sandbox are mounted read-only, so that the filter need not protect their
             attributes.
     """
@@ -569,12 +579,12 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
     program = _FilterBuilder(machine)
     program.refuse(_FORBIDDEN_CALLS.split())
     program.refuse(["clone3"], errno.ENOSYS)  # a filter cannot read its flags; the C library then uses clone
-    namespace_check = [_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
-    if fork:
+    namespace_check = [_pack_instruction(_JSET, _CLONE_NEW, 0, 1), _refuse()]
+    if allows_fork:
         program.inspect(["clone"], 0, *namespace_check)
     else:
         program.refuse(["fork", "vfork", "tkill"])
-        program.inspect(["clone"], 0, *namespace_check, _instruction(_JSET, _CLONE_THREAD, 1, 0), _refuse())
+        program.inspect(["clone"], 0, *namespace_check, _pack_instruction(_JSET, _CLONE_THREAD, 1, 0), _refuse())
         program.inspect(["kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"], 0, *_refuse_unless(PID_MARK))
     targeted_calls = ["prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"]
     program.inspect(targeted_calls, 0, *_refuse_unless(0))
@@ -585,8 +595,12 @@ def build_seccomp_filter(machine: str, *, fork: bool, files_read_only: bool) -> 
         program.refuse(_ATTRIBUTE_CALLS.split())
         program.refuse(["openat2"], errno.ENOSYS)
         # Landlock before version 3 allows a program to truncate a file by opening it read-only with O_TRUNC.
-        truncate_check = (_instruction(_AND, _TRUNCATE | _ACCESS), _instruction(_JEQ, _TRUNCATE, 0, 1), _refuse())
+        truncate_check = (
+            _pack_instruction(_AND, _TRUNCATE | _ACCESS),
+            _pack_instruction(_JEQ, _TRUNCATE, 0, 1),
+            _refuse(),
+        )
         program.inspect(["open"], 1, *truncate_check)
         program.inspect(["openat"], 2, *truncate_check)
-    program.code.append(_instruction(_RET, _ALLOW))
+    program.code.append(_pack_instruction(_RET, _ALLOW))
     return b"".join(program.code)

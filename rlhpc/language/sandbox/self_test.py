@@ -68,27 +68,27 @@ def _allocate_memory(targets: dict[str, Any]) -> None:
     bytearray(targets["memory"] + (64 << 20))
 
 
-def _access_ipc(targets: dict[str, Any]) -> None:
+def _check_ipc_access(targets: dict[str, Any]) -> None:
     """Accesses IPC objects of the same user by number and by name."""
     libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(512)
-    segment, queue, size = targets["ipc"]["segment"], targets["ipc"]["queue"], ctypes.c_size_t(8)
+    segment, queue, buffer_size = targets["ipc"]["segment"], targets["ipc"]["queue"], ctypes.c_size_t(8)
     return_codes = [
         libc.shmctl(segment, 2, buffer),  # IPC_STAT
         libc.msgctl(queue, 2, buffer),
-        libc.msgrcv(queue, buffer, size, ctypes.c_long(0), 0o4000),
-        libc.msgsnd(queue, struct.pack("lq", 1, 0), size, 0o4000),
+        libc.msgrcv(queue, buffer, buffer_size, ctypes.c_long(0), 0o4000),
+        libc.msgsnd(queue, struct.pack("lq", 1, 0), buffer_size, 0o4000),
         libc.mq_unlink(targets["ipc"]["name"].encode()) if hasattr(libc, "mq_unlink") else -1,
     ]
     if max(return_codes) < 0:
         raise PermissionError
 
 
-def _check_unlimited(kind: int) -> Callable[[dict[str, Any]], None]:
-    def attempt(targets: dict[str, Any]) -> None:
-        if resource.getrlimit(kind)[1] != resource.RLIM_INFINITY:
+def _check_unlimited(resource_kind: int) -> Callable[[dict[str, Any]], None]:
+    def attempt_to_raise(targets: dict[str, Any]) -> None:
+        if resource.getrlimit(resource_kind)[1] != resource.RLIM_INFINITY:
             raise PermissionError
 
-    return attempt
+    return attempt_to_raise
 
 
 ATTEMPTS = {
@@ -98,7 +98,7 @@ ATTEMPTS = {
     "reading": _read_secret,
     "writing": _change_files,
     "processes": _fork_processes,
-    "ipc": _access_ipc,
+    "ipc": _check_ipc_access,
     "memory": _allocate_memory,
     "cpu": _check_unlimited(resource.RLIMIT_CPU),
     "file size": _check_unlimited(resource.RLIMIT_FSIZE),

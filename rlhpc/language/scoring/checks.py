@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.constraints import Fail, check_choice, check_name, check_rules
+from rlhpc.config.constraints import (
+    Fail,
+    check_choice,
+    check_choices,
+    check_name,
+    check_ranges,
+    check_rules,
+    normalize_words,
+)
 from rlhpc.config.schema import keys_of
-from rlhpc.config.typed import mapping, plain, typed, untouched
+from rlhpc.config.typed import default_section, mapping, plain, typed
 from rlhpc.language.config.scoring import JudgeConfig
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.scoring.groups import (
@@ -23,12 +31,12 @@ from rlhpc.language.scoring.groups import (
     RESERVED_NAMES,
     TEACHER,
     distils,
-    explained,
+    explain_engine_errors,
     group_models,
     group_roles,
     key_of,
     needs_critic,
-    placed,
+    placed_groups,
     process_groups,
     raters,
     scoring_groups,
@@ -43,7 +51,7 @@ if TYPE_CHECKING:
 
 def is_judge(group: ScoringGroup) -> bool:
     """Returns whether a group rates answers with an LLM judge."""
-    return group.scorer.lower() == "judge"
+    return group.scorer == "judge"
 
 
 def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
@@ -51,7 +59,7 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
     model.
 
     Raises:
-        ConfigError: A key is unknown, or a value has another type or is out of range.
+        ConfigError: A key is unknown, or a value has a different type or is out of range.
     """
     if group.name == JUDGE:
         return cfg.judge
@@ -64,22 +72,18 @@ def section_of(cfg: GrpoConfig, group: ScoringGroup) -> JudgeConfig:
             name, name, key_names, lambda key, rule: ConfigError(f"{kwargs_key}: a judge has no key {key!r}; {rule}")
         )
     try:
-        merged_section = mapping(OmegaConf.merge(untouched(JudgeConfig), kwargs, {"model": plain(group.model)}))
+        merged_section = mapping(OmegaConf.merge(default_section(JudgeConfig), kwargs, {"model": plain(group.model)}))
     except OmegaConfBaseException as error:
         raise ConfigError(f"{kwargs_key}: {str(error).strip().splitlines()[0]}") from None
     section = typed(JudgeConfig, merged_section)
-    keys = keys_of(JudgeConfig)
-    for name, range_of_key in ((name, key.range) for name, key in keys.items() if key.range is not None):
-        value = merged_section[name]
-        if isinstance(value, (int, float)) and (not math.isfinite(value) or value not in range_of_key):
-            raise ConfigError(f"{kwargs_key}.{name} is {value!r}; {range_of_key.rule()}")
-    for name in ("mode", "dtype"):
-        check_choice(
-            f"{kwargs_key}.{name}",
-            str(merged_section[name]),
-            keys[name].choices,
-            lambda key, rule: ConfigError(f"{key}: {rule}"),
-        )
+    judge_keys = keys_of(JudgeConfig)
+    normalize_words(merged_section, judge_keys)
+
+    def make_error(name: str, rule: str) -> ConfigError:
+        return ConfigError(f"{kwargs_key}.{name} is {merged_section[name]!r}; {rule}")
+
+    check_ranges(merged_section, judge_keys, make_error)
+    check_choices(merged_section, judge_keys, make_error)
     return section
 
 
@@ -112,7 +116,7 @@ def check_judges(cfg: GrpoConfig, fail: Fail) -> None:
         scale = list(section.scale)
         if len(scale) != 2 or not all(map(math.isfinite, scale)) or scale[0] >= scale[1]:
             raise refuse("scale", "two numbers are needed, the lowest and the highest grade, such as [1, 10]")
-        if group.name in judges_in_reward and section.mode.lower() == "compare":
+        if group.name in judges_in_reward and section.mode == "compare":
             _check_comparisons(cfg, section, refuse)
 
 
@@ -161,7 +165,7 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[
     for name in group_names:
         rates(groups[name].scorer)
         check_scorer(groups[name])
-        if groups[name].scorer.lower() == ENGINE:
+        if groups[name].scorer == ENGINE:
             raise ConfigError(
                 f"groups[{name}].scorer is {ENGINE!r}, which is the teacher's: see teacher.rollout_backend"
             )
@@ -201,7 +205,7 @@ def _check_process_terms(cfg: GrpoConfig, fail: Fail) -> None:
         rules = {
             "rates whole answers: name it in reward.terms, or give it the scorer process": rates(groups[name].scorer),
             "is named twice": name in term_names[:index],
-            f"has no place: set cluster.component_placement.{name}": name not in placed(cfg),
+            f"has no place: set cluster.component_placement.{name}": name not in placed_groups(cfg),
         }
         check_rules(
             [(is_broken, "reward.process_terms", f"the group {name!r} {rule}") for rule, is_broken in rules.items()],
@@ -221,7 +225,7 @@ _USER_HINTS = {
 
 def _check_placement(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[str]) -> None:
     """Checks that each required group is placed, and that each placed group is required."""
-    placed_names, groups, rater_names = placed(cfg), scoring_groups(cfg), raters(cfg)
+    placed_names, groups, rater_names = placed_groups(cfg), scoring_groups(cfg), raters(cfg)
     value_head = cfg.actor.model.value_head
     rules = (
         *(
@@ -288,7 +292,7 @@ def _check_distillation(cfg: GrpoConfig, fail: Fail) -> None:
         )
     rules = (
         (
-            options.mode == "full" and "teacher" in placed(cfg),
+            options.mode == "full" and "teacher" in placed_groups(cfg),
             "algorithm.distillation.mode",
             "whole distributions are too much to send: leave the teacher out of cluster.component_placement, which puts it on "
             "the actor's ranks, or choose topk",
@@ -304,11 +308,10 @@ def _check_distillation(cfg: GrpoConfig, fail: Fail) -> None:
 
 def _check_teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
     """Checks that the teacher's engine is placed and supports the mode of distillation and the longest sequence."""
-    backend, length = cfg.teacher.rollout_backend, cfg.teacher.max_model_len
+    backend, max_length = cfg.teacher.rollout_backend, cfg.teacher.max_model_len
     if backend is None:
         return
-    check_choice("teacher.rollout_backend", backend, ("vllm",), fail)
-    num_tokens, reason = _max_sequence_tokens(cfg)
+    num_tokens, reason = _find_max_sequence_tokens(cfg)
     rules = (
         (
             distils(cfg) and cfg.algorithm.distillation.mode == "full",
@@ -317,12 +320,12 @@ def _check_teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
             "teacher.rollout_backend=null and give the teacher no place of its own",
         ),
         (
-            TEACHER not in placed(cfg),
+            TEACHER not in placed_groups(cfg),
             "teacher.rollout_backend",
             "an engine needs ranks of its own: set cluster.component_placement.teacher, or null for one beside the model",
         ),
         (
-            length is not None and length < num_tokens,
+            max_length is not None and max_length < num_tokens,
             "teacher.max_model_len",
             f"a sequence may have {reason} tokens: raise it, or set null",
         ),
@@ -330,7 +333,7 @@ def _check_teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
     check_rules(rules, fail)
 
 
-def _max_sequence_tokens(cfg: GrpoConfig) -> tuple[int, str]:
+def _find_max_sequence_tokens(cfg: GrpoConfig) -> tuple[int, str]:
     """Returns the largest number of tokens of a sequence, and the formula of that number for messages."""
     prompt, response, engine = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens, cfg.rollout.max_model_len
     if engine is not None and engine < prompt + response:
@@ -352,7 +355,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
 
     roles, groups = group_roles(cfg), scoring_groups(cfg)
     for name in (n for n in roles if n in ranks and n != AGENT):
-        if name != CRITIC and groups[name].scorer.lower() in ("classifier", "process"):
+        if name != CRITIC and groups[name].scorer in ("classifier", "process"):
             from rlhpc.language.scoring.reward_models import require_classifier
 
             require_classifier(groups[name])
@@ -360,9 +363,9 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         if model.model_path:
             section = "critic.model" if name == CRITIC else groups[name].model_section
             load_tokenizer(model.model_path, model.trust_remote_code, key=f"{section}.model_path")
-        if name != CRITIC and groups[name].scorer.lower() == "process":
+        if name != CRITIC and groups[name].scorer == "process":
             require_same_vocabulary(cfg, groups[name].model, groups[name].model_section)
-    if CRITIC in ranks and cfg.critic.training_backend.lower() == "deepspeed":
+    if CRITIC in ranks and cfg.critic.training_backend == "deepspeed":
         from rlhpc.language.models.loading import compute_dtype
         from rlhpc.training.deepspeed_config import deepspeed_config
 
@@ -373,7 +376,7 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         _check_context(cfg, groups[TEACHER])
     _check_vision(cfg, ranks)
     for group in judges(cfg).values():
-        with explained(group):
+        with explain_engine_errors(group):
             ENGINES.find(section_of(cfg, group).rollout_backend)
 
 
@@ -393,7 +396,7 @@ def _check_vision(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             f"cluster.component_placement.critic: the model in {path} looks at pictures, and critics read text alone; set "
             "actor.model.value_head=true in its place"
         )
-    reader_groups = [name for name in groups if name in ranks and groups[name].scorer.lower() == "process"]
+    reader_groups = [name for name in groups if name in ranks and groups[name].scorer == "process"]
     for name in reader_groups + [TEACHER] * (distils(cfg) and not reads_images(cfg.teacher.model)):
         raise ConfigError(
             f"{groups[name].model_section}.model_path={groups[name].model.model_path}: it reads text alone, and is to read "
@@ -409,10 +412,10 @@ def _check_context(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
     from rlhpc.language.hugging_face import load_model_config
 
     model = cfg.teacher.model
-    with explained(teacher):
+    with explain_engine_errors(teacher):
         model_config = load_model_config(str(model.model_path), model.trust_remote_code)
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    num_tokens, reason = _max_sequence_tokens(cfg)
+    num_tokens, reason = _find_max_sequence_tokens(cfg)
     if context is not None and num_tokens + 1 > context:
         raise ConfigError(
             f"teacher.model.model_path={model.model_path} has a context of {context} tokens; a sequence may have {reason}, "
@@ -422,7 +425,7 @@ def _check_context(cfg: GrpoConfig, teacher: ScoringGroup) -> None:
 
 
 def require_same_vocabulary(cfg: GrpoConfig, model: PretrainedConfig, section: str) -> None:
-    """Refuses a model that scores the actor's tokens but has another vocabulary than the actor.
+    """Refuses a model that scores the actor's tokens but has a different vocabulary than the actor.
 
     Raises:
         ConfigError: The vocabularies differ; the message names the first difference.

@@ -31,7 +31,7 @@ ENGINE = "engine_logprobs"
 RESERVED_NAMES = ("actor", "rollout", CRITIC, AGENT, *BUILT_IN)
 
 
-def placed(cfg: RunConfig) -> list[str]:
+def placed_groups(cfg: RunConfig) -> list[str]:
     """Returns the components of `cluster.component_placement`."""
     return [
         name.strip() for component_names in cfg.cluster.component_placement for name in str(component_names).split(",")
@@ -82,7 +82,7 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
     """
     from rlhpc.language.scoring.registry import rates
 
-    groups, placed_names = scoring_groups(cfg), placed(cfg)
+    groups, placed_names = scoring_groups(cfg), placed_groups(cfg)
     worker_classes: dict[str, str] = {}
     if CRITIC in placed_names or needs_critic(cfg):
         worker_classes[CRITIC] = "rlhpc.language.workers.critic:CriticWorker"
@@ -92,7 +92,7 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
     for name, group in groups.items():
         if name in placed_names or name in rater_names:
             worker_class = "RatingWorker" if rates(group.scorer) else "ScoringWorker"
-            worker_class = "JudgeWorker" if group.scorer.lower() == "judge" else worker_class
+            worker_class = "JudgeWorker" if group.scorer == "judge" else worker_class
             worker_classes[name] = f"rlhpc.language.workers.scoring:{worker_class}"
     if REFERENCE in worker_classes and cfg.reference.update_interval:
         worker_classes[REFERENCE] = "rlhpc.language.workers.scoring:ReferenceWorker"
@@ -113,12 +113,12 @@ def needs_critic(cfg: GrpoConfig) -> bool:
 def needs_values(cfg: GrpoConfig) -> bool:
     """Returns whether the configured algorithm is built in and requires values of states."""
     has_reward = distils(cfg) and cfg.algorithm.distillation.task_reward_coef > 0
-    return (has_reward or cfg.algorithm.name.lower() == "policy_gradient") and cfg.algorithm.adv_type.lower() == "gae"
+    return (has_reward or cfg.algorithm.name == "policy_gradient") and cfg.algorithm.adv_type == "gae"
 
 
 def distils(cfg: GrpoConfig) -> bool:
     """Returns whether the built-in distillation algorithm is configured."""
-    return cfg.algorithm.name.lower() == "distillation"
+    return cfg.algorithm.name == "distillation"
 
 
 def rating_names(cfg: LanguageConfig) -> list[str]:
@@ -194,7 +194,7 @@ def engine_config(
 
 
 @contextmanager
-def explained(group: ScoringGroup) -> Iterator[None]:
+def explain_engine_errors(group: ScoringGroup) -> Iterator[None]:
     """Replaces the configuration keys in an engine's error messages by the keys of the group.
 
     Raises:
@@ -203,5 +203,7 @@ def explained(group: ScoringGroup) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        message = re.sub(r"\bactor\.model\.(\w+)", lambda match: key_of(group, f"model.{match[1]}"), str(error))
-        raise ConfigError(re.sub(r"\brollout\.(\w+)", lambda match: key_of(group, match[1]), message)) from error
+        message = re.sub(r"\bactor\.model\.(\w+)", lambda key_match: key_of(group, f"model.{key_match[1]}"), str(error))
+        raise ConfigError(
+            re.sub(r"\brollout\.(\w+)", lambda key_match: key_of(group, key_match[1]), message)
+        ) from error

@@ -18,7 +18,7 @@ from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.models.builtin import resolve_model
 from rlhpc.language.rewards.base import Sample
 from rlhpc.language.scoring.checks import section_of
-from rlhpc.language.scoring.groups import engine_config, explained, key_of
+from rlhpc.language.scoring.groups import engine_config, explain_engine_errors, key_of
 from rlhpc.language.scoring.registry import Rater, ScoringGroup
 from rlhpc.runtime.errors import ConfigError
 
@@ -74,17 +74,17 @@ class _Questions:
         encoder: PromptTokenizer,
         seed: int,
         max_tokens: int,
-        start: str = "",
+        start_text: str = "",
     ) -> None:
         default_template, answer_form = (COMPARE, _COMPARE_FORM) if scale is None else (GRADE, "")
         if scale is not None:
             answer_form = _GRADE_FORM.format(low=scale[0], high=scale[1])
         self._rubric = f"{default_template if rubric is None else rubric}\n\n{answer_form}"
-        self._encoder, self._seed, self._max_tokens = encoder, str(seed).encode(), max_tokens
+        self._encoder, self._compute_seed, self._max_tokens = encoder, str(seed).encode(), max_tokens
         tokenizer = encoder.tokenizer
-        self._start_ids = tokenizer(start, add_special_tokens=False)["input_ids"] if start else []
+        self._start_ids = tokenizer(start_text, add_special_tokens=False)["input_ids"] if start_text else []
         special_texts = special_tokens(tokenizer)
-        self._forbidden = sorted({*special_texts, *_turn_markers(encoder)}, key=len, reverse=True)
+        self._forbidden_texts = sorted({*special_texts, *_find_turn_markers(encoder)}, key=len, reverse=True)
         unknown_id = getattr(tokenizer, "unk_token_id", None)  # any text may contain the unknown token
         self._special_ids = {
             token_id for token_id in map(tokenizer.convert_tokens_to_ids, special_texts) if token_id != unknown_id
@@ -115,28 +115,25 @@ class _Questions:
     def text(self, sample: Sample, responses: Sequence[str]) -> str:
         """Returns the question as text; see `about`."""
         prompt, answer, *escaped_responses = (
-            _defuse(untrusted_text, self._forbidden) for untrusted_text in (sample.prompt, sample.answer, *responses)
+            _split_forbidden(part, self._forbidden_texts) for part in (sample.prompt, sample.answer, *responses)
         )
-        marker = _marker_for((prompt, answer, *escaped_responses), self._seed)
+        marker = _make_marker_for((prompt, answer, *escaped_responses), self._compute_seed)
         block_names = (
             [f"answer {marker}"] if len(escaped_responses) == 1 else [f"answer {letter} {marker}" for letter in "AB"]
         )
-        blocks = [
-            f"<{name}>\n{untrusted_text}\n</{name}>"
-            for name, untrusted_text in zip(block_names, escaped_responses, strict=True)
-        ]
+        blocks = [f"<{name}>\n{part}\n</{name}>" for name, part in zip(block_names, escaped_responses, strict=True)]
         placeholders = {"prompt": prompt, "answer": answer, "response": "\n\n".join(blocks)}
         # In one pass: inserted texts are not searched for placeholders.
-        return _PLACEHOLDERS.sub(lambda match: placeholders[match[1]], self._rubric)
+        return _PLACEHOLDERS.sub(lambda placeholder_match: placeholders[placeholder_match[1]], self._rubric)
 
 
-def _marker_for(texts: Sequence[str], seed: bytes) -> str:
+def _make_marker_for(shown_texts: Sequence[str], seed: bytes) -> str:
     """Returns a marker that does not occur in the texts; the same texts and seed give the same marker."""
     for counter in range(1000):
         digest = hashlib.blake2b(digest_size=8, key=seed[:64], salt=counter.to_bytes(2, "big"))
-        for untrusted_text in texts:
-            digest.update(len(untrusted_text).to_bytes(8, "big") + untrusted_text.encode())
-        if not any(digest.hexdigest() in untrusted_text for untrusted_text in texts):
+        for text in shown_texts:
+            digest.update(len(text).to_bytes(8, "big") + text.encode())
+        if not any(digest.hexdigest() in text for text in shown_texts):
             break
     return digest.hexdigest()
 
@@ -146,45 +143,41 @@ def special_tokens(tokenizer: Any) -> set[str]:
     template = str(getattr(tokenizer, "chat_template", None) or "")
     added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
     tokens = {str(token.content) for token in added_tokens if token.special or token.content in template}
-    return {token_text for token_text in (tokens | set(tokenizer.all_special_tokens)) if token_text.strip()}
+    return {special_token for special_token in (tokens | set(tokenizer.all_special_tokens)) if special_token.strip()}
 
 
-def _turn_markers(encoder: PromptTokenizer) -> set[str]:
+def _find_turn_markers(encoder: PromptTokenizer) -> set[str]:
     """Returns the markers that the chat template puts around turns."""
     placeholder = "rlhpcturn"
     turns = [("user",), ("user", "assistant", "user"), ("system", "user")]
-    marks: set[str] = set()
+    turn_marks: set[str] = set()
     for roles in turns if encoder.chat_template else ():
         try:
-            rendered_text = encoder.text([{"role": role, "content": placeholder} for role in roles])
+            rendering = encoder.text([{"role": role, "content": placeholder} for role in roles])
         except ConfigError:  # the template refuses these roles
             continue
-        marks |= {
-            marker
-            for template_part in rendered_text.split(placeholder)
-            for marker in _TURN_MARKERS.findall(template_part)
+        turn_marks |= {
+            marker for template_part in rendering.split(placeholder) for marker in _TURN_MARKERS.findall(template_part)
         }
-    return marks
+    return turn_marks
 
 
-def _defuse(text: str, forbidden: Sequence[str]) -> str:
+def _split_forbidden(answer_text: str, forbidden_texts: Sequence[str]) -> str:
     """Returns an untrusted text in which each forbidden text is split by a space.
 
     Args:
-        text: Untrusted text.
-        forbidden: Texts to split; none is white space.
+        answer_text: Untrusted text.
+        forbidden_texts: Texts to split; none is white space.
     """
-    text = text.encode("utf-8", "replace").decode()  # drops lone surrogates
+    answer_text = answer_text.encode("utf-8", "replace").decode()  # drops lone surrogates
     for _ in range(10):
-        if not any(forbidden_text in text for forbidden_text in forbidden):
-            return text
-        for forbidden_text in forbidden:
-            text = text.replace(
-                forbidden_text, f"{forbidden_text[:1]} {forbidden_text[1:]}" if len(forbidden_text) > 1 else " "
-            )
-    for forbidden_text in forbidden:  # each split has created another forbidden text
-        text = text.replace(forbidden_text, " ")
-    return text
+        if not any(text in answer_text for text in forbidden_texts):
+            return answer_text
+        for text in forbidden_texts:
+            answer_text = answer_text.replace(text, f"{text[:1]} {text[1:]}" if len(text) > 1 else " ")
+    for text in forbidden_texts:  # each split has created another forbidden text
+        answer_text = answer_text.replace(text, " ")
+    return answer_text
 
 
 _SCORE = re.compile(r"Score: (-?[0-9]{1,9}(?:\.[0-9]{1,9})?)")
@@ -193,20 +186,21 @@ _BETTER = re.compile(r"Better: (A|B|neither)")
 _FIRST, _SECOND, _NEITHER = "A", "B", "neither"
 
 
-def parse_grade(reply: str, low: float, high: float) -> float | None:
-    """Parses the grade in the last line of a reply, `Score: <number>`, and scales it to 0 at `low` and 1 at `high`.
+def parse_grade(reply: str, lowest_grade: float, highest_grade: float) -> float | None:
+    """Parses the grade in the last line of a reply, `Score: <number>`, and scales it to 0 at `lowest_grade` and 1 at
+    `highest_grade`.
 
     Args:
         reply: Reply of the judge.
-        low, high: Ends of the scale.
+        lowest_grade, highest_grade: Ends of the scale.
 
     Returns:
         The scaled grade; None if the last line has no grade, if other lines have one, too, or if it is off the scale.
     """
-    verdict = _parse_verdict(reply, "score", _SCORE)
-    if verdict is None or not low <= float(verdict) <= high:
+    verdict_text = _parse_verdict(reply, "score", _SCORE)
+    if verdict_text is None or not lowest_grade <= float(verdict_text) <= highest_grade:
         return None
-    return (float(verdict) - low) / (high - low)
+    return (float(verdict_text) - lowest_grade) / (highest_grade - lowest_grade)
 
 
 def parse_preference(reply: str) -> str | None:
@@ -216,22 +210,25 @@ def parse_preference(reply: str) -> str | None:
     return _parse_verdict(reply, "better", _BETTER)
 
 
-def _parse_verdict(reply: str, word: str, form: re.Pattern[str]) -> str | None:
+def _parse_verdict(reply: str, verdict_word: str, verdict_pattern: re.Pattern[str]) -> str | None:
     reply = reply.rpartition("</think>")[2]  # reasoning is not part of the verdict
     if reply.lstrip().startswith("<think>"):  # the reasoning has not ended
         return None
     last_line = reply.rstrip("\n").rpartition("\n")[2]
-    match = form.fullmatch(last_line.strip(" "))
-    if match is None or len(re.findall(rf"{word}\W*[:=]", reply, re.IGNORECASE)) != 1:
+    verdict_match = verdict_pattern.fullmatch(last_line.strip(" "))
+    if verdict_match is None or len(re.findall(rf"{verdict_word}\W*[:=]", reply, re.IGNORECASE)) != 1:
         return None
-    return match[1]
+    return verdict_match[1]
 
 
 def pairs(count: int) -> Iterator[tuple[int, int]]:
-    """Yields all pairs of `count` answers in rounds (round-robin tournament). An answer is in at most one pair of a round, so
-    the first pairs compare all answers about equally often.
+    """Yields all pairs of `count` answers in rounds (round-robin tournament). An answer is in at most one pair of
+    a round, so the first pairs compare all answers about equally often.
     """
-    seats = [*range(count), *([count] if count % 2 else [])]  # the number `count` stands for no opponent
+    seats = [
+        *range(count),
+        *([count] if count % 2 else []),
+    ]  # the number `count` stands for no opponent
     for _ in range(len(seats) - 1):
         for first_answer, second_answer in zip(seats[: len(seats) // 2], reversed(seats), strict=False):
             if max(first_answer, second_answer) < count:
@@ -239,25 +236,25 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def combine_verdicts(in_order: str | None, swapped: str | None) -> float | None:
+def combine_verdicts(first_verdict: str | None, swapped_verdict: str | None) -> float | None:
     """Combines the verdicts on a pair in both orders; returns the first answer's share of the win, or None if the verdicts
     contradict each other.
     """
-    if in_order == _NEITHER and swapped == _NEITHER:
+    if first_verdict == _NEITHER and swapped_verdict == _NEITHER:
         return 0.5
-    if (in_order, swapped) == (_FIRST, _SECOND):
+    if (first_verdict, swapped_verdict) == (_FIRST, _SECOND):
         return 1.0
-    return 0.0 if (in_order, swapped) == (_SECOND, _FIRST) else None
+    return 0.0 if (first_verdict, swapped_verdict) == (_SECOND, _FIRST) else None
 
 
-def shares(count: int, first_shares: Mapping[tuple[int, int], float | None]) -> list[float | None]:
+def shares(num_answers: int, first_shares: Mapping[tuple[int, int], float | None]) -> list[float | None]:
     """Returns each answer's share of wins in its valid comparisons; None for an answer without valid comparisons.
 
     Args:
-        count: Number of answers.
+        num_answers: Number of answers.
         first_shares: Share of the win of the first answer, by pair; None for an invalid comparison.
     """
-    outcomes: Sequence[list[float]] = [[] for _ in range(count)]
+    outcomes: Sequence[list[float]] = [[] for _ in range(num_answers)]
     for (first_answer, second_answer), first_share in first_shares.items():
         if first_share is not None:
             outcomes[first_answer].append(first_share)
@@ -289,12 +286,12 @@ class Judge(Rater):
         super().__init__(cfg, device, group)
         del options  # `section_of` reads them from the group
         self.section = section = section_of(cfg, group)
-        path, self.compares = resolve_model(section.model), section.mode.lower() == "compare"
+        path, self.compares = resolve_model(section.model), section.mode == "compare"
         key = key_of(group, "model.model_path")
         self.tokenizer = load_tokenizer(path, section.model.trust_remote_code, key=key)
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
         encoder = PromptTokenizer(self.tokenizer, section.max_prompt_tokens, "drop", has_template, key=key)
-        with explained(group):
+        with explain_engine_errors(group):
             engine_section = engine_config(
                 section, max_new_tokens=section.max_new_tokens, temperature=section.temperature
             )
@@ -334,12 +331,12 @@ class Judge(Rater):
             rating_by_response[distinct_responses[0]] = 0.5  # all tie
         return [rating_by_response[sample.response] for sample in samples]
 
-    def _grade(self, problem: Sample, texts: Sequence[str]) -> list[float | None]:
+    def _grade(self, problem: Sample, answer_texts: Sequence[str]) -> list[float | None]:
         """Returns the grade of each answer, scaled to 0 to 1."""
-        questions = [self._fitting_question(problem, [response]) for response in texts]
+        questions = [self._fit_question(problem, [response]) for response in answer_texts]
         fitting_questions = [question for question in questions if question is not None]
         self._counts["over_budget"] += max(0, len(fitting_questions) - self.section.max_requests)
-        replies = self._ask(fitting_questions[: self.section.max_requests])
+        replies = self._ask_model(fitting_questions[: self.section.max_requests])
         min_grade, max_grade = self.section.scale
         grades = {question: parse_grade(reply, min_grade, max_grade) for question, reply in replies.items()}
         self._counts["no_verdict"] += sum(grade is None for grade in grades.values())
@@ -351,17 +348,17 @@ class Judge(Rater):
         max_pairs = self.section.max_requests // 2
         self._counts["over_budget"] += 2 * max(0, len(chosen_pairs) - max_pairs)
         questions: dict[tuple[int, int], tuple[_Question, _Question]] = {}
-        for first, second in chosen_pairs[:max_pairs]:
-            pair_texts = [texts[first], texts[second]]
+        for first_index, second_index in chosen_pairs[:max_pairs]:
+            pair_texts = [texts[first_index], texts[second_index]]
             ordered_question, swapped_question = (
-                self._fitting_question(problem, pair_texts),
-                self._fitting_question(problem, pair_texts[::-1]),
+                self._fit_question(problem, pair_texts),
+                self._fit_question(problem, pair_texts[::-1]),
             )
             if ordered_question is not None and swapped_question is not None:
-                questions[first, second] = ordered_question, swapped_question
-        replies = self._ask([question for pair_questions in questions.values() for question in pair_questions])
+                questions[first_index, second_index] = ordered_question, swapped_question
+        replies = self._ask_model([question for pair_questions in questions.values() for question in pair_questions])
         verdicts = {question: parse_preference(reply) for question, reply in replies.items()}
-        self._counts["no_verdict"] += sum(verdict is None for verdict in verdicts.values())
+        self._counts["no_verdict"] += sum(pair_verdict is None for pair_verdict in verdicts.values())
         pair_outcomes = {
             pair: combine_verdicts(verdicts[ordered_question], verdicts[swapped_question])
             for pair, (ordered_question, swapped_question) in questions.items()
@@ -372,12 +369,12 @@ class Judge(Rater):
         )
         return shares(len(texts), pair_outcomes)
 
-    def _fitting_question(self, problem: Sample, responses: Sequence[str]) -> _Question | None:
+    def _fit_question(self, problem: Sample, responses: Sequence[str]) -> _Question | None:
         question = self.questions.about(problem, responses)
         self._counts["too_long"] += question is None
         return question
 
-    def _ask(self, questions: Sequence[_Question]) -> dict[_Question, str]:
+    def _ask_model(self, questions: Sequence[_Question]) -> dict[_Question, str]:
         """Returns the judge's replies by question; an unfinished reply is replaced by ""."""
         replies: dict[_Question, str] = {}
         for question in questions:
@@ -387,7 +384,7 @@ class Judge(Rater):
         self._counts["time/cache_hits"] += len(replies)
         new_questions = {next(self._request_ids): question for question in questions if question not in replies}
         requests = [
-            Request(request_id, question, self.sampling, self._seed(question))
+            Request(request_id, question, self.sampling, self._compute_seed(question))
             for request_id, question in new_questions.items()
         ]
         self._counts["time/requests"] += len(requests)
@@ -403,15 +400,15 @@ class Judge(Rater):
             self._replies.popitem(last=False)
         return replies
 
-    def _seed(self, question: _Question) -> int:
+    def _compute_seed(self, question: _Question) -> int:
         digest = hashlib.blake2b(repr((self.cfg.runner.seed, question)).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def counts(self) -> dict[str, float]:
         """Implements `Rater.counts`."""
-        counts = {name: float(self._counts[name]) for name in _COUNTS}
+        judge_counts = {name: float(self._counts[name]) for name in _COUNTS}
         self._counts.clear()
-        return counts
+        return judge_counts
 
     def close(self) -> None:
         """Implements `Rater.close`."""

@@ -13,9 +13,9 @@ from rlhpc.language.models.builtin import resolve_model
 from rlhpc.language.models.divergence import top_logprobs
 from rlhpc.language.models.loading import compute_dtype, load_causal_lm
 from rlhpc.language.models.logprobs import logit_rows, token_scores
-from rlhpc.language.models.packing import pack, packs, reads_rows, unpack
+from rlhpc.language.models.packing import pack, packs, reads_prefixes, reads_rows, unpack
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.scoring.groups import engine_config, explained
+from rlhpc.language.scoring.groups import engine_config, explain_engine_errors
 from rlhpc.language.scoring.registry import Scorer, ScoringGroup
 
 
@@ -32,6 +32,7 @@ class LogProbs(Scorer):
         if packed_model and not reads_rows(self.model, device, dtype):
             unpack(self.model)
         self.packed = packs(self.model)
+        self.shares_prefixes = cfg.actor.share_prefixes and self.packed and reads_prefixes(self.model, device, dtype)
         self.temperature = cfg.rollout.temperature
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
@@ -86,7 +87,7 @@ class EngineLogProbs(Scorer):
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, k: int = 0) -> None:
         super().__init__(cfg, device, group)
         self.group_section, config = group, engine_config(cfg.teacher, takes_turns=cfg.actor.offload_in_rollout)
-        with explained(group):
+        with explain_engine_errors(group):
             self.engine = VLLMScores(
                 config,
                 model_path=resolve_model(cfg.teacher.model),
@@ -105,12 +106,12 @@ class EngineLogProbs(Scorer):
         if top_k:
             is_required = torch.zeros_like(is_required).index_fill_(0, batch.predictors()[0].cpu(), True)
         prompts, position_groups = list[list[int]](), list[torch.Tensor]()
-        for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
-            positions = 1 + torch.nonzero(is_required[start + 1 : end]).flatten()
-            if len(positions):
-                prompts.append(ids[start : start + int(positions[-1]) + 1].tolist())
-                position_groups.append(start + positions)
-        with explained(self.group_section):
+        for sequence_start, sequence_end in itertools.pairwise(batch.cu_seqlens.tolist()):
+            required_positions = 1 + torch.nonzero(is_required[sequence_start + 1 : sequence_end]).flatten()
+            if len(required_positions):
+                prompts.append(ids[sequence_start : sequence_start + int(required_positions[-1]) + 1].tolist())
+                position_groups.append(sequence_start + required_positions)
+        with explain_engine_errors(self.group_section):
             scores = self.engine.score(prompts)
         logprobs = torch.zeros(batch.tokens, *((top_k + 1, 2) if top_k else ()))
         for prompt_logprobs, prompt_positions, prompt_ids in zip(scores, position_groups, prompts, strict=True):

@@ -62,7 +62,7 @@ def check_scorer(group: ScoringGroup) -> None:
     Raises:
         ConfigError: An option is not accepted; the message names the accepted options.
     """
-    if group.scorer.lower() in SCORERS.built_in and not group.kwargs:
+    if group.scorer in SCORERS.built_in and not group.kwargs:
         return
     factory = SCORERS.find(group.scorer)
     check_options(factory, group.kwargs, f"groups[{group.name}].kwargs", f"scorer {group.scorer}", 3)
@@ -88,9 +88,11 @@ class Scorer(abc.ABC):
     Attributes:
         packed: Whether micro-batches are packed sequences; otherwise they are padded to at most
             `max_tokens_per_micro_batch`.
+        shares_prefixes: Whether packed sequences have shared prefixes once (`TokenBatch.shares_prefixes`).
     """
 
     packed: bool = False
+    shares_prefixes: bool = False
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup | None = None) -> None:
         self.cfg, self.device, self.group = cfg, device, group
@@ -122,9 +124,12 @@ class LogitReader:
 
     Attributes:
         packed: Whether micro-batches may be packed sequences if the trained model supports packing.
+        shares_prefixes: Whether packed sequences may have shared prefixes once, so that one row of logits
+            predicts several tokens.
     """
 
     packed: bool = False
+    shares_prefixes: bool = False
 
     def __init__(self, cfg: GrpoConfig, device: torch.device) -> None:
         self.cfg, self.device = cfg, device
@@ -174,7 +179,7 @@ class Column:
             if it is placed, otherwise from the actor), `critic` (values from that group), the name of another scoring
             group, or a user's `Scorer`, which then runs on the actor ranks.
         loss_only: With `by="actor"`: whether only the loss reads the column, and not the advantages. In a step with one
-            epoch, the first minibatch then gets the log-probs of its own forward pass, which has the same weights.
+            epoch, the first minibatch then gets the log-probs of its forward pass, which has the same weights.
     """
 
     name: str

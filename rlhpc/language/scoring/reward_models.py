@@ -19,8 +19,8 @@ from rlhpc.runtime.errors import ConfigError
 
 
 class Classifier(Rater):
-    """Rater by a sequence classifier: the model's value at the last token of an answer. The model's tokenizer and chat
-    template may differ from the policy's.
+    """Reward model that rates an answer by a sequence classifier's value at the answer's last token. The model's tokenizer and
+    chat template may differ from the policy's.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup) -> None:
@@ -51,8 +51,8 @@ class Classifier(Rater):
             micro_batch = batch.select(indices_in_batch).to(self.device)
             with torch.no_grad():
                 predictions = last_values(token_values(self.model, micro_batch), micro_batch)
-            for batch_index, rating in zip(indices_in_batch.tolist(), predictions.tolist(), strict=True):
-                ratings[indices[batch_index]] = rating
+            for batch_index, predicted_rating in zip(indices_in_batch.tolist(), predictions.tolist(), strict=True):
+                ratings[indices[batch_index]] = predicted_rating
         return ratings
 
     def encode(self, sample: Sample) -> list[int]:
@@ -123,38 +123,42 @@ class ProcessRewards(Scorer):
 
     def score(self, batch: TokenBatch) -> torch.Tensor:
         """Implements `Scorer.score`."""
-        values = token_values(self.model, batch)
+        predictions = token_values(self.model, batch)
         if self.sigmoid:
-            values = values.sigmoid()
-        rewards = torch.zeros_like(values)
+            predictions = predictions.sigmoid()
+        rewards = torch.zeros_like(predictions)
         step_ends, previous_ends = self.ends(batch)
         if len(step_ends):
-            rewards[step_ends] = values[step_ends] - values[previous_ends] if self.change else values[step_ends]
+            rewards[step_ends] = (
+                predictions[step_ends] - predictions[previous_ends] if self.change else predictions[step_ends]
+            )
         return rewards
 
     def ends(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the positions of each step's last token and of the last token before the step, `[S]` each."""
         ids, mask, sequence_bounds = batch.ids.tolist(), batch.mask.tolist(), batch.cu_seqlens.tolist()
         step_ends, previous_ends = list[int](), list[int]()
-        for start, stop in itertools.pairwise(sequence_bounds):
-            for turn_start, turn_end in _turns(mask, start, stop):
-                pending_text, last_end = "", max(start, turn_start - 1)
+        for sequence_start, sequence_end in itertools.pairwise(sequence_bounds):
+            for turn_start, turn_end in _turns(mask, sequence_start, sequence_end):
+                pending_text, last_end = "", max(sequence_start, turn_start - 1)
                 # Padding is ignored, even if the padding token is the end token.
-                written_positions = [position for position in range(turn_start, turn_end) if ids[position] != self._pad]
-                for position in written_positions:
-                    pending_text += self._token_text(ids[position])
+                written_positions = [
+                    token_position for token_position in range(turn_start, turn_end) if ids[token_position] != self._pad
+                ]
+                for token_position in written_positions:
+                    pending_text += self._find_token_text(ids[token_position])
                     step_text, separator, remainder = pending_text.rpartition(self.separator)
-                    is_last = position == written_positions[-1]
+                    is_last = token_position == written_positions[-1]
                     if not separator and not is_last:
                         continue
                     if (step_text + remainder if is_last else step_text).replace(self.separator, "").strip():
-                        step_ends.append(position)
+                        step_ends.append(token_position)
                         previous_ends.append(last_end)
-                        last_end = position
+                        last_end = token_position
                     pending_text = remainder
         return torch.tensor(step_ends, dtype=torch.long), torch.tensor(previous_ends, dtype=torch.long)
 
-    def _token_text(self, token: int) -> str:
+    def _find_token_text(self, token: int) -> str:
         if token not in self._token_texts:
             self._token_texts[token] = str(self._tokenizer.decode([token], skip_special_tokens=True))
         return self._token_texts[token]
@@ -168,14 +172,14 @@ class ProcessRewards(Scorer):
         self.model.to(self.device)
 
 
-def _turns(mask: list[bool], start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _turns(mask: list[bool], search_start: int, search_end: int) -> Iterator[tuple[int, int]]:
     """Yields start and exclusive end of each run of consecutive tokens that the model wrote."""
     turn_start = None
-    for position in range(start, stop):
-        if mask[position] and turn_start is None:
-            turn_start = position
-        elif not mask[position] and turn_start is not None:
-            yield turn_start, position
+    for token_position in range(search_start, search_end):
+        if mask[token_position] and turn_start is None:
+            turn_start = token_position
+        elif not mask[token_position] and turn_start is not None:
+            yield turn_start, token_position
             turn_start = None
     if turn_start is not None:
-        yield turn_start, stop
+        yield turn_start, search_end

@@ -12,6 +12,7 @@ import numpy as np
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.scoring.groups import CRITIC
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.weights.device_sharing import receivers_of, source_of
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import GrpoConfig
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 GROUPS, RETURNS = "groups", "returns"
 #: Topic of the announcements of new weights to rollout ranks (`Worker.notify`).
 VERSIONS = "versions"
-#: Values of `rollout.weight_sync` with which weights may stay on the accelerators that trainer and engines share.
-STAY_ON_ACCELERATORS = ("auto", "broadcast", "ipc")
 #: Channels of the driver: the prompt queue, and the deliveries of groups to actors (`prompt_queue`).
 WORK, DELIVERED = "work", "delivered"
 #: Channel of the driver with episodes for ranks of the group `agent`; topics of messages to and from these ranks
@@ -81,7 +80,7 @@ class PromptMap:
     num_shards: int = 1
 
     @classmethod
-    def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **more: Any) -> PromptMap:
+    def from_config(cls, cfg: GrpoConfig, *, rollout: int, actor: int, **options: Any) -> PromptMap:
         """Builds the map of a configuration.
 
         Raises:
@@ -90,15 +89,15 @@ class PromptMap:
         prompts, size = cfg.data.prompts_per_step, cfg.algorithm.group_size
         if prompts % actor:
             raise ConfigError(f"data.prompts_per_step({prompts}) % actor ranks with other samples({actor}) != 0")
-        return cls(prompts, size, rollout, actor, **more)
+        return cls(prompts, size, rollout, actor, **options)
 
     def source_of(self, rollout_rank: int) -> int:
         """Returns the actor rank that sends the weights to a rollout rank."""
-        return self.sources[rollout_rank] if self.sources else 0
+        return source_of(self.sources, rollout_rank)
 
     def receivers_of(self, actor_rank: int, rollout_ranks: Sequence[int]) -> list[int]:
         """Returns those of the rollout ranks to which an actor rank sends the weights."""
-        return [rank for rank in rollout_ranks if self.source_of(rank) == actor_rank]
+        return receivers_of(self.sources, actor_rank, rollout_ranks)
 
     def of_actor(self, rank: int) -> range:
         """Returns the positions that an actor trains on."""
@@ -126,36 +125,18 @@ class PromptMap:
         return ranks_by_channel
 
 
-def seed_of(*parts: int) -> int:
+def seed_of(*numbers: int) -> int:
     """Returns a seed of 63 bits that depends on all parts."""
-    digest = hashlib.blake2b(np.asarray(parts, np.int64).tobytes(), digest_size=8).digest()
+    digest = hashlib.blake2b(np.asarray(numbers, np.int64).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def weight_shards(actor: LanguageActorConfig, ranks: int) -> int:
+def weight_shards(actor: LanguageActorConfig, num_ranks: int) -> int:
     """Returns the number of ranks over which a training backend shards the weights in slices of tensors; 1 if it does not.
 
     Args:
         actor: The section `actor`.
-        ranks: Ranks of the group.
+        num_ranks: Ranks of the group.
     """
-    is_sharded = actor.training_backend.lower() == "fsdp"
-    return ranks // MeshSizes.of(actor.parallel, ranks).replicate if is_sharded else 1
-
-
-def weight_sources(
-    actor: Sequence[frozenset[tuple[int, int]]], rollout: Sequence[frozenset[tuple[int, int]]]
-) -> tuple[int, ...]:
-    """Returns for each rollout rank the actor rank on the same accelerator, which sends it the weights within the accelerator.
-
-    Args:
-        actor: Accelerators of each actor rank, as (node, index).
-        rollout: Accelerators of each rollout rank.
-
-    Returns:
-        An actor rank for each rollout rank; empty if some rollout rank shares its accelerators with no actor rank, or only in
-        part. Then the weights travel between accelerators anyway.
-    """
-    ranks_by_accelerators = {accelerators: rank for rank, accelerators in reversed([*enumerate(actor)]) if accelerators}
-    sources = [ranks_by_accelerators.get(accelerators) for accelerators in rollout]
-    return tuple(rank for rank in sources if rank is not None) if None not in sources else ()
+    is_sharded = actor.training_backend == "fsdp"
+    return num_ranks // MeshSizes.of(actor.parallel, num_ranks).replicate if is_sharded else 1

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rlhpc.config.parallel import splits_sums
 from rlhpc.config.typed import plain
+from rlhpc.language.engines.exact import use_exactness
 from rlhpc.language.models.context_parallel import RowShare
 from rlhpc.language.models.loading import (
     FOLDER,
     compute_dtype,
+    embedding_and_head,
     export_adapter,
     export_model,
+    hidden_size,
     load_causal_lm,
     model_file,
     model_files,
@@ -27,7 +31,7 @@ from rlhpc.language.models.loading import (
 )
 from rlhpc.language.models.logprobs import LogitReading, TokenScores, token_scores
 from rlhpc.language.models.moe_routing import load_balance_loss, replayed_experts, routing_of
-from rlhpc.language.models.packing import hidden_size, pack, packs, reads_rows, unpack
+from rlhpc.language.models.packing import mask_windows, pack, packs, reads_prefixes, reads_rows, unpack
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import (
     HEAD,
@@ -46,7 +50,6 @@ from rlhpc.runtime.files import fsync_folder, write_durably
 from rlhpc.training import lora
 from rlhpc.training.backend import Full, Metrics, Named, TrainingRanks
 from rlhpc.training.blueprint import Blueprint, compile_layers, disable_dropout
-from rlhpc.training.lora import linear_base
 from rlhpc.training.registry import make_backend
 from rlhpc.training.safetensors_reader import Slices
 from rlhpc.training.safetensors_writer import Layout
@@ -67,19 +70,20 @@ class LanguageBlueprint(Blueprint):
     Args:
         cfg: The configuration.
         device: Device of the computation.
-        reference: Whether to also build the reference, which has the weights from before training.
-        values: Whether the model gets a value head. Engines and exported policies do not get the value head.
+        has_reference: Whether to also build the reference, which has the weights from before training.
+        has_values: Whether the model gets a value head. Engines and exported policies do not get the value head.
         policies: Names of several policies, each an adapter of this model.
-        dropout: Whether to train with the dropout rates of the model's configuration and of `actor.lora`. RL trains without
-            dropout, because dropout in the update would change the importance ratio of an unchanged policy from 1.
+        has_dropout: Whether to train with the dropout rates of the model's configuration and of `actor.lora`. RL trains
+            without dropout, because dropout in the update would change the importance ratio of an unchanged policy from 1.
 
     Attributes:
         head: Name of a layer that is trained in addition to adapters, if the model has one.
         packed: Whether the models read packed rows of several samples; `build` sets False if the model cannot.
+        exact: Whether the trained model computes with the bits of engine hf (`runner.deterministic`).
     """
 
     head: str | None = None
-    dropout = False
+    dropout = exact = False
 
     identity_file = "backend.json"
     knobs = "lower actor.max_tokens_per_micro_batch"
@@ -89,16 +93,18 @@ class LanguageBlueprint(Blueprint):
         cfg: TrainedLanguageConfig,
         device: str,
         *,
-        reference: bool = False,
-        values: bool = False,
+        has_reference: bool = False,
+        has_values: bool = False,
         policies: tuple[str, ...] = (),
-        dropout: bool = False,
+        has_dropout: bool = False,
     ) -> None:
         self.policies = policies
         self._set_section(cfg.actor, cfg.runner.seed, device)
-        self.dropout = dropout
-        self._reference = reference
-        if values:
+        # Ranks that divide a model add up parts of sums, so that only a bound remains (`GrpoActor`).
+        self.exact = bool(getattr(cfg.runner, "deterministic", False)) and not splits_sums(cfg.actor.parallel)
+        self.dropout = has_dropout
+        self._reference = has_reference
+        if has_values:
             self.head = VALUE_HEAD
             self._value_head_prefix = f"{VALUE_HEAD}."
 
@@ -119,20 +125,26 @@ class LanguageBlueprint(Blueprint):
         """Loads the causal language model (`load_causal_lm`)."""
         return load_causal_lm(model, **options)
 
+    def _load_with_kernels(self, **options: Any) -> Any:
+        """Loads the model of the section with the section's kernels."""
+        module = self.load(self.actor.model, **options)
+        if self.actor.kernels == "liger":
+            use_liger_kernels(module, self.device, f"{self.key}.kernels")
+        return module
+
     def build(self, *, empty: bool = False) -> nn.Module:
         """Builds the model in float32 or, with adapters, in the dtype of the computation (`Blueprint.build`)."""
         actor = self.actor
-        model = self.load(
-            actor.model,
+        model = self._load_with_kernels(
             dtype=self.dtype if self.lora_rank else torch.float32,
-            checkpointing=actor.model.gradient_checkpointing,
+            recompute_activations=actor.model.gradient_checkpointing,
             empty=empty,
         )
-        if actor.kernels.lower() == "liger":
-            use_liger_kernels(model, self.device, f"{self.key}.kernels")
         if self.packed and not pack(model):
             log.info("%s reads rectangles, with padding", type(model).__name__)
             self.packed = False
+        if self.exact:
+            use_exactness(model, torch.device(self.device), is_packed=self.packed)
         if actor.model.freeze_vision:
             freeze_vision(model, self.key)
         if self._value_head_prefix:
@@ -162,33 +174,33 @@ class LanguageBlueprint(Blueprint):
 
     def layers(self, module: nn.Module) -> list[nn.Module]:
         """Returns the layers, then embeddings and LM head unless these are tied (`Blueprint.layers`)."""
-        return [*super().layers(module), *_embedding_and_head(module)]
+        return [*super().layers(module), *embedding_and_head(module)]
 
     def decoder_layers(self, module: nn.Module) -> list[nn.Module]:
         """Returns the transformer layers of the language model, without those of a vision tower."""
-        vision_layers = {id(layer) for layer in self.uncast(module)}
+        vision_layers = {id(layer) for layer in self.modules_without_cast(module)}
         return [layer for layer in super().layers(module) if id(layer) not in vision_layers]
 
-    def last(self, module: nn.Module) -> nn.Module | None:
-        """Returns the LM head, or None if it is tied to the embeddings (`Blueprint.last`)."""
-        edge_modules = _embedding_and_head(module)
+    def last_layer(self, module: nn.Module) -> nn.Module | None:
+        """Returns the LM head, or None if it is tied to the embeddings (`Blueprint.last_layer`)."""
+        edge_modules = embedding_and_head(module)
         return edge_modules[-1] if edge_modules else None
 
-    def uncast(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the vision layers, whose rotary position angles stay in float32 (`Blueprint.uncast`)."""
+    def modules_without_cast(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the vision layers, whose rotary position angles stay in float32 (`Blueprint.modules_without_cast`)."""
         tower = tower_of(pretrained_in(module))
         return [] if tower is None else [*tower.blocks]
 
-    def apart(self, module: nn.Module) -> list[nn.Module]:
-        """Returns the expert modules (`Blueprint.apart`)."""
+    def expert_modules(self, module: nn.Module) -> list[nn.Module]:
+        """Returns the expert modules (`Blueprint.expert_modules`)."""
         return expert_modules(pretrained_in(module))
 
     def slices(self) -> Slices | None:
         """Returns a reader of slices of the safetensors files of `model_path` (`Blueprint.slices`)."""
         return Slices.of(partial(model_file, str(self.actor.model.model_path)))
 
-    def exported(self, name: str) -> bool:
-        """Returns whether a weight is exported, which is false for the value head (`Blueprint.exported`)."""
+    def is_exported(self, name: str) -> bool:
+        """Returns whether a weight is exported, which is false for the value head (`Blueprint.is_exported`)."""
         return not (self._value_head_prefix and name.startswith(self._value_head_prefix))
 
     def created_tensors(self, module: nn.Module) -> Named:
@@ -205,9 +217,7 @@ class LanguageBlueprint(Blueprint):
 
     def build_reference(self, *, empty: bool = False) -> nn.Module:
         """Builds the frozen reference (`Blueprint.build_reference`)."""
-        module: nn.Module = self.load(self.actor.model, dtype=self.dtype, empty=empty)
-        if self.actor.kernels.lower() == "liger":
-            use_liger_kernels(module, self.device, f"{self.key}.kernels")
+        module: nn.Module = self._load_with_kernels(dtype=self.dtype, empty=empty)
         if self.packed:
             pack(module)
         return module.eval().requires_grad_(False)
@@ -224,8 +234,8 @@ class LanguageBlueprint(Blueprint):
             identity_facts["agent.policies"] = list(self.policies)
         return identity_facts
 
-    def about(self, module: nn.Module) -> dict[str, Any]:
-        """Returns the facts that an export of the checkpoint needs (`Blueprint.about`).
+    def recorded_facts(self, module: nn.Module) -> dict[str, Any]:
+        """Returns the facts that an export of the checkpoint needs (`Blueprint.recorded_facts`).
 
         `frozen` lists the untrained parameters, which a checkpoint does not contain. With adapters the list is empty, because
         all other parameters are frozen.
@@ -239,8 +249,8 @@ class LanguageBlueprint(Blueprint):
             "frozen": [] if self.lora_rank else sorted(lora.frozen_names(module)),
         }
 
-    def write_beside(self, folder: Path, module: nn.Module) -> None:
-        """Writes the model's config, tokenizer and code into the checkpoint (`Blueprint.write_beside`)."""
+    def write_extra_files(self, folder: Path, module: nn.Module) -> None:
+        """Writes the model's config, tokenizer and code into the checkpoint (`Blueprint.write_extra_files`)."""
         if self._files is None:
             self._files = model_files(module, self.actor.model)
         (folder / FOLDER).mkdir(exist_ok=True)
@@ -248,27 +258,18 @@ class LanguageBlueprint(Blueprint):
             write_durably(folder / FOLDER / name, content)
         fsync_folder(folder / FOLDER)
 
-    def named_weights(self, module: nn.Module, full: Full, without: Container[str] = ()) -> Named:
+    def named_weights(self, module: nn.Module, gather_full: Full, excluded_names: Container[str] = ()) -> Named:
         """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged.
 
         Tied weights come once, under their first name. See `Blueprint.named_weights`.
         """
-        for name, tensor in lora.full_weights(module, full, without):
-            if self.exported(name):
+        for name, tensor in lora.full_weights(module, gather_full, excluded_names):
+            if self.is_exported(name):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def frozen_names(self, module: nn.Module) -> frozenset[str]:
         """Returns the names of weights that are neither trained nor merged with adapters (`Blueprint.frozen_names`)."""
         return lora.frozen_names(module)
-
-
-def _embedding_and_head(module: nn.Module) -> list[nn.Module]:
-    """Returns embeddings and LM head, in this order, if they are separate matrices; otherwise an empty list."""
-    causal_model = pretrained_in(module)
-    embedding, head = causal_model.get_input_embeddings(), causal_model.get_output_embeddings()
-    if embedding is None or head is None or embedding.weight is getattr(linear_base(head), "weight", None):
-        return []
-    return [embedding, head]
 
 
 class ScalarBlueprint(LanguageBlueprint):
@@ -279,16 +280,16 @@ class ScalarBlueprint(LanguageBlueprint):
         seed: Seed of a new head and of adapters.
         device: Device of the computation.
         key: Name of the section in messages.
-        dropout: See `LanguageBlueprint`.
+        has_dropout: See `LanguageBlueprint`.
     """
 
     head = HEAD
 
     def __init__(
-        self, section: LanguageActorConfig, seed: int, device: str, *, key: str = "actor", dropout: bool = False
+        self, section: LanguageActorConfig, seed: int, device: str, *, key: str = "actor", has_dropout: bool = False
     ) -> None:
         self._set_section(section, seed, device, key)
-        self.dropout = dropout
+        self.dropout = has_dropout
 
     def load(self, model: Any, **options: Any) -> Any:
         """Loads the model with one output per token (`load_scalar_model`)."""
@@ -319,9 +320,9 @@ class ModelTrainer:
 
     Attributes:
         backend: Training backend that holds the model.
-        packed: Whether the model reads packed rows of several samples.
+        packed, shares_prefixes: Whether the model reads packed rows of several samples, and a prefix that they share once.
         hidden: Hidden size of the model.
-        share: This rank's share of rows in context parallelism; None without context parallelism.
+        share: This rank's share of rows in context parallelism; None if there is no context parallelism.
         replays: Whether routers replay the expert choices recorded in a batch.
     """
 
@@ -352,16 +353,17 @@ class ModelTrainer:
             blueprint.packed = False  # also for a reference that is built later
             for model in self.backend.models:
                 unpack(model)
-        if section.compile.lower() == "blocks":
-            self._compile_blocks()
-
-    def _compile_blocks(self) -> None:
-        """Compiles the transformer layers of the model and of its reference (`actor.compile: blocks`)."""
-        key = f"{self.blueprint.key}.compile"
-        if self.routing is not None:  # what experts compute depends on the values of tensors
-            raise ConfigError(f"{key}=blocks is for models without experts: set it to off")
-        for model in self.backend.models:
-            compile_layers(model, self.blueprint.decoder_layers(model), key)
+        obstacles = {"parallel.context": self.share, "compile": section.compile != "off", "dropout": blueprint.dropout}
+        check_prefixes = partial(reads_prefixes, dtype=blueprint.dtype, obstacles=[*filter(obstacles.get, obstacles)])
+        can_share = section.share_prefixes and self.packed and not blueprint.exact
+        self.shares_prefixes = can_share and self.backend.evaluate(check_prefixes, self.device)
+        if section.compile == "blocks":
+            key = f"{blueprint.key}.compile"
+            if self.routing is not None:  # what experts compute depends on the values of tensors
+                raise ConfigError(f"{key}=blocks is for models without experts: set it to off")
+            for model in self.backend.models:
+                mask_windows(model)
+                compile_layers(model, blueprint.decoder_layers(model), key, has_variable_batch=not self.packed)
 
     @property
     def device(self) -> torch.device:
@@ -379,24 +381,24 @@ class ModelTrainer:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def named_weights(self, without: Container[str] = ()) -> Named:
+    def named_weights(self, excluded_names: Container[str] = ()) -> Named:
         """Yields full weights for a rollout engine, by their Hugging Face names, with LoRA merged.
 
         With several policies, the shared weights come once, and each policy's other weights under names by
         `policy_tensor_name`. All ranks iterate. The caller may drop a tensor before requesting the next one.
 
         Args:
-            without: Names of weights to omit.
+            excluded_names: Names of weights to omit.
         """
         if not self.blueprint.policies:
-            yield from self.backend.named_weights(without)
+            yield from self.backend.named_weights(excluded_names)
             return
         frozen_names = self.frozen_names()
         for policy in self.blueprint.policies:
             lora.choose(self.backend.module, policy)
-            for name, tensor in self.backend.named_weights(without):
+            for name, tensor in self.backend.named_weights(excluded_names):
                 yield name if name in frozen_names else policy_tensor_name(policy, name), tensor
-            without = frozen_names
+            excluded_names = frozen_names
 
     def adapters(self) -> dict[str, torch.Tensor]:
         """Returns the weights of the adapters by their names in peft's files; all ranks call this method.
@@ -424,10 +426,10 @@ class ModelTrainer:
             dtype: Dtype of the sent weights; None for the dtype of the computation.
         """
         backend, float_dtype = self.backend, dtype or self.blueprint.dtype
-        shards = pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.exported)
+        shards = pieces(backend.module, backend.mesh, backend.full, is_included=self.blueprint.is_exported)
         return [
             Shard(
-                piece.name, piece.shape, float_dtype if piece.dtype.is_floating_point else piece.dtype, piece.box,
+                piece.name, piece.shape, float_dtype if piece.dtype.is_floating_point else piece.dtype, piece.tensor_slice,
                 local_values, piece.frozen,
             )
             for piece, local_values in shards
@@ -441,19 +443,19 @@ class ModelTrainer:
         """Yields the names and values of the weights that this rank holds."""
         return self.backend.local_tensors()
 
-    def awake(self) -> AbstractContextManager[None]:
-        """Reloads offloaded tensors for the duration of the block (`TrainingBackend.awake`)."""
-        return self.backend.awake()
+    def keep_on_device(self) -> AbstractContextManager[None]:
+        """Reloads offloaded tensors for the duration of the block (`TrainingBackend.keep_on_device`)."""
+        return self.backend.keep_on_device()
 
     def save(self, folder: Path) -> None:
         """Writes model and optimizer durably below `folder`; each rank writes its part."""
         self.backend.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Restores a checkpoint of this or another world size.
+        """Restores a checkpoint of any world size.
 
         Raises:
-            CheckpointError: The checkpoint is of another model or backend.
+            CheckpointError: The checkpoint is of a different model or backend.
         """
         self.backend.load(folder)
 
@@ -468,7 +470,7 @@ class ModelTrainer:
         folder, backend, model = Path(folder), self.backend, self.actor.model
         if adapter_only and not self.blueprint.lora_rank:
             raise ConfigError("only an adapter was asked for, but actor.lora.rank is 0: there is none")
-        with backend.awake():
+        with backend.keep_on_device():
             if adapter_only:
                 weights = lora.adapter_weights(backend.module, backend.full)
                 if self.worker.rank == 0:
@@ -485,7 +487,7 @@ class ModelTrainer:
 
     def _export_parts(self, folder: Path) -> None:
         backend, blueprint = self.backend, self.blueprint
-        tensors = names_and_shapes(backend.module, blueprint.exported)
+        tensors = names_and_shapes(backend.module, blueprint.is_exported)
         layout = Layout(
             {
                 name: (shape, backend.dtype if dtype.is_floating_point else dtype)
@@ -497,9 +499,7 @@ class ModelTrainer:
             for name, content in model_files(backend.module, self.actor.model, backend.dtype).items():
                 write_durably(folder / name, content)
         self.worker.barrier()
-        local_slices = (
-            (region.name, region.box, tensor) for region, tensor in backend.pieces(rows=True) if region.copy == 0
-        )
+        local_slices = ((s.name, s.tensor_slice, tensor) for s, tensor in backend.pieces(by_rows=True) if s.copy == 0)
         layout.write(folder, local_slices)
         self.worker.barrier()
         if self.worker.rank == 0:
@@ -508,25 +508,25 @@ class ModelTrainer:
     def _forward_backward(
         self,
         micro_batches: Sequence[TokenBatch],
-        run: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
+        run_pass: Callable[[nn.Module, TokenBatch], tuple[torch.Tensor, Metrics]],
     ) -> list[Metrics]:
         """Runs the backend's `forward_backward` with the routers' load balancing loss added to the loss.
 
         The load balancing loss is a mean over the tokens of all micro-batches.
         """
         if self.routing is None:
-            return self.backend.forward_backward(micro_batches, run)
+            return self.backend.forward_backward(micro_batches, run_pass)
         routing, num_tokens = self.routing, torch.tensor(float(sum(batch.tokens for batch in micro_batches)))
         if self.worker.world_size > 1:
             num_tokens = self.worker.all_reduce(num_tokens)
-        tokens = max(1.0, float(num_tokens) / self.backend.sizes.block)
+        num_local_tokens = max(1.0, float(num_tokens) / self.backend.sizes.block)
 
-        def run_with_routing(called: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
-            self._replay(batch)
-            with routing.watching() as routings:
-                loss, metrics = run(called, batch)
+        def run_with_routing(module: nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            self._set_routing_replay(batch)
+            with routing.watch() as routings:
+                loss, metrics = run_pass(module, batch)
             balance_loss, max_load = (
-                mean * (batch.tokens / tokens)
+                mean * (batch.tokens / num_local_tokens)
                 for mean in load_balance_loss(routings, batch.read_by(self.packed), self.share)
             )
             if self._router_loss_coef:
@@ -538,7 +538,7 @@ class ModelTrainer:
         finally:
             routing.replay(None)
 
-    def _replay(self, batch: TokenBatch) -> None:
+    def _set_routing_replay(self, batch: TokenBatch) -> None:
         """Makes the routers use the batch's recorded expert choices until the next call."""
         if self.routing is not None and self.replays:
             routing = replayed_experts(batch.read_by(self.packed), self.share)
@@ -559,10 +559,10 @@ class TokenTrainer(ModelTrainer):
     Args:
         cfg: The configuration.
         worker: Worker of this rank.
-        reference: Whether `reference` will be called.
-        values: Whether the model also has a value head.
+        has_reference: Whether `has_reference` will be called.
+        has_values: Whether the model also has a value head.
         policies: Policies by role.
-        dropout: Whether the model is trained with dropout (`LanguageBlueprint`).
+        has_dropout: Whether the model is trained with dropout (`LanguageBlueprint`).
     """
 
     replays = True
@@ -572,21 +572,23 @@ class TokenTrainer(ModelTrainer):
         cfg: TrainedLanguageConfig,
         worker: TrainingRanks,
         *,
-        reference: bool = False,
-        values: bool = False,
+        has_reference: bool = False,
+        has_values: bool = False,
         policies: Policies = ONE,
-        dropout: bool = False,
+        has_dropout: bool = False,
     ) -> None:
         device, names = torch_device(worker.accelerators), policies.names
-        blueprint = LanguageBlueprint(cfg, device, reference=reference, values=values, policies=names, dropout=dropout)
+        blueprint = LanguageBlueprint(
+            cfg, device, has_reference=has_reference, has_values=has_values, policies=names, has_dropout=has_dropout
+        )
         super().__init__(blueprint, cfg.actor, worker)
         self.policies = policies
 
-    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, entropy: bool = False) -> TokenScores:
+    def forward(self, batch: TokenBatch, *, temperature: float = 1.0, compute_entropy: bool = False) -> TokenScores:
         """Returns the token scores of a batch, without gradients, in evaluation mode."""
         try:
-            self._replay(batch)
-            return self.backend.evaluate(self._scores(temperature, entropy), batch.to(self.backend.device))
+            self._set_routing_replay(batch)
+            return self.backend.evaluate(self._scores(temperature, compute_entropy), batch.to(self.backend.device))
         finally:
             if self.routing is not None:
                 self.routing.replay(None)
@@ -607,7 +609,7 @@ class TokenTrainer(ModelTrainer):
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        entropy: bool = False,
+        compute_entropy: bool = False,
         reading: LogitReading | None = None,
     ) -> list[Metrics]:
         """Accumulates gradients over the rank's micro-batches; returns the detached metrics of each.
@@ -615,11 +617,11 @@ class TokenTrainer(ModelTrainer):
         All ranks pass the same number of micro-batches, padded with micro-batches without trained tokens. See
         `TrainingBackend.forward_backward`.
         """
-        scores_of = self._scores(temperature, entropy, reading)
+        scores_of = self._scores(temperature, compute_entropy, reading)
 
-        def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+        def run(module: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             batch = host_batch.to(self.backend.device)
-            scores = scores_of(called, batch)
+            scores = scores_of(module, batch)
             loss_value, metrics = loss(scores, batch)
             if not loss_value.requires_grad:  # an empty batch still takes part in the backward pass of all ranks
                 loss_value = loss_value + 0.0 * scores.logprobs.sum()
@@ -637,11 +639,11 @@ class TokenTrainer(ModelTrainer):
             lora.choose(self.backend.module, self.policies.names[policy])
 
     def _scores(
-        self, temperature: float, entropy: bool = False, reading: LogitReading | None = None
+        self, temperature: float, compute_entropy: bool = False, reading: LogitReading | None = None
     ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
-        def scores(called: nn.Module, batch: TokenBatch) -> TokenScores:
+        def scores(module: nn.Module, batch: TokenBatch) -> TokenScores:
             self._activate_adapter(batch)
-            return token_scores(called, batch, temperature, entropy, reading, self.share)
+            return token_scores(module, batch, temperature, compute_entropy, reading, self.share)
 
         return scores
 
@@ -654,7 +656,7 @@ class ScalarTrainer(ModelTrainer):
         worker: Worker of this rank.
         seed: Seed of a new head and of adapters.
         key: Name of the section in messages.
-        before: Whether a token gets the value of the state before the token (`token_values`), as a critic needs.
+        per_input: Whether a token gets the value of the state before the token (`token_values`), as a critic needs.
     """
 
     def __init__(
@@ -664,17 +666,16 @@ class ScalarTrainer(ModelTrainer):
         *,
         seed: int,
         key: str = "actor",
-        before: bool = False,
+        per_input: bool = False,
     ) -> None:
         device = torch_device(worker.accelerators)
-        blueprint = ScalarBlueprint(
-            section, seed, device, key=key, dropout=not before
-        )  # a critic trains without dropout, because its values are compared
+        # a critic trains without dropout, because its values are compared
+        blueprint = ScalarBlueprint(section, seed, device, key=key, has_dropout=not per_input)
         super().__init__(blueprint, section, worker)
-        self.before = before
+        self.per_input = per_input
 
-    def _values(self, called: nn.Module, batch: TokenBatch) -> torch.Tensor:
-        return token_values(called, batch, before=self.before, share=self.share)
+    def _values(self, module: nn.Module, batch: TokenBatch) -> torch.Tensor:
+        return token_values(module, batch, per_input=self.per_input, share=self.share)
 
     def forward(self, batch: TokenBatch) -> torch.Tensor:
         """Returns the value of each token, `[T]`, without gradients, in evaluation mode."""
@@ -688,9 +689,9 @@ class ScalarTrainer(ModelTrainer):
             loss: Function from `[T]` values and the micro-batch to the rank's part of the loss, and metrics.
         """
 
-        def run(called: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+        def run(module: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
             batch = host_batch.to(self.backend.device)
-            predictions = self._values(called, batch)
+            predictions = self._values(module, batch)
             loss_value, metrics = loss(predictions, batch)
             # An empty batch still takes part in the backward pass of all ranks.
             return loss_value if loss_value.requires_grad else loss_value + 0.0 * predictions.sum(), metrics

@@ -83,7 +83,7 @@ _LONG_TEXT_TOKENS, _EXCESS_TOKENS = 256, 64
 
 @dataclass(frozen=True)
 class Probe:
-    """The trainer's log-probs of the probe text.
+    """Trainer's log-probs of the probe text.
 
     Attributes:
         token_ids: Tokens of the text.
@@ -135,27 +135,32 @@ def is_probed(version: int, interval: int) -> bool:
     return version == 0 or (interval > 0 and (version == 1 or version % interval == 0))
 
 
-def long_text(longest: int, window: int, chunk: int, context: int = 0) -> int:
+def long_text(max_length: int, window: int, chunk: int, context: int = 0) -> int:
     """Returns the number of tokens of the long text.
 
     The long text exceeds an attention window and a prefill chunk if the run's sequences can be that long.
 
     Args:
-        longest: Number of tokens of the run's longest sequence.
-        window: Number of tokens of a layer's attention window; 0 without a window.
-        chunk: Number of tokens of a prefill chunk; 0 without chunked prefill.
-        context: Number of tokens of the engine's context, one more than the engine can score (`RolloutBackend.score`); 0
-            without a limit.
+        max_length: Number of tokens of the run's longest sequence.
+        window: Number of tokens of a layer's attention window; 0 if there is no window.
+        chunk: Number of tokens of a prefill chunk; 0 if there is no chunked prefill.
+        context: Number of tokens of the engine's context, one more than the engine can score (`RolloutBackend.score`); 0 if
+            unlimited.
     """
     if context:
-        longest = min(longest, context - 1)
-    return min(longest, max(_LONG_TEXT_TOKENS, *(tokens + _EXCESS_TOKENS for tokens in (window, chunk) if tokens), 0))
+        max_length = min(max_length, context - 1)
+    return min(
+        max_length, max(_LONG_TEXT_TOKENS, *(tokens + _EXCESS_TOKENS for tokens in (window, chunk) if tokens), 0)
+    )
 
 
 def sample_probe(
-    engine: RolloutBackend, vocabulary: int, prompt: int, response: int, length: int, phase: int, policies: int
+    engine: RolloutBackend, vocabulary: int, prompt: int, response: int, length: int, phase: int, num_policies: int
 ) -> list[ProbeSequence]:
     """Draws samples from an engine for several short prompts and a long one, of random tokens; scores them by the engine.
+
+    The first sample ends half-way, so that the engine goes on with the others after a sequence has left. A sample has at least
+    the tokens over which differences are averaged, if the response has them.
 
     Args:
         engine: Engine without requests in flight.
@@ -164,9 +169,10 @@ def sample_probe(
         response: Number of tokens of the run's longest response.
         length: Number of tokens of the long text (`long_text`).
         phase: Number of the phase; each phase has different prompts, so that the prefix cache of another phase is not used.
-        policies: Number of policies; 0 in a run with a single policy.
+        num_policies: Number of policies; 0 in a run with a single policy.
     """
     num_drawn = max(1, min(_MAX_SAMPLED_TOKENS, response, length // 2))
+    num_first_drawn = max(min(num_drawn, _LENGTH), num_drawn // 2)
     lengths = [min(_SHORT_PROMPT_TOKENS, prompt, length - num_drawn)] * _NUM_SHORT_PROMPTS + [
         min(length - num_drawn, prompt)
     ]
@@ -174,15 +180,18 @@ def sample_probe(
         Request(
             request_id,
             tuple(probe_text(vocabulary, tokens, (1, phase, policy, request_id))),
-            SamplingParams(max_new_tokens=num_drawn, policy=policy),
+            SamplingParams(max_new_tokens=num_drawn if request_id else num_first_drawn, policy=policy),
             seed=request_id,
         )
-        for policy in range(max(1, policies))
+        for policy in range(max(1, num_policies))
         for request_id, tokens in enumerate(lengths, policy * len(lengths))
     ]
     sequences = []
     for request, completion in zip(requests, engine.generate(requests), strict=True):
-        token_ids, policy = (*request.prompt_ids, *completion.token_ids), request.sampling.policy if policies else None
+        token_ids, policy = (
+            (*request.prompt_ids, *completion.token_ids),
+            request.sampling.policy if num_policies else None,
+        )
         scored_logprobs = tuple(_score(engine, token_ids, policy)) if engine.can_score else None
         sequences.append(ProbeSequence(token_ids, tuple(completion.logprobs), scored_logprobs, policy))
     return sequences
@@ -210,7 +219,7 @@ class Prober:
         self._rounding = 0.0
         self._num_probes = 0
 
-    @COST.measuring(time.process_time)
+    @COST.measure(time.process_time)
     def ask(self, policy: int | None = None, role: int = 0) -> Probe:
         """Returns the probe with the current weights; all ranks call this method, with reloaded tensors.
 
@@ -226,8 +235,8 @@ class Prober:
         self._num_probes += 1
         return Probe(tuple(self._text), tuple(logprobs), self.dtype, self._rounding, policy)
 
-    @COST.measuring(time.process_time)
-    def score(self, text: Sequence[int], role: int = 0, *, perturbed: bool = False) -> tuple[list[float], float]:
+    @COST.measure(time.process_time)
+    def score(self, text: Sequence[int], role: int = 0, *, is_perturbed: bool = False) -> tuple[list[float], float]:
         """Scores a text with the current weights; all ranks call this method, with reloaded tensors.
 
         Returns:
@@ -236,7 +245,7 @@ class Prober:
         """
         logprobs = self._logprobs(text, role)
         rounding_change = (
-            self._rounding_change(text, logprobs, role) if perturbed or self._dtype != torch.float32 else 0.0
+            self._rounding_change(text, logprobs, role) if is_perturbed or self._dtype != torch.float32 else 0.0
         )
         return logprobs, rounding_change
 
@@ -252,15 +261,15 @@ class Prober:
             )
         return max_change if math.isfinite(max_change) else 0.0
 
-    def _logprobs(self, text: Sequence[int], role: int) -> list[float]:
-        """Returns the log-probs of a text's tokens except the first, at temperature 1."""
-        batch = TokenBatch.of([list(text)], [[True] * len(text)], pad_id=self._pad)
+    def _logprobs(self, token_ids: Sequence[int], role: int) -> list[float]:
+        """Returns the log-probs of tokens except the first, at temperature 1."""
+        batch = TokenBatch.of([list(token_ids)], [[True] * len(token_ids)], pad_id=self._pad)
         batch.role += role
         logprobs: list[float] = self._trainer.forward(batch, temperature=1.0).logprobs.double().cpu().tolist()
         return logprobs[1:]
 
 
-@COST.measuring(time.process_time)
+@COST.measure(time.process_time)
 def check_probe(
     engine: RolloutBackend, probe: Probe, version: int, tolerance: float | None, dtypes: Collection[str], sender: str,
     device: str = "cpu",
@@ -317,7 +326,7 @@ def compare_probe_samples(
     tolerance: float | None,
     dtypes: Collection[str],
     device: str,
-    where: str,
+    label: str,
 ) -> float:
     """Compares the log-probs of an engine's samples with the trainer's.
 
@@ -325,7 +334,7 @@ def compare_probe_samples(
         samples: Samples of the engine.
         scores: The trainer's log-probs of each text, and their change by rounding (`Prober.score`).
         tolerance, dtypes, device: See `bound`.
-        where: Name of the engine and its weights, for messages.
+        label: Name of the engine and its weights, for messages.
 
     Returns:
         Largest mean absolute difference per token over a window of 16 tokens.
@@ -342,11 +351,11 @@ def compare_probe_samples(
         ]
         if sequence.scored_logprobs is not None:
             comparisons.append((f"a text of {len(sequence.token_ids)} tokens", sequence.scored_logprobs, logprobs))
-        for contents, reported, trainer_logprobs in comparisons:
-            mean_difference = _max_window_difference(reported, trainer_logprobs)
+        for contents, reported_logprobs, trainer_logprobs in comparisons:
+            mean_difference = _max_window_difference(reported_logprobs, trainer_logprobs)
             if not mean_difference <= limit:
                 raise ConfigError(
-                    f"{where}: the log-probs of {contents} differ from the trainer's by {mean_difference:.3g} a token on "
+                    f"{label}: the log-probs of {contents} differ from the trainer's by {mean_difference:.3g} a token on "
                     f"average, and rounding explains {limit:g} (rollout.probe_tolerance): what writes would not be what is "
                     "trained, so nothing was; take rollout.rollout_backend=hf, another version of the engine, or another model"
                 )
@@ -354,16 +363,16 @@ def compare_probe_samples(
     return largest_difference
 
 
-def _max_window_difference(logprobs: Sequence[float], expected: Sequence[float]) -> float:
+def _max_window_difference(logprobs: Sequence[float], expected_logprobs: Sequence[float]) -> float:
     """Returns the largest mean absolute difference over windows of `_LENGTH` tokens; NaN if the lengths differ.
 
     The last window may be longer.
     """
-    if len(logprobs) != len(expected):
+    if len(logprobs) != len(expected_logprobs):
         return float("nan")
     if not len(logprobs):
         return 0.0
-    differences = np.abs(np.asarray(logprobs, np.float64) - np.asarray(expected, np.float64))
+    differences = np.abs(np.asarray(logprobs, np.float64) - np.asarray(expected_logprobs, np.float64))
     starts = np.arange(0, max(1, len(differences) - _LENGTH + 1), _LENGTH)
     counts = np.diff([*starts, len(differences)])
     return float((np.add.reduceat(differences, starts) / counts).max())
@@ -383,7 +392,7 @@ def sync_of(cfg: GrpoConfig, prompts: PromptMap) -> str:
     name, rollout = cfg.rollout.weight_sync, cfg.rollout
     if has_separate_adapters(cfg) or cfg.agent.policies:
         return AUTO if sends_shards(name) else name
-    can_send_shards = prompts.num_shards > 1 and not prompts.sources and rollout.weight_delta.lower() != "elements"
+    can_send_shards = prompts.num_shards > 1 and not prompts.sources and rollout.weight_delta != "elements"
     return SHARDS if name.lower() == AUTO and can_send_shards and _takes_shards(cfg) else name
 
 
@@ -429,12 +438,12 @@ class ActorWeights:
         self._dtype = _DTYPES.get(cfg.rollout.dtype)
         self._sync: WeightSync | None = None
         self._previous_sync: WeightSync | None = None
-        self._reference: WeightSync | None = None
+        self._reference_sync: WeightSync | None = None
         self._receivers: list[int] = []
         self._sent_names: frozenset[str] = frozenset()
         if worker.rank == 0 and cfg.reference.update_interval and REFERENCE in prompts.scoring:
             ranks = [(REFERENCE, list(range(prompts.scoring[REFERENCE])))]
-            self._reference = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
+            self._reference_sync = make_sync(reference_sync_of(cfg), worker, (prompts.actor_name, 0), ranks, "off")
 
     def send(self, version: int, ranks: Sequence[int], probe: Probe | None, *, engines_wait: bool = False) -> None:
         """Sends the weights and the probe to rollout ranks; frozen weights are sent once, and again if the ranks change.
@@ -442,7 +451,7 @@ class ActorWeights:
         Args:
             version: Version of the weights.
             ranks: Ranks of the rollout group.
-            probe: The probe; None for none.
+            probe: The probe; None if there is no probe.
             engines_wait: Whether all engines receive the weights while they are sent, so that no more than a few parts need
                 memory at once.
         """
@@ -461,18 +470,20 @@ class ActorWeights:
 
     def refresh_reference(self, version: int) -> None:
         """Sends all weights to the reference's ranks."""
-        self._send_full(self._reference, version, self._backend.named_weights(), None)
+        self._send_full(self._reference_sync, version, self._backend.named_weights(), None)
 
     def forget(self) -> None:
         """Makes the next update complete, with the frozen weights."""
         self._sent_names = frozenset()
-        for sync in (self._sync, self._previous_sync, self._reference):
+        for sync in (self._sync, self._previous_sync, self._reference_sync):
             if sync is not None:
                 sync.forget()
 
-    def _engine_weights(self, without: Container[str]) -> Named:
-        """Yields the weights to send to engines: separate adapters, or all weights except those in `without`."""
-        yield from self._backend.adapters().items() if self._sends_adapters else self._backend.named_weights(without)
+    def _engine_weights(self, excluded_names: Container[str]) -> Named:
+        """Yields the weights to send to engines: separate adapters, or all weights except those in `excluded_names`."""
+        yield from (
+            self._backend.adapters().items() if self._sends_adapters else self._backend.named_weights(excluded_names)
+        )
 
     def _send_full(
         self,
@@ -487,20 +498,24 @@ class ActorWeights:
         If the ranks hold shards, the other ranks also iterate the weights, because gathering is collective.
         """
         if sync is not None:
-            sync.send(version, _converted(dtype, weights), frozen=frozen)
+            sync.send(version, _convert(dtype, weights), frozen=frozen)
         elif self._backend.backend.lockstep:
             for _ in weights:
                 pass
 
     def _send_to_engines(
-        self, sync: WeightSync | None, version: int, without: Container[str] = (), frozen: frozenset[str] = frozenset()
+        self,
+        sync: WeightSync | None,
+        version: int,
+        excluded_names: Container[str] = (),
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
-        """Sends shards, separate adapters, or all weights except those in `without`."""
+        """Sends shards, separate adapters, or all weights except those in `excluded_names`."""
         if self._by_shards:
             assert isinstance(sync, SendsShards)
             sync.send_shards(version, self._backend.shards(self._dtype))
             return
-        self._send_full(sync, version, self._engine_weights(without), self._dtype, frozen)
+        self._send_full(sync, version, self._engine_weights(excluded_names), self._dtype, frozen)
 
     def _announce(self, ranks: Sequence[int], probe: Probe | None) -> None:
         if self._worker.rank == 0:
@@ -530,11 +545,11 @@ class ActorWeights:
         self._sent_names = frozenset()
 
     def _frozen_names(self) -> frozenset[str]:
-        sends_all = self._cfg.rollout.weight_delta.lower() == "off"
+        sends_all = self._cfg.rollout.weight_delta == "off"
         return frozenset() if sends_all or self._sends_adapters else self._backend.frozen_names()
 
 
-def _converted(dtype: torch.dtype | None, weights: Named) -> Named:
+def _convert(dtype: torch.dtype | None, weights: Named) -> Named:
     """Returns the weights with floating-point tensors converted to `dtype`; None leaves all tensors unchanged."""
     if dtype is None:
         return weights

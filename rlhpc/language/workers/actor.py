@@ -20,8 +20,11 @@ from rlhpc.language.data import load_tokenizer
 from rlhpc.language.models.micro_batching import Parts, balance_across_ranks, split_micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import ModelTrainer
-from rlhpc.runs.device import seed_process
+from rlhpc.runs.device import set_up_process
 from rlhpc.runtime.devices import empty_cache
+from rlhpc.runtime.trace_recorder import span
+from rlhpc.training.flat_parameters import schedule_factor
+from rlhpc.weights.device_sharing import spare_bytes
 
 STATE = "{section}-{rank}.pt"
 #: Number of held-out rows that are evaluated at once, in multiples of the rows of a training step.
@@ -52,12 +55,12 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """Training section of the configuration."""
         return self.cfg.actor
 
-    def _load_model(self, total_steps: int, make: Callable[[], Trainer]) -> Trainer:
+    def _load_model(self, total_steps: int, make_trainer: Callable[[], Trainer]) -> Trainer:
         """Loads tokenizer, model and optimizer.
 
         Args:
             total_steps: Number of steps of the run, for the learning rate.
-            make: Function that builds the trainer that holds the model.
+            make_trainer: Function that builds the trainer that holds the model.
 
         Returns:
             The trainer.
@@ -70,11 +73,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.data = self.sizes.data_of(self.rank)
         self._balances_load = section.enable_dp_load_balance and self.sizes.data > 1
         # Tensor-parallel ranks drop the same elements of their shared activations.
-        seed_process(self.seed, self.section_name, self.rank // self.sizes.tensor)
+        set_up_process(self.cfg.runner, self.section_name, self.rank // self.sizes.tensor)
         self.tokenizer = load_tokenizer(section.model.model_path, section.model.trust_remote_code)
         pad = self.tokenizer.pad_token_id
         self.pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
-        trainer = make()
+        trainer = make_trainer()
         self.backend = trainer
         self.skips = SkippedSteps(skips(cfg))
         self.max_tokens = section.max_tokens_per_micro_batch
@@ -88,7 +91,9 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def _micro_batches(self, batch: TokenBatch, *, packed: bool | None = None) -> Parts:
+    def _micro_batches(
+        self, batch: TokenBatch, *, packed: bool | None = None, shares_prefixes: bool | None = None
+    ) -> Parts:
         """Splits a batch into micro-batches, with the indices of their samples.
 
         All ranks get the same number of micro-batches; some may be empty.
@@ -96,23 +101,28 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         Args:
             batch: Samples of this rank.
             packed: Whether to pack several samples into a row; None packs if the trained model supports it.
+            shares_prefixes: Whether a row has shared prefixes once; None shares them if the trained model supports it.
         """
-        packed = self.backend.packed if packed is None else packed
         return split_micro_batches(
-            batch, self.max_tokens, packed=packed, hidden=self.backend.hidden, agree_count=self._max_count
+            batch,
+            self.max_tokens,
+            is_packed=self.backend.packed if packed is None else packed,
+            shares_prefixes=self.backend.shares_prefixes if shares_prefixes is None else shares_prefixes,
+            hidden_size=self.backend.hidden,
+            agree_count=self._find_max_count,
         )
 
-    def _max_count(self, count: int) -> int:
+    def _find_max_count(self, local_count: int) -> int:
         """Returns the maximum of the ranks' counts."""
         if self.world_size == 1:
-            return count
-        return int(self.all_reduce(torch.tensor(float(count)), "max").item())
+            return local_count
+        return int(self.all_reduce(torch.tensor(float(local_count)), "max").item())
 
     def _pad_evenly(self, batches: Parts, batch: TokenBatch) -> Parts:
         """Returns the micro-batches of a batch, padded with empty ones to the maximum number over the ranks."""
         no_samples = torch.zeros(0, dtype=torch.long)
         return batches + [
-            (no_samples, batch.empty_sample()) for _ in range(self._max_count(len(batches)) - len(batches))
+            (no_samples, batch.empty_sample()) for _ in range(self._find_max_count(len(batches)) - len(batches))
         ]
 
     def _balance_load(self, batch: TokenBatch, unit_size: int = 1) -> TokenBatch:
@@ -124,7 +134,14 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         if not self._balances_load:
             return batch
-        return balance_across_ranks(batch, self, self.sizes, unit_size=unit_size, hidden=self.backend.hidden)
+        return balance_across_ranks(
+            batch,
+            self,
+            self.sizes,
+            unit_size=unit_size,
+            hidden_size=self.backend.hidden,
+            shares_prefixes=self.backend.shares_prefixes,
+        )
 
     @property
     def is_leader(self) -> bool:
@@ -137,25 +154,25 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             return tensor
         return self.all_reduce(tensor if self.is_leader else tensor.zero_())
 
-    def _count(self, batch: TokenBatch, length: float = 1.0) -> MinibatchCounts:
+    def _count_minibatch(self, batch: TokenBatch, length: float = 1.0) -> MinibatchCounts:
         """Counts a minibatch over all ranks (`MinibatchCounts.of`); called before `_balance_load`."""
         return MinibatchCounts.of(batch, length, self._sum_over_ranks)
 
-    def _held_out_indices(self, rows: int, of_step: int) -> Iterator[range]:
+    def _iter_held_out_indices(self, num_rows: int, of_step: int) -> Iterator[range]:
         """Yields this rank's indices of held-out rows, in chunks of the rows of `_HELD_OUT_STEPS` training steps.
 
         Args:
-            rows: Number of held-out rows.
+            num_rows: Number of held-out rows.
             of_step: Number of rows in a training step.
         """
         rows_at_once = of_step * _HELD_OUT_STEPS
-        for start in range(0, rows, rows_at_once):
-            yield range(start + self.data, min(start + rows_at_once, rows), self.sizes.data)
+        for batch_start in range(0, num_rows, rows_at_once):
+            yield range(batch_start + self.data, min(batch_start + rows_at_once, num_rows), self.sizes.data)
 
-    def _optimize(
+    def _run_minibatches(
         self,
         minibatches: Iterable[tuple[str, TokenBatch]],
-        length: float,
+        max_length: float,
         take_step: Callable[[TokenBatch, MinibatchCounts, str], dict[str, float]],
         at_first: Container[str] = (),
     ) -> tuple[dict[str, float], int]:
@@ -166,7 +183,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
         Args:
             minibatches: Name of each minibatch, for messages, with this rank's samples.
-            length: See `MinibatchCounts.length`.
+            max_length: See `MinibatchCounts.length`.
             take_step: Function that trains on a minibatch and returns the metrics; a non-finite `grad_norm` marks a skipped
                 step.
             at_first: Names of metrics that report the first step's value.
@@ -176,72 +193,85 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """
         metric_sums, first_metrics, num_updates, num_empty = dict[str, float](), dict[str, float](), 0, 0
         for minibatch_name, batch in minibatches:
-            counts = self._count(batch, length)
-            if not counts.tokens:
+            minibatch_counts = self._count_minibatch(batch, max_length)
+            if not minibatch_counts.tokens:
                 num_empty += 1
                 continue
-            metrics = take_step(batch, counts, minibatch_name)
+            metrics = take_step(batch, minibatch_counts, minibatch_name)
             if not math.isfinite(metrics["grad_norm"]):
                 continue
             if not num_updates:
-                first_metrics = {name: value for name, value in metrics.items() if name in at_first}
-            metric_sums = {name: metric_sums.get(name, 0.0) + value for name, value in metrics.items()}
+                first_metrics = {name: metric_value for name, metric_value in metrics.items() if name in at_first}
+            metric_sums = {name: metric_sums.get(name, 0.0) + metric_value for name, metric_value in metrics.items()}
             num_updates += 1
         metric_means = (
-            {"tokens": 0.0} | {name: value / num_updates for name, value in metric_sums.items()} | first_metrics
+            {"tokens": 0.0}
+            | {name: metric_value / num_updates for name, metric_value in metric_sums.items()}
+            | first_metrics
         )
         return metric_means | (
             {"empty_minibatches": float(num_empty)} if num_empty else {}
-        ) | self.skips.pop_metrics(), num_updates
+        ) | self._pop_skip_metrics(), num_updates
+
+    def _pop_skip_metrics(self) -> dict[str, float]:
+        """Returns the metrics of skipped steps and, in float16, of the loss scale."""
+        metrics, scale = self.skips.pop_metrics(), self.backend.backend.loss_scale
+        if scale is None:
+            return metrics
+        return {**metrics, "loss_scale": scale, "overflow_skipped": float(self.skips.pop_overflows())}
 
     def _run_optimizer_step(
-        self, rate: float, metrics: dict[str, float], tokens: float, where: str, batch: TokenBatch
+        self, rate: float, metrics: dict[str, float], num_tokens: float, label: str, batch: TokenBatch
     ) -> dict[str, float]:
         """Runs the optimizer step; returns the metrics with `grad_norm` and `tokens`.
 
         Raises:
-            NonFinite: The gradient is not finite, and the configuration does not skip such steps. All ranks raise this error,
-                because the norm is global.
+            NonFinite: The gradient is not finite, for another reason than the loss scale of float16, and the configuration
+                does not skip such steps. All ranks raise this error, because the norm is global.
         """
-        norm = self.backend.optimizer_step(rate)
+        with span("optimizer step", "train"):
+            norm = self.backend.optimizer_step(rate)
         if math.isfinite(norm):
             self.skips.record_step()
         else:
-            non_finite_names = [name for name, value in metrics.items() if not math.isfinite(value)]
+            non_finite_names = [name for name, metric_value in metrics.items() if not math.isfinite(metric_value)]
+            if self.backend.backend.overflowed and not non_finite_names:  # the loss is finite, so its scale is to blame
+                self.skips.record_overflow()
+                return {**metrics, "grad_norm": norm, "tokens": num_tokens}
             other_names = f", and so are {format_names(non_finite_names)}" if non_finite_names else ""
             self.skips.record_skip(
                 lambda: (
-                    f"{where}: the gradient's norm is {norm}{other_names}{_describe_non_finite(batch)} "
+                    f"{label}: the gradient's norm is {norm}{other_names}{_describe_non_finite(batch)} "
                     f"({self.section_name}-{self.rank})"
                 )
             )
-        return {**metrics, "grad_norm": norm, "tokens": tokens}
+        return {**metrics, "grad_norm": norm, "tokens": num_tokens}
 
     def _run_only_step(
-        self, step: int, batch_metrics: list[dict[str, torch.Tensor]], tokens: float, batch: TokenBatch
+        self, step: int, batch_metrics: list[dict[str, torch.Tensor]], num_tokens: float, batch: TokenBatch
     ) -> dict[str, float]:
         """Runs the only optimizer step of a training step, after the backward passes.
 
         Returns:
             The metrics of the step, which include the sums of `batch_metrics`.
         """
-        learning_rate = self._learning_rate(step)
+        learning_rate = self._compute_learning_rate(step)
         metrics = self._run_optimizer_step(
-            learning_rate, self._reduce_metrics(batch_metrics), tokens, f"step {step}", batch
+            learning_rate, self._reduce_metrics(batch_metrics), num_tokens, f"step {step}", batch
         )
         self.version = step
-        return {**metrics, "lr": learning_rate, **self.skips.pop_metrics()}
+        return {**metrics, "lr": learning_rate, **self._pop_skip_metrics()}
 
     def _reduce_metrics(self, batch_metrics: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Returns the sums of the metrics over micro-batches and ranks."""
-        names, device = sorted(batch_metrics[0]), self.backend.device
-        sums = torch.zeros(len(names), device=device)
+        metric_names, device = sorted(batch_metrics[0]), self.backend.device
+        sums = torch.zeros(len(metric_names), device=device)
         for metrics in batch_metrics:
-            sums = sums + torch.stack([metrics[name].float().to(device) for name in names])
+            sums = sums + torch.stack([metrics[name].float().to(device) for name in metric_names])
         # The only copy to the host, which waits for all passes of the step.
-        return dict(zip(names, self._sum_over_ranks(sums.cpu()).tolist(), strict=True))
+        return dict(zip(metric_names, self._sum_over_ranks(sums.cpu()).tolist(), strict=True))
 
-    def _value_metrics(self, batch: TokenBatch) -> dict[str, float]:
+    def _compute_value_metrics(self, batch: TokenBatch) -> dict[str, float]:
         """Computes metrics of the values from before this step's update, over all ranks.
 
         Returns:
@@ -255,21 +285,17 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         num_tokens, *sums = self._sum_over_ranks(local_sums).tolist()
         if not num_tokens:
             return {}
-        mean, squared_mean, residual_mean, residual_squared_mean = (value / num_tokens for value in sums)
+        mean, squared_mean, residual_mean, residual_squared_mean = (metric_sum / num_tokens for metric_sum in sums)
         variance = squared_mean - mean**2
         metrics = {"return": mean}
         if variance > 1e-12:
             metrics["explained_variance"] = 1.0 - (residual_squared_mean - residual_mean**2) / variance
         return metrics
 
-    def _learning_rate(self, step: int) -> float:
-        optim, warmup = self.section.optim, self.section.optim.lr_warmup_steps
-        if step <= warmup:
-            return optim.lr * step / (warmup + 1)
-        progress = (step - 1 - warmup) / max(self.total - warmup, 1)
-        schedule = "linear" if self.cfg.algorithm.anneal_lr else optim.lr_scheduler
-        factors = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-        return optim.lr * factors[schedule]
+    def _compute_learning_rate(self, step: int) -> float:
+        optim, num_steps = self.section.optim, step - 1
+        progress = num_steps / max(self.total, 1)
+        return optim.lr * schedule_factor(optim, num_steps, progress, is_annealed=self.cfg.algorithm.anneal_lr)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
@@ -280,7 +306,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             NonFinite: A weight is not finite.
         """
         path = Path(folder)
-        with self.backend.awake():
+        with self.backend.keep_on_device():
             require_finite(self.backend.local_tensors(), f"step {self.version} ({self.section_name}-{self.rank})")
             self.backend.save(path)
         save_state(
@@ -289,7 +315,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         )
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint of this or another world size."""
+        """Restores a checkpoint of any world size."""
         path = Path(folder)
         self.backend.load(path)
         files = [path / STATE.format(section=self.section_name, rank=rank) for rank in (self.rank, 0)]
@@ -301,8 +327,8 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         """Returns memory that torch has cached to the accelerator, for another process.
 
         Returns:
-            Bytes that are free on the accelerator beyond those of all weights in the dtype of the computation; infinite on a
-            CPU.
+            Bytes that are free on the accelerator beyond those of all weights in the dtype of the computation and of an update
+            (`device_sharing.spare_bytes`); infinite on a CPU.
         """
         empty_cache()
         device, blueprint = self.backend.device, self.backend.blueprint
@@ -310,8 +336,12 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
             return math.inf
         parameters = self.backend.backend.module.parameters()
         # DeepSpeed empties parameters that are divided among ranks.
-        count = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in parameters)
-        return float(torch.accelerator.get_memory_info(device)[0] - count * blueprint.dtype.itemsize)
+        tensor_sizes = [
+            int(getattr(parameter, "ds_numel", parameter.numel())) * blueprint.dtype.itemsize
+            for parameter in parameters
+        ]
+        free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+        return float(free_bytes - sum(tensor_sizes) - spare_bytes(max(tensor_sizes, default=0), total_bytes))
 
     def offload(self) -> None:
         """Moves all tensors to the host."""
@@ -324,11 +354,11 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
 
 def _describe_non_finite(batch: TokenBatch) -> str:
     """Returns text for a message that names the columns and prompts with non-finite values; "" if all are finite."""
-    names = set()
+    parameter_names = set()
     for name, column in batch.columns.items():
         is_non_finite = (
             batch.mask & ~column.isfinite() if column.dim() == 1 else batch.mask & ~column.flatten(1).isfinite().all(1)
         )
         non_finite_groups = torch.repeat_interleave(batch.group, batch.lengths)[is_non_finite]
-        names |= {f"{name} of prompt {group}" for group in non_finite_groups.unique().tolist()}
-    return f"; not finite: {format_names(sorted(names))}" if names else ""
+        parameter_names |= {f"{name} of prompt {group}" for group in non_finite_groups.unique().tolist()}
+    return f"; not finite: {format_names(sorted(parameter_names))}" if parameter_names else ""

@@ -20,12 +20,13 @@ from rlhpc.language.agents.gateway.feedback import FEEDBACK
 from rlhpc.language.agents.registry import Generation, program_of
 from rlhpc.language.agents.services import Relays, Services
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.scoring.groups import AGENT, placed
+from rlhpc.language.scoring.groups import AGENT, placed_groups
 from rlhpc.language.training.prompt_dispatch import AGENT_MESSAGES, EPISODES, TICKETS, PromptMap
 from rlhpc.runtime.channel import LeasedItem, QueueEmpty
 from rlhpc.runtime.comm.background import in_background
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
+from rlhpc.runtime.trace_recorder import IdleSpan, record, recorder
 from rlhpc.runtime.worker import Worker
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ _LIVENESS_CHECK_S = 2.0
 SERVICES, _STARTS_S = "services", 60.0
 
 
-def _notify_in_background(message: dict[str, Any], group: str, rank: int, about: str) -> None:
+def _notify_in_background(message: dict[str, Any], group: str, rank: int, message_topic: str) -> None:
     """Sends a message to a rank's inbox in the background, because the rank may have ended; messages keep their order."""
-    in_background(f"{about}-{group}-{rank}", partial(Worker.notify, message, group, rank, about))
+    in_background(f"{message_topic}-{group}-{rank}", partial(Worker.notify, message, group, rank, message_topic))
 
 
 class RolloutPost:
@@ -71,7 +72,7 @@ class RolloutPost:
 
 def connect_agent_ranks(worker: Worker, cfg: GrpoConfig) -> AgentRanks | None:
     """Returns the link to the ranks that run agents; None if the rollout rank runs its agents itself."""
-    if AGENT not in placed(cfg):
+    if AGENT not in placed_groups(cfg):
         return None
     from rlhpc.language.agents.external import AgentRanks
 
@@ -95,17 +96,17 @@ def publish_feedback_endpoint(worker: Worker, generation: Generation, resources:
 
 def address_for_others(cfg: GrpoConfig) -> str:
     """Returns this host's address for remote agents and delayed rewards; "" in a run without both."""
-    if AGENT not in placed(cfg) and not cfg.agent.feedback_timeout_s:
+    if AGENT not in placed_groups(cfg) and not cfg.agent.feedback_timeout_s:
         return ""
     tcp_address: str = current().service.endpoint["tcp"]  # the listener for other hosts
     return tcp_address.removeprefix("tcp://").rpartition(":")[0]
 
 
-def _receive_messages(about: str) -> list[dict[str, Any]]:
+def _receive_messages(message_topic: str) -> list[dict[str, Any]]:
     messages = list[dict[str, Any]]()
     try:
         while True:
-            messages.append(Worker.notice(about))
+            messages.append(Worker.notice(message_topic))
     except queue.Empty:
         return messages
 
@@ -117,10 +118,12 @@ class _LeasedEpisode:
     Attributes:
         lease: Lease of the queue item: the rollout rank, the identity of its process, and the rank's number of the episode.
         incarnation: Incarnation of the rollout rank at the time of the lease.
+        started_ns: Time of the lease, by `time.monotonic_ns`, for traces.
     """
 
     lease: LeasedItem
     incarnation: str
+    started_ns: int
 
     @property
     def rollout(self) -> int:
@@ -161,7 +164,9 @@ class AgentWorker(Worker):
         self.prompts = prompts
         try:
             program = program_of(self.cfg, self._addresses())
-            self._harnesses = Harnesses(program, lambda number, reply: self._outcomes.put((number, reply)))
+            self._harnesses = Harnesses(
+                program, lambda episode_number, reply: self._outcomes.put((episode_number, reply))
+            )
         except ConfigError as error:
             raise ConfigError(f"on {self.node}: {error}") from None
         agent = self.cfg.agent
@@ -173,9 +178,9 @@ class AgentWorker(Worker):
         if not sections:
             return {}
         if self.local_rank:
-            timeout = sum(section.timeout_s for section in sections) + _STARTS_S
+            timeout_s = sum(section.timeout_s for section in sections) + _STARTS_S
             waited_for = f"the services of {self.node} (agent.services), which another rank starts"
-            address_record = registry.wait_for(SERVICES, self.node, timeout, waited_for, current().check)
+            address_record = registry.wait_for(SERVICES, self.node, timeout_s, waited_for, current().check)
             return dict(address_record["addresses"])
         previous_record = registry.get(SERVICES, self.node) or {"addresses": {}}
         folder = Path(current().member(self.group_name, self.rank)["log_err"]).parent
@@ -210,7 +215,7 @@ class AgentWorker(Worker):
         Raises:
             DeadlineExceeded: The phase did not end within `runner.step_timeout_s`.
         """
-        start_time, busy_s, num_finished = time.monotonic(), 0.0, 0
+        start_time, busy_s, num_finished, idle_span = time.monotonic(), 0.0, 0, IdleSpan("episodes")
         deadline = start_time + self.cfg.runner.step_timeout_s
         while phase not in self._ended_phases:
             loop_start = time.monotonic()
@@ -227,6 +232,11 @@ class AgentWorker(Worker):
             if self._services is not None:
                 self._services.check()
             busy_s += time.monotonic() - loop_start if had_episodes else 0.0
+            if had_episodes:
+                idle_span.end()
+            else:
+                idle_span.begin()
+        idle_span.end()
         self._ended_phases.discard(phase)
         return {"busy_s": busy_s, "episodes": float(num_finished)}
 
@@ -244,7 +254,9 @@ class AgentWorker(Worker):
                 break
             rank, incarnation_id, episode_number = lease.item
             self._last_number += 1
-            self._leased_episodes[self._last_number] = _LeasedEpisode(lease, self._incarnation(rank))
+            self._leased_episodes[self._last_number] = _LeasedEpisode(
+                lease, self._incarnation(rank), time.monotonic_ns()
+            )
             self._send_to_rollout(rank, {"take": self._last_number, "ident": incarnation_id, "number": episode_number})
             has_leased = True
         return has_leased
@@ -264,40 +276,43 @@ class AgentWorker(Worker):
                 if message["ticket"] is None:
                     self._drop_episode(message["of"])
                 else:
-                    self._running_harnesses.run(self._localize_ticket(message["of"], message["ticket"]))
+                    self._running_harnesses.run(self._make_local_ticket(message["of"], message["ticket"]))
         return bool(messages)
 
-    def _localize_ticket(self, number: int, ticket: dict[str, Any]) -> dict[str, Any]:
+    def _make_local_ticket(self, episode_number: int, ticket: dict[str, Any]) -> dict[str, Any]:
         """Returns a copy of a ticket with this rank's number of the episode and a model address reachable from this node."""
-        ticket = {**ticket, "id": number}
+        ticket = {**ticket, "id": episode_number}
         if ticket["host"] != current().host and ticket["far"]:
             self._relays = self._relays or Relays()
             ticket |= {"base_url": ticket["far"] + "/v1", "socket": self._relays.socket_for(ticket["far"])}
         return ticket
 
-    def _drop_episode(self, number: int) -> None:
+    def _drop_episode(self, episode_number: int) -> None:
         """Ends an episode that is no longer needed, and acknowledges its lease."""
-        leased_episode = self._leased_episodes.pop(number, None)
+        leased_episode = self._leased_episodes.pop(episode_number, None)
         if leased_episode is not None:
-            self._running_harnesses.kill(number)
+            self._running_harnesses.kill(episode_number)
             self._episodes.done(leased_episode.lease)
 
     def _send_outcomes(self) -> int:
         """Sends the outcomes of finished episodes to their rollout ranks; returns their number."""
-        count = 0
+        num_sent = 0
         while not self._outcomes.empty():
-            local_number, outcome = self._outcomes.get()
+            local_number, raw_outcome = self._outcomes.get()
             leased_episode = self._leased_episodes.pop(local_number, None)
             if leased_episode is None:  # dropped before it ended
                 continue
+            if recorder.is_on:
+                lane = f"episodes/{local_number}"
+                record("episode", "turn", leased_episode.started_ns, time.monotonic_ns(), None, lane)
             _, incarnation_id, remote_number = leased_episode.lease.item
             self._send_to_rollout(
                 leased_episode.rollout,
-                {"of": local_number, "ident": incarnation_id, "number": remote_number, "outcome": outcome},
+                {"of": local_number, "ident": incarnation_id, "number": remote_number, "outcome": raw_outcome},
             )
             self._episodes.done(leased_episode.lease)
-            count += 1
-        return count
+            num_sent += 1
+        return num_sent
 
     def _drop_orphaned_episodes(self) -> None:
         """Ends the episodes of rollout ranks that have left or were restarted; checks every `_LIVENESS_CHECK_S` seconds."""

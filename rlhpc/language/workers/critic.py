@@ -23,6 +23,7 @@ from rlhpc.language.training.trainer import ScalarTrainer
 from rlhpc.language.workers.actor import LanguageActor
 from rlhpc.language.workers.scoring import GroupInbox, send_column
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.trace_recorder import span, traced
 
 
 class CriticWorker(LanguageActor[GrpoConfig]):
@@ -50,7 +51,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         self._stored_groups: dict[int, dict[bytes, TokenBatch]] = {}
         seed = self.cfg.runner.seed
         trainer = self._load_model(
-            total_steps, lambda: ScalarTrainer(self.section, self, seed=seed, key=CRITIC, before=True)
+            total_steps, lambda: ScalarTrainer(self.section, self, seed=seed, key=CRITIC, per_input=True)
         )
         return {"critic_parameters": trainer.parameters_trained}
 
@@ -74,11 +75,12 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         """
         valued_groups, busy_s, num_tokens = dict[int, dict[bytes, TokenBatch]](), 0.0, 0
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        positions = self.prompts.share_of(CRITIC, self.data)
+        prompt_positions = self.prompts.share_of(CRITIC, self.data)
         # With several ranks, forward passes are collective, so each rank waits for all of its groups.
-        for groups in self._inbox.batches(step, positions, deadline, at_once=self.world_size > 1):
+        for groups in self._inbox.batches(step, prompt_positions, deadline, only_arrived=self.world_size > 1):
             batch_start = time.perf_counter()
-            num_tokens += self._compute_values(groups, valued_groups)
+            with span("values", "judge", batch=len(groups)):
+                num_tokens += self._compute_values(groups, valued_groups)
             busy_s += time.perf_counter() - batch_start
         self._stored_groups = dict(sorted(valued_groups.items()))
         return {"busy_s": busy_s, "tokens": float(num_tokens)}
@@ -90,16 +92,17 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             Number of tokens.
         """
         batch = TokenBatch.joined([group.batch for group in groups]).with_pad_id(self.pad)
-        token_values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
-        batch.columns[VALUES] = token_values
+        values = values_of(self.backend.forward, self._micro_batches(batch), batch, CRITIC)
+        batch.columns[VALUES] = values
         for group, group_batch in zip(groups, batch.split([len(group.batch) for group in groups]), strict=True):
             stored_groups.setdefault(group.position, {})[group.answers_digest] = group_batch
         if self.is_leader:
-            send_column(self._actors, self.prompts, groups, CRITIC, token_values)
+            send_column(self._actors, self.prompts, groups, CRITIC, values)
         return batch.tokens
 
     # -- training -------------------------------------------------------------------------------------------------
 
+    @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:
         """Trains on the groups that `serve` stored, once the actors have sent the returns.
 
@@ -113,11 +116,11 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         cfg, start_time = self.cfg, time.perf_counter()
         step_batch = TokenBatch.joined(batches)
         num_responses, responses_per_minibatch = responses_per_step(cfg), minibatch_size(cfg, cfg.critic)
-        learning_rate = self._learning_rate(step)
+        learning_rate = self._compute_learning_rate(step)
         named_minibatches = minibatches(
             step_batch, num_responses, responses_per_minibatch, cfg.critic.update_epochs, (self.seed, step)
         )
-        metrics, _ = self._optimize(
+        metrics, _ = self._run_minibatches(
             ((f"step {step}, {minibatch_name}", minibatch) for minibatch_name, minibatch in named_minibatches),
             length_limit(cfg),
             partial(self._train_minibatch, learning_rate),
@@ -125,7 +128,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         self.version = step
         return {
             **metrics,
-            **self._value_metrics(step_batch),
+            **self._compute_value_metrics(step_batch),
             "lr": learning_rate,
             "update_s": time.perf_counter() - start_time,
         }
@@ -142,15 +145,16 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         valued_groups = self._stored_groups
         self._stored_groups = {}
         batches = dict[int, TokenBatch]()
-        deadline, missing = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued_groups)
-        if not missing:
+        deadline, missing_positions = time.monotonic() + self.cfg.runner.step_timeout_s, set(valued_groups)
+        if not missing_positions:
             raise RlhpcError(f"step {step}: the critic has valued no groups that it could be trained on")
-        while missing:
+        while missing_positions:
             try:
                 message = self._returns.get(max(0.0, deadline - time.monotonic()))
             except DeadlineExceeded:
                 raise DeadlineExceeded(
-                    f"step {step}: no returns came from {self.prompts.actor_name} for prompts {sorted(missing)[:8]} within "
+                    f"step {step}: no returns came from {self.prompts.actor_name} for prompts "
+                    f"{sorted(missing_positions)[:8]} within "
                     "runner.step_timeout_s"
                 ) from None
             if message["step"] != step:
@@ -159,19 +163,23 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             batch = batch.select(torch.nonzero(torch.from_numpy(message["members"].copy())).flatten())
             batch.columns[RETURN_OF] = torch.from_numpy(message["values"].copy())
             batches[message["position"]] = batch
-            missing.discard(message["position"])
-        return [batches[position] for position in valued_groups]
+            missing_positions.discard(message["position"])
+        return [batches[prompt_position] for prompt_position in valued_groups]
 
-    def _train_minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, where: str) -> dict[str, float]:
+    def _train_minibatch(self, rate: float, batch: TokenBatch, counts: MinibatchCounts, label: str) -> dict[str, float]:
         """Runs one optimizer step on a minibatch of all ranks; returns its metrics."""
         batch = self._balance_load(batch)
 
-        def loss(values: torch.Tensor, part: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss_value, metrics = value_loss_share(values, part, self.cfg.algorithm, counts)
+        def compute_loss(
+            predictions: torch.Tensor, micro_batch: TokenBatch
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss_value, metrics = value_loss_share(predictions, micro_batch, self.cfg.algorithm, counts)
             return loss_value, {"loss": loss_value.detach(), **metrics}
 
-        metrics = self.backend.forward_backward([part for _, part in self._micro_batches(batch)], loss)
-        return self._run_optimizer_step(rate, self._reduce_metrics(metrics), counts.tokens, where, batch)
+        metrics = self.backend.forward_backward(
+            [micro_batch for _, micro_batch in self._micro_batches(batch)], compute_loss
+        )
+        return self._run_optimizer_step(rate, self._reduce_metrics(metrics), counts.tokens, label, batch)
 
     # -- checkpoint -----------------------------------------------------------------------------------------------
 
@@ -182,5 +190,5 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         super().save(str(path))
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint of this or another world size."""
+        """Restores a checkpoint of any world size."""
         super().load(str(Path(folder) / CRITIC))

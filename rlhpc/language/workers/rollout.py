@@ -26,7 +26,8 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data import PromptSampler
 from rlhpc.language.engines import Request, SamplingParams
 from rlhpc.language.engines.common import choices_of
-from rlhpc.language.engines.registry import forkable
+from rlhpc.language.engines.registry import engine_preload, is_forkable
+from rlhpc.language.preflight import check_inputs_digest, open_prompts
 from rlhpc.language.rollout.engine_group import EngineWeights, first_of_engine, leader_only, ranks_of_engine
 from rlhpc.language.rollout.group_builder import GroupBuilder, failure_of
 from rlhpc.language.rollout.pending_group import (
@@ -41,16 +42,16 @@ from rlhpc.language.rollout.pending_group import (
     ScoredGroup,
     StartSampling,
 )
-from rlhpc.language.rollout.preflight import check_inputs_digest, open_prompts
 from rlhpc.language.rollout.prompt_queue import PromptLeases
 from rlhpc.language.rollout.sample_group import FINISHED
 from rlhpc.language.rollout.validation import Row, Validation
-from rlhpc.language.scoring.reward_aggregator import GroupRatingRequests, Judging
+from rlhpc.language.scoring.reward_aggregator import GroupRatingRequests, RewardAggregator
 from rlhpc.language.training.prompt_dispatch import DELIVERED, GROUPS, WORK, PromptMap, channel_to, ratings_of, seed_of
 from rlhpc.language.workers.agent import address_for_others, connect_agent_ranks, publish_feedback_endpoint
-from rlhpc.runs.device import seed_process, worker_device
+from rlhpc.runs.device import set_up_process, worker_device
 from rlhpc.runtime.devices import device_name
 from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.trace_recorder import IdleSpan, span
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights.verification import COST
 
@@ -72,7 +73,12 @@ class LanguageRolloutWorker(Worker):
     @classmethod
     def forks(cls, cfg: GrpoConfig) -> bool:
         """Returns whether the engine's ranks may be started by fork."""
-        return forkable(cfg.rollout.rollout_backend)
+        return is_forkable(cfg.rollout.rollout_backend)
+
+    @classmethod
+    def preloads(cls, cfg: GrpoConfig) -> Sequence[str]:
+        """Returns the modules that a node imports once for the engines of its ranks."""
+        return engine_preload(cfg.rollout.rollout_backend)
 
     @classmethod
     def ranks_sharing_devices(cls, cfg: GrpoConfig) -> int:
@@ -98,6 +104,7 @@ class LanguageRolloutWorker(Worker):
             ConfigError: The digest differs on this rank.
         """
         cfg = self.cfg
+        self._max_staleness = cfg.algorithm.max_staleness  # read after each step of the engine
         self.prompts = prompts
         self.last_step = last_step
         # Without overlap of steps, results are bitwise equal for any number of ranks, so prompts are sampled anew instead.
@@ -105,7 +112,7 @@ class LanguageRolloutWorker(Worker):
             cfg.algorithm.max_staleness > 0 and cfg.rollout.agent is None and cfg.agent.kind == INLINE
         )
         leader_rank = first_of_engine(self.rank, cfg)
-        seed_process(cfg.runner.seed, "rollout", leader_rank)  # one seed for all ranks of an engine
+        set_up_process(cfg.runner, "rollout", leader_rank)  # one seed for all ranks of an engine
         if self.rank > leader_rank:
             self._build_engine(prompts)
             self.log.info("computes with %s-%d", self.group_name, leader_rank)
@@ -126,8 +133,8 @@ class LanguageRolloutWorker(Worker):
         self.generation = make_generation(cfg, self.backend, self.tokenizer, connect_agent_ranks(self, cfg), address)
         self._resources.callback(self.generation.close)
         publish_feedback_endpoint(self, self.generation, self._resources)
-        self.judges = Judging(cfg)
-        self._resources.callback(self.judges.close)
+        self.reward_scorer = RewardAggregator(cfg)
+        self._resources.callback(self.reward_scorer.close)
         if cfg.runner.val_check_interval > 0:
             self.validation = Validation(cfg, self.tokenizer)
         COST.pop()
@@ -151,7 +158,7 @@ class LanguageRolloutWorker(Worker):
         if self.engine_rank.follows:
             return
         self._groups = self.connect_channel(GROUPS)
-        self._work, self._delivered = self.connect_channel(WORK), self.connect_channel(DELIVERED)
+        self._work, self._delivery_channel = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self._scoring = {name: self.connect_channel(channel_to(name)) for name in self.prompts.scoring}
         self._raters = {
             name: GroupRatingRequests(
@@ -159,14 +166,14 @@ class LanguageRolloutWorker(Worker):
             )
             for name, ranks in self.prompts.rating.items()
         }
-        self.judges.connect(self._raters)
+        self.reward_scorer.connect(self._raters)
 
     @leader_only
     def begin(self, step: int) -> None:
         """Prepares to continue after `step`: drops all groups in flight; sampling then waits for new weights."""
         self.generation.abort()
-        self.judges.drain()
-        self._reset(step)
+        self.reward_scorer.drain()
+        self._reset_step(step)
 
     def forget_sent(self) -> None:
         """Makes the receiver expect complete weights next, because the last update may have been lost."""
@@ -185,45 +192,47 @@ class LanguageRolloutWorker(Worker):
 
     @leader_only
     def reload_weights(self) -> None:
-        """Moves only the engine's weights back to the accelerator, to receive an update while the actor is still there."""
+        """Moves only the engine's weights back to the accelerator, to receive an update while the actor still occupies the
+        accelerator.
+        """
         self.backend.reload_weights()
 
-    def _reset(self, step: int) -> None:
+    def _reset_step(self, step: int) -> None:
         self.receiver.forget_version()
         self._last_admitted_step = step
-        self._pending = PendingGroups(
+        self._pending_groups = PendingGroups(
             self.prompts.group_size, self.cfg.algorithm.max_refills, self.cfg.agent.feedback_ahead, self._make_group,
             self.group_builder,
         )  # fmt: skip
-        self.leases = PromptLeases(self.prompts.prompts, self._work, self._delivered)
+        self.leases = PromptLeases(self.prompts.prompts, self._work, self._delivery_channel)
         self.before_leaving(None)
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
     @leader_only
-    def generate(self, step: int, ranks: int) -> dict[str, float]:
+    def generate(self, step: int, num_ranks: int) -> dict[str, float]:
         """Leases prompts of `step` and generates their groups, until the step's queue is empty and all groups are delivered.
 
         With `max_staleness`, prompts of later steps are started too.
 
         Args:
             step: Step of the run.
-            ranks: Number of engines that take part.
+            num_ranks: Number of engines that take part.
 
         Returns:
             `seconds` of the call, `busy_s` of the engine, `sync_s` of receiving weights, the number of sampled `tokens`, and
-            the values of `Cost.pop`.
+            the values of `Cost.pop` and of `TransferTotals.pop`.
 
         Raises:
             DeadlineExceeded: Groups were not complete within `runner.step_timeout_s`.
         """
-        start_time, busy_s, num_tokens = time.perf_counter(), 0.0, 0
+        start_time, busy_s, num_tokens, idle_span = time.perf_counter(), 0.0, 0, IdleSpan("prompts, rewards or weights")
         deadline = start_time + self.cfg.runner.step_timeout_s
         self._last_admitted_step = self.last_step
-        interval = self.cfg.runner.val_check_interval
-        if interval > 0:  # no group is in flight when the weights of a step are evaluated
-            self._last_admitted_step = min(self.last_step, -(-step // interval) * interval)
-        self.leases.begin(step, ranks)
+        eval_interval = self.cfg.runner.val_check_interval
+        if eval_interval > 0:  # no group is in flight when the weights of a step are evaluated
+            self._last_admitted_step = min(self.last_step, -(-step // eval_interval) * eval_interval)
+        self.leases.begin(step, num_ranks)
         while self.leases.num_leased(step) or not self.leases.is_exhausted(step):
             if time.perf_counter() > deadline:
                 raise DeadlineExceeded(
@@ -238,27 +247,35 @@ class LanguageRolloutWorker(Worker):
             has_worked = False
             if self.generation.unfinished():
                 step_start = time.perf_counter()
-                finished_episodes = self.generation.step()
+                num_episodes = self.generation.unfinished()
+                with span("generation", "engine", episodes=num_episodes, capacity=self._capacity) as generating:
+                    finished_episodes = self.generation.step()
+                    generating.add(finished=len(finished_episodes))
                 busy_s += time.perf_counter() - step_start
                 for episode in finished_episodes:
-                    num_tokens += tokens_of(episode) - self._pending.num_resumed_tokens(episode.id)
-                    self._carry_out(self._pending.on_episode(episode))
+                    num_tokens += tokens_of(episode) - self._pending_groups.num_resumed_tokens(episode.id)
+                    self._execute_actions(self._pending_groups.on_episode(episode))
                 has_worked = True
-            for reward_before, episode in self.generation.delayed_rewards():
-                self._carry_out(self._pending.on_delayed_reward(reward_before, episode))
-            for request, scored in self.judges.poll():
-                self._carry_out(self._pending.on_score(request, scored))
+            for previous_episode, episode in self.generation.delayed_rewards():
+                self._execute_actions(self._pending_groups.on_delayed_reward(previous_episode, episode))
+            for request, scored_answer in self.reward_scorer.poll():
+                self._execute_actions(self._pending_groups.on_score(request, scored_answer))
                 has_worked = True
-            if not has_worked:
+            if has_worked:
+                idle_span.end()
+            else:
+                idle_span.begin()
                 time.sleep(_IDLE_S)
+        idle_span.end()
         metrics = {
             "seconds": time.perf_counter() - start_time,
             "busy_s": busy_s,
             "sync_s": self.receiver.pop_sync_s(),
+            **self.receiver.pop_transfers(),
             "tokens": num_tokens,
             **COST.pop(),
         }
-        if not len(self._pending):
+        if not len(self._pending_groups):
             self.before_leaving(None)
         return metrics
 
@@ -276,7 +293,7 @@ class LanguageRolloutWorker(Worker):
         self.receiver.await_version(step)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         rank_and_count = list(ranks).index(self.rank), len(ranks)
-        return self.validation.rows(self.generation, self.judges, rank_and_count, deadline)
+        return self.validation.rows(self.generation, self.reward_scorer, rank_and_count, deadline)
 
     @leader_only
     def sample_probe(self, phase: int) -> dict[str, Any]:
@@ -286,9 +303,13 @@ class LanguageRolloutWorker(Worker):
             phase: Number of the probe's phase; each phase has different prompts.
 
         Returns:
-            `samples`, and the engine's `dtype` and `device` type.
+            `samples`, the engine's `digests` of its parameters, and its `dtype` and `device` type.
         """
-        return {"samples": self.receiver.sample_probe(len(self.tokenizer), phase), **self.receiver.computes()}
+        return {
+            "samples": self.receiver.sample_probe(len(self.tokenizer), phase),
+            "digests": self.receiver.engine_rank.engine.parameter_digests(),
+            **self.receiver.computes(),
+        }
 
     @leader_only
     def take_weights(self, version: int) -> None:
@@ -301,40 +322,40 @@ class LanguageRolloutWorker(Worker):
         self.receiver.await_update(version)
 
     def _describe_awaited_rewards(self) -> str:
-        reasons = [f"{num_ratings} ratings of {name}" for name, num_ratings in self.judges.waits_for().items()]
-        if num_rewards := self._pending.num_awaited_rewards:
+        reasons = [f"{num_ratings} ratings of {name}" for name, num_ratings in self.reward_scorer.waits_for().items()]
+        if num_rewards := self._pending_groups.num_awaited_rewards:
             reasons.append(f"{num_rewards} rewards that come later (agent.feedback_timeout_s)")
         return "; it waits for " + ", ".join(reasons) if reasons else ""
 
     def _admit(self, first_step: int) -> None:
         if self.receiver.version < 0:
             return
-        last_step = min(self.receiver.version + 1 + self.cfg.algorithm.max_staleness, self._last_admitted_step)
+        last_step = min(self.receiver.version + 1 + self._max_staleness, self._last_admitted_step)
         for step in range(first_step, last_step + 1):
             while self.backend.unfinished() < self._capacity:
                 prompt_or_group = self.leases.lease(step)
                 if prompt_or_group is None:
                     break
                 if isinstance(prompt_or_group, PartialGroup):
-                    self._carry_out(self._pending.on_partial(step, prompt_or_group))
+                    self._execute_actions(self._pending_groups.on_partial(step, prompt_or_group))
                 else:
-                    self._carry_out(self._pending.on_prompt(step, prompt_or_group))
+                    self._execute_actions(self._pending_groups.on_prompt(step, prompt_or_group))
 
-    def _make_group(self, step: int, position: int, attempt: int) -> PendingGroup:
+    def _make_group(self, step: int, prompt_position: int, attempt: int) -> PendingGroup:
         """Makes the group of a position: from the sampler's prompt at attempt 0, from a random prompt at later attempts."""
-        index = self.sampler.at((step - 1) * self.prompts.prompts + position)
+        index = self.sampler.at((step - 1) * self.prompts.prompts + prompt_position)
         if attempt:
-            generator = np.random.default_rng(seed_of(self.cfg.runner.seed, step, position, attempt, -1))
+            generator = np.random.default_rng(seed_of(self.cfg.runner.seed, step, prompt_position, attempt, -1))
             index = int(generator.integers(len(self.dataset)))
         prompt = self.dataset[index]
         ids, image_offsets = self.encoder.encode(prompt) or ((), ())
         return PendingGroup(
-            step, position, attempt, prompt, tuple(ids), images=self.encoder.prompt_images(prompt, image_offsets)
+            step, prompt_position, attempt, prompt, tuple(ids), images=self.encoder.prompt_images(prompt, image_offsets)
         )
 
     # -- actions on groups ----------------------------------------------------------------------------------------
 
-    def _carry_out(self, actions: Iterable[Action]) -> None:
+    def _execute_actions(self, actions: Iterable[Action]) -> None:
         """Executes actions that `PendingGroups` returned for an event."""
         for action in actions:
             match action:
@@ -345,15 +366,15 @@ class LanguageRolloutWorker(Worker):
                         self.generation.resume(request, answer, group.prompt)
                 case RequestScore(group, episode):
                     is_finished = episode.finish_reason in FINISHED
-                    sample = sample_of(group.prompt, episode, self.tokenizer, finished=is_finished)
-                    self.judges.submit(episode.id, sample, group.group_id, self.prompts.group_size)
+                    sample = sample_of(group.prompt, episode, self.tokenizer, has_finished=is_finished)
+                    self.reward_scorer.submit(episode.id, sample, group.group_id, self.prompts.group_size)
                 case Deliver(group, scored):
                     self._deliver(group, scored)
                 case Requeue(group, partial_group):
                     self.leases.requeue(group.step, partial_group)
 
     def _requests(self, group: PendingGroup, ids: Sequence[int]) -> list[Request]:
-        """Returns a request for each member of a group; a rank that is told to leave requeues the group, if possible."""
+        """Returns a request for each member of a group, and registers that a rank that leaves requeues its groups."""
         if self.requeues_on_leave:
             self.before_leaving(self._requeue_groups)
         seeds = (
@@ -365,18 +386,20 @@ class LanguageRolloutWorker(Worker):
             for request_id, seed in zip(ids, seeds, strict=True)
         ]
 
-    def _deliver(self, pending: PendingGroup, scored: ScoredGroup) -> None:
+    def _deliver(self, pending_group: PendingGroup, scored_group: ScoredGroup) -> None:
         """Sends a group to its actor and to the groups that score tokens, and reports its delivery."""
-        group, group_metrics = self.group_builder.build(pending, scored)
+        group, group_metrics = self.group_builder.build(pending_group, scored_group)
         # A durable put survives the loss of this process.
         self._groups.entrust(group.pack(), key=str(self.prompts.actor_of(group.position)))
         for name, channel in self._scoring.items():
             channel.entrust(group.pack_without_columns(), key=str(self.prompts.scorer_of(name, group.position)))
-        self.leases.deliver(group.step, group.position, group_metrics, failure_of(pending))
+        self.leases.deliver(group.step, group.position, group_metrics, failure_of(pending_group))
 
     def _requeue_groups(self) -> None:
         """Requeues all groups in flight with their partial answers, for other ranks to resume."""
-        count = len(self._pending)
-        self._carry_out(self._pending.on_leave({episode.id: episode for episode in self.generation.abort()}))
-        self.log.info("leaves, and hands back %d prompts with what there is of the answers", count)
+        num_pending = len(self._pending_groups)
+        self._execute_actions(
+            self._pending_groups.on_leave({episode.id: episode for episode in self.generation.abort()})
+        )
+        self.log.info("leaves, and hands back %d prompts with what there is of the answers", num_pending)
         self.before_leaving(None)

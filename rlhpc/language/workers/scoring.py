@@ -19,7 +19,7 @@ from rlhpc.checkpoint.state import load_tensors, save_tensors
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.jobs.paths import MODEL
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.engines.registry import forkable
+from rlhpc.language.engines.registry import engine_preload, is_forkable
 from rlhpc.language.models.micro_batching import split_micro_batches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rollout.sample_group import NUM_BATCHES, BlockChannel, SampleGroup, column_message
@@ -29,10 +29,11 @@ from rlhpc.language.scoring.logprobs import LogProbs
 from rlhpc.language.scoring.registry import make_scorer
 from rlhpc.language.training.prompt_dispatch import GROUPS, PromptMap, channel_to, ratings_of
 from rlhpc.language.training.weight_sync import reference_sync_of
-from rlhpc.runs.device import seed_process, worker_device
+from rlhpc.runs.device import set_up_process, worker_device
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.trace_recorder import span
 from rlhpc.runtime.worker import Worker
 from rlhpc.weights import make_sync
 from rlhpc.weights.delta import Elements
@@ -59,7 +60,7 @@ class GroupInbox:
         self._ended_step = -1
 
     def batches(
-        self, step: int, positions: Sequence[int], deadline: float, *, at_once: bool = False
+        self, step: int, positions: Sequence[int], deadline: float, *, only_arrived: bool = False
     ) -> Iterator[list[SampleGroup]]:
         """Yields a step's groups in a few batches, each batch when it is complete.
 
@@ -70,12 +71,12 @@ class GroupInbox:
             step: Step of the run.
             positions: Positions of the rank's groups.
             deadline: Deadline by `time.monotonic`.
-            at_once: Whether to yield a single batch, after the step has ended.
+            only_arrived: Whether to yield a single batch, after the step has ended.
 
         Raises:
             DeadlineExceeded: A group did not arrive in time.
         """
-        num_batches = 1 if at_once else min(NUM_BATCHES, len(positions) or 1)
+        num_batches = 1 if only_arrived else min(NUM_BATCHES, len(positions) or 1)
         missing_batches = [batch.tolist() for batch in np.array_split(np.asarray(positions), num_batches) if len(batch)]
         groups_by_position, second_groups, digests_by_position = (
             dict[int, SampleGroup](),
@@ -90,11 +91,11 @@ class GroupInbox:
                 elif group.answers_digest not in known_digests:
                     second_groups.append(group)
                 known_digests.add(group.answers_digest)
-            if at_once and self._ended_step < step:
+            if only_arrived and self._ended_step < step:
                 continue
             for batch in [batch for batch in missing_batches if groups_by_position.keys() >= {*batch}]:
                 missing_batches.remove(batch)
-                extra_groups, second_groups = (second_groups, []) if at_once else ([], second_groups)
+                extra_groups, second_groups = (second_groups, []) if only_arrived else ([], second_groups)
                 yield [*map(groups_by_position.pop, batch), *extra_groups]
         if second_groups:
             yield second_groups
@@ -113,7 +114,7 @@ class GroupInbox:
             except QueueEmpty:
                 if groups or step_ended:
                     return groups
-                message = self._wait(step, deadline)
+                message = self._wait_for_message(step, deadline)
             if "end" in message:
                 self._ended_step = max(self._ended_step, message["end"])
                 step_ended = True
@@ -121,7 +122,7 @@ class GroupInbox:
                 group = SampleGroup.unpack(message)
                 (groups if group.step == step else self._later_groups).append(group)
 
-    def _wait(self, step: int, deadline: float) -> Any:
+    def _wait_for_message(self, step: int, deadline: float) -> Any:
         try:
             return self._channel.get(max(0.0, deadline - time.monotonic()))
         except DeadlineExceeded:
@@ -143,10 +144,15 @@ class _ScorerWorker(Worker):
         if self.scorer is not None:
             self.scorer.close()
 
+    @classmethod
+    def preloads(cls, cfg: GrpoConfig) -> Sequence[str]:
+        """Returns the modules that a node imports once for the engine of a teacher, if the run has a teacher."""
+        return engine_preload(cfg.teacher.rollout_backend) if cfg.teacher.rollout_backend else ()
+
     def init_worker(self, prompts: PromptMap) -> None:
         """Loads the scorer."""
         self.prompts = prompts
-        seed_process(self.cfg.runner.seed, self.group_name, self.rank)
+        set_up_process(self.cfg.runner, self.group_name, self.rank)
         self.group = scoring_groups(self.cfg)[self.group_name]
         self.device = worker_device(self)
         self.scorer = make_scorer(self.cfg, self.device, self.group)
@@ -174,16 +180,22 @@ class ScoringWorker(_ScorerWorker):
             `busy_s`: seconds of scoring; `tokens`: number of tokens.
         """
         busy_s, num_tokens = 0.0, 0
-        positions = self.prompts.share_of(self.group_name, self.rank)
-        for groups in self._inbox.batches(step, positions, self._deadline()):
+        prompt_positions = self.prompts.share_of(self.group_name, self.rank)
+        for groups in self._inbox.batches(step, prompt_positions, self._deadline()):
             start_time = time.perf_counter()
             batch = TokenBatch.joined([group.batch for group in groups])
-            token_scores = values_of(
-                self._score,
-                split_micro_batches(batch, self.group.max_tokens, packed=self.scorer.packed),
-                batch,
-                "the scorer",
-            )
+            with span("score", "judge", tokens=batch.tokens, batch=len(groups)):
+                token_scores = values_of(
+                    self._score,
+                    split_micro_batches(
+                        batch,
+                        self.group.max_tokens,
+                        is_packed=self.scorer.packed,
+                        shares_prefixes=self.scorer.shares_prefixes,
+                    ),
+                    batch,
+                    "the scorer",
+                )
             send_column(self._actors, self.prompts, groups, self.group_name, token_scores)
             num_tokens += batch.tokens
             busy_s += time.perf_counter() - start_time
@@ -204,19 +216,19 @@ class ScoringWorker(_ScorerWorker):
 
 
 def send_column(
-    actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], source: str, values: torch.Tensor
+    actors: Channel, prompts: PromptMap, groups: Sequence[SampleGroup], column_source: str, column_values: torch.Tensor
 ) -> None:
     """Sends a column of some groups' tokens to the actors that train on them.
 
     Args:
         actors: Channel of the actors.
         prompts: Map of prompts to ranks.
-        groups: The groups, in the order of `values`.
-        source: Name of the worker group that computed the column.
-        values: `[T]` or `[T, k]`, the column of all groups.
+        groups: The groups, in the order of `column_values`.
+        column_source: Name of the worker group that computed the column.
+        column_values: `[T]` or `[T, k]`, the column of all groups.
     """
-    for group, group_column in zip(groups, values.split([group.batch.tokens for group in groups]), strict=True):
-        message = column_message(group, source, group_column)
+    for group, group_column in zip(groups, column_values.split([group.batch.tokens for group in groups]), strict=True):
+        message = column_message(group, column_source, group_column)
         actors.put(message, key=str(prompts.actor_of(group.position)))
 
 
@@ -245,11 +257,12 @@ class RatingWorker(_ScorerWorker):
                 continue
             start_time = time.perf_counter()
             for request in requests:
-                self._rate_request(request)
+                with span("rate", "judge", answers=len(request["ids"])):
+                    self._rate_request(request)
                 num_answers += len(request["ids"])
             busy_s += time.perf_counter() - start_time
         self._ended_phases.discard(phase)
-        rater_counts = {f"count/{name}": total for name, total in self.scorer.counts().items()}
+        rater_counts = {f"count/{name}": event_total for name, event_total in self.scorer.counts().items()}
         return {"busy_s": busy_s, "answers": float(num_answers), **rater_counts}
 
     def _receive_requests(self, phase: str, deadline: float) -> list[dict[str, Any]]:
@@ -272,7 +285,10 @@ class RatingWorker(_ScorerWorker):
             ) from None
 
     def _rate_request(self, request: dict[str, Any]) -> None:
-        ratings = [None if rating is None else float(rating) for rating in self.scorer.rate(request["samples"])]
+        ratings = [
+            None if answer_rating is None else float(answer_rating)
+            for answer_rating in self.scorer.rate(request["samples"])
+        ]
         if len(ratings) != len(request["ids"]):
             raise RlhpcError(f"{self.group.scorer}: rate gave {len(ratings)} numbers for {len(request['ids'])} answers")
         message = {"round": request["round"], "ids": request["ids"], "values": ratings}
@@ -285,7 +301,13 @@ class JudgeWorker(RatingWorker):
     @classmethod
     def forks(cls, cfg: GrpoConfig) -> bool:
         """Returns whether judge ranks may be started by fork: only if the engines of all judges allow it."""
-        return all(forkable(section_of(cfg, group).rollout_backend) for group in judges(cfg).values())
+        return all(is_forkable(section_of(cfg, group).rollout_backend) for group in judges(cfg).values())
+
+    @classmethod
+    def preloads(cls, cfg: GrpoConfig) -> Sequence[str]:
+        """Returns the modules that a node imports once for the engines of LLM judges."""
+        engines = {section_of(cfg, group).rollout_backend for group in judges(cfg).values()}
+        return [item for engine in sorted(engines) for item in engine_preload(engine)]
 
 
 class ReferenceWorker(ScoringWorker, SavingWorker):
@@ -322,7 +344,7 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
             save_tensors(path / MODEL, weights)
 
     def load(self, folder: str) -> None:
-        """Restores a checkpoint of this or another world size."""
+        """Restores a checkpoint of any world size."""
         self._sync.forget()
         parameters = dict(self.scorer.model.named_parameters())
         with torch.no_grad():

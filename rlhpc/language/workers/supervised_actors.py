@@ -18,12 +18,11 @@ from rlhpc.algorithms.preference_losses import dpo_loss, find_reward_loss
 from rlhpc.config.typed import plain, typed
 from rlhpc.language.agents.registry import make_generation
 from rlhpc.language.config.algorithms import DpoAlgorithmConfig
-from rlhpc.language.config.evaluation import answering_config
-from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
+from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig, answering_config
 from rlhpc.language.data import PromptSampler, PromptTokenizer, load_tokenizer
 from rlhpc.language.data.preferences import PreferenceRow, encode_demonstrations
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.engines.registry import forkable
+from rlhpc.language.engines.registry import engine_preload, is_forkable
 from rlhpc.language.evaluation.reward_model import (
     EACH,
     Suite,
@@ -38,16 +37,17 @@ from rlhpc.language.evaluation.reward_model import (
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import Pictures, TokenBatch
 from rlhpc.language.models.value_head import last_values
+from rlhpc.language.preflight import open_demonstrations, open_pairs
 from rlhpc.language.rollout.engine_group import EngineWeights, ranks_of_engine
-from rlhpc.language.rollout.preflight import open_demonstrations, open_pairs
 from rlhpc.language.rollout.validation import Row, Validation
-from rlhpc.language.scoring.reward_aggregator import make_local_judging
+from rlhpc.language.scoring.reward_aggregator import make_local_aggregator
 from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.language.training.trainer import ScalarTrainer, TokenTrainer
 from rlhpc.language.training.weight_sync import ActorWeights
 from rlhpc.language.workers.actor import Cfg, LanguageActor
 from rlhpc.language.workers.agent import address_for_others
-from rlhpc.runs.device import seed_process, worker_device
+from rlhpc.runs.device import set_up_process, worker_device
+from rlhpc.runtime.trace_recorder import traced
 from rlhpc.runtime.worker import Worker
 
 
@@ -67,7 +67,7 @@ class EvaluatedActor(LanguageActor[Cfg]):
     def send_weights(self, version: int, ranks: Sequence[int]) -> None:
         """Sends the weights as `version` to engine ranks; all actor ranks call this method."""
         assert self._weights is not None
-        with self.backend.awake():
+        with self.backend.keep_on_device():
             self._weights.send(version, ranks, None)
 
 
@@ -82,7 +82,12 @@ class EvaluationWorker(Worker):
     @classmethod
     def forks(cls, cfg: SftConfig) -> bool:
         """Returns whether the engine's rank may be started by fork."""
-        return forkable(cfg.rollout.rollout_backend)
+        return is_forkable(cfg.rollout.rollout_backend)
+
+    @classmethod
+    def preloads(cls, cfg: SftConfig) -> Sequence[str]:
+        """Returns the modules that a node imports once for the engines of its ranks."""
+        return engine_preload(cfg.rollout.rollout_backend)
 
     @classmethod
     def ranks_sharing_devices(cls, cfg: SftConfig) -> int:
@@ -96,15 +101,15 @@ class EvaluationWorker(Worker):
     def init_worker(self, prompts: PromptMap) -> None:
         """Loads engine, tokenizer, suites and judges; `prompts` names the groups."""
         cfg, model = self.cfg, self.cfg.actor.model
-        seed_process(cfg.runner.seed, "rollout", self.rank)
+        set_up_process(cfg.runner, "rollout", self.rank)
         self.tokenizer = load_tokenizer(model.model_path, model.trust_remote_code)
         self.weights = EngineWeights(self, cfg, prompts)
         engine = self.weights.engine_rank.engine
         self._resources.callback(engine.close)
         self.generation = make_generation(cfg, engine, self.tokenizer, address=address_for_others(cfg))
         self._resources.callback(self.generation.close)
-        self.judges = make_local_judging(cfg, worker_device(self))
-        self._resources.callback(self.judges.close)
+        self.reward_scorer = make_local_aggregator(cfg, worker_device(self))
+        self._resources.callback(self.reward_scorer.close)
         self.validation = Validation(cfg, self.tokenizer)
         self.log.info("answers suites by %s on %s", cfg.rollout.rollout_backend, worker_device(self))
 
@@ -120,7 +125,9 @@ class EvaluationWorker(Worker):
         """
         self.weights.await_version(version)
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
-        return self.validation.rows(self.generation, self.judges, (list(ranks).index(self.rank), len(ranks)), deadline)
+        return self.validation.rows(
+            self.generation, self.reward_scorer, (list(ranks).index(self.rank), len(ranks)), deadline
+        )
 
 
 class SftActor(EvaluatedActor[SftConfig]):
@@ -135,13 +142,14 @@ class SftActor(EvaluatedActor[SftConfig]):
         Returns:
             `parameters`: number of trained parameters; `dropped`: number of demonstrations that are too long.
         """
-        self.backend = self._load_model(total_steps, lambda: TokenTrainer(self.cfg, self, dropout=True))
+        self.backend = self._load_model(total_steps, lambda: TokenTrainer(self.cfg, self, has_dropout=True))
         self.encoder, self.dataset = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer)
         self.sampler = PromptSampler(len(self.dataset), self.cfg.data.prompts_per_step, self.seed)
         if self.cfg.runner.val_check_interval > 0:
-            self.held_out = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer, holdout=True)
+            self.held_out = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer, is_holdout=True)
         return {"parameters": self.backend.parameters_trained, "dropped": self.dataset.dropped}
 
+    @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:
         """Runs one optimizer step on this step's demonstrations; the loss is the mean of −log p over the trained tokens.
 
@@ -150,15 +158,17 @@ class SftActor(EvaluatedActor[SftConfig]):
         """
         rows = [self.dataset[index] for index in self.sampler.of_step(step, self.data, self.sizes.data)]
         demonstrations = self._batch_of(rows, self.encoder)
-        counts = self._count(demonstrations)
-        balanced = self._balance_load(demonstrations)
+        minibatch_counts = self._count_minibatch(demonstrations)
+        balanced_batch = self._balance_load(demonstrations)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss_value = counts.loss(-scores.logprobs, batch, "token-mean")
+            loss_value = minibatch_counts.loss(-scores.logprobs, batch, "token-mean")
             return loss_value, {"loss": loss_value.detach()}
 
-        batches = [batch for _, batch in self._micro_batches(balanced)]
-        return self._run_only_step(step, self.backend.forward_backward(batches, loss), counts.tokens, balanced)
+        batches = [batch for _, batch in self._micro_batches(balanced_batch)]
+        return self._run_only_step(
+            step, self.backend.forward_backward(batches, loss), minibatch_counts.tokens, balanced_batch
+        )
 
     def validate(self) -> dict[str, float]:
         """Computes the held-out loss with the current weights: the mean of −log p over all trained tokens.
@@ -170,7 +180,7 @@ class SftActor(EvaluatedActor[SftConfig]):
         """
         encoder, dataset = self.held_out
         loss_and_tokens = torch.zeros(2, dtype=torch.float64)
-        for indices in self._held_out_indices(len(dataset), self.cfg.data.prompts_per_step):
+        for indices in self._iter_held_out_indices(len(dataset), self.cfg.data.prompts_per_step):
             demonstrations = self._batch_of([dataset[index] for index in indices], encoder)
             for _, batch in self._micro_batches(demonstrations):
                 losses = -self.backend.forward(batch).logprobs.cpu().double()
@@ -211,13 +221,14 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             `parameters`: number of trained parameters; `dropped`: number of pairs that are too long.
         """
         cfg = self.cfg
-        self.backend = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, reference=True))
+        self.backend = self._load_model(total_steps, lambda: TokenTrainer(cfg, self, has_reference=True))
         self.encoder, self.dataset, num_dropped = open_pairs(cfg, self.tokenizer)
         self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
         if cfg.runner.val_check_interval > 0:
-            self.held_out = open_pairs(cfg, self.tokenizer, holdout=True)
+            self.held_out = open_pairs(cfg, self.tokenizer, is_holdout=True)
         return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
 
+    @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:
         """Runs one optimizer step on this step's pairs; the loss is the mean over the pairs.
 
@@ -227,8 +238,8 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         num_pairs = self.cfg.data.prompts_per_step
         indices = self.sampler.of_step(step, self.data, self.sizes.data)
         pairs = self._batch_of([self.dataset[index] for index in indices], self.encoder)
-        tokens = self._count(pairs).tokens
-        balanced = self._balance_load(pairs, _PAIR)
+        tokens = self._count_minibatch(pairs).tokens
+        balanced_batch = self._balance_load(pairs, _PAIR)
 
         def loss(scores: TokenScores, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
             metrics = {
@@ -237,8 +248,8 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             }
             return metrics["loss"], {name: pair_values.detach() for name, pair_values in metrics.items()}
 
-        batch_metrics = self.backend.forward_backward([*self._with_reference(balanced)], loss)
-        return self._run_only_step(step, batch_metrics, tokens, balanced)
+        batch_metrics = self.backend.forward_backward([*self._with_reference(balanced_batch)], loss)
+        return self._run_only_step(step, batch_metrics, tokens, balanced_batch)
 
     def validate(self) -> dict[str, float]:
         """Computes the metrics of the held-out pairs with the current weights.
@@ -249,7 +260,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         """
         encoder, dataset, _ = self.held_out
         metric_sums = dict[str, Tensor]()
-        for indices in self._held_out_indices(len(dataset), self.cfg.data.prompts_per_step):
+        for indices in self._iter_held_out_indices(len(dataset), self.cfg.data.prompts_per_step):
             for batch in self._with_reference(self._batch_of([dataset[index] for index in indices], encoder)):
                 metrics = pair_metrics(self.cfg.algorithm, self.backend.forward(batch).logprobs.cpu().double(), batch)
                 metric_sums = {
@@ -292,7 +303,7 @@ def pair_metrics(options: DpoAlgorithmConfig, logprobs: Tensor, batch: TokenBatc
     """
     log_ratios, loss_type = (
         _sum_over_completions(logprobs - batch.columns[REF_LOGPROBS], batch),
-        options.loss_type.lower(),
+        options.loss_type,
     )
     scores = log_ratios
     if loss_type == "ipo":
@@ -350,43 +361,47 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
             self.suites = suites_of(cfg, self.tokenizer, self.form)
         return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
 
+    @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:
         """Runs one optimizer step on this step's rows; the loss is the mean over the rows.
 
         Returns:
             Metrics, the same on all ranks.
         """
-        count = self.cfg.data.prompts_per_step
+        prompts_per_step = self.cfg.data.prompts_per_step
         rows = [self.dataset[index] for index in self.sampler.of_step(step, self.data, self.sizes.data)]
         answers_per_row = EACH[self.form]
         responses = batch_of(rows, self.encoder, self.max_tokens_per_row, self.pad)
-        tokens = self._count(responses).tokens
-        balanced = self._balance_load(responses, answers_per_row)
+        tokens = self._count_minibatch(responses).tokens
+        balanced_batch = self._balance_load(responses, answers_per_row)
 
-        def loss(values: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            rewards, target_rewards = last_values(values, batch), batch.reward
+        def loss(predictions: torch.Tensor, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            rewards, target_rewards = last_values(predictions, batch), batch.reward
             if not batch.tokens:
                 rewards, target_rewards = rewards[:0], target_rewards[:0]
-            metrics: dict[str, torch.Tensor] = {"reward": rewards.sum() / (count * answers_per_row)}
+            metrics: dict[str, torch.Tensor] = {"reward": rewards.sum() / (prompts_per_step * answers_per_row)}
             if self.form == "pairs":
                 reward_chosen, reward_rejected = rewards.view(-1, 2).unbind(1)
                 losses = self.loss(reward_chosen, reward_rejected, target_rewards[::2])
                 metrics |= {
-                    "accuracy": (reward_chosen > reward_rejected).sum() / count,
-                    "margin": (reward_chosen - reward_rejected).sum() / count,
-                    "reward_chosen": reward_chosen.sum() / count,
-                    "reward_rejected": reward_rejected.sum() / count,
+                    "accuracy": (reward_chosen > reward_rejected).sum() / prompts_per_step,
+                    "margin": (reward_chosen - reward_rejected).sum() / prompts_per_step,
+                    "reward_chosen": reward_chosen.sum() / prompts_per_step,
+                    "reward_rejected": reward_rejected.sum() / prompts_per_step,
                 }
             else:
                 losses = self.loss(rewards, target_rewards)
-                metrics["mse"] = (rewards - target_rewards).square().sum() / count
-            loss_value = losses.sum() / count
+                metrics["mse"] = (rewards - target_rewards).square().sum() / prompts_per_step
+            loss_value = losses.sum() / prompts_per_step
             return loss_value, {"loss": loss_value, **metrics}
 
         batches = [
-            batch for _, batch in self._pad_evenly(split_rows(balanced, answers_per_row, self.max_tokens), balanced)
+            batch
+            for _, batch in self._pad_evenly(
+                split_rows(balanced_batch, answers_per_row, self.max_tokens), balanced_batch
+            )
         ]
-        return self._run_only_step(step, self.backend.forward_backward(batches, loss), tokens, balanced)
+        return self._run_only_step(step, self.backend.forward_backward(batches, loss), tokens, balanced_batch)
 
     def validate(self) -> dict[str, list[dict[str, Any]]]:
         """Computes the rewards of this rank's share of the suites' rows with the current weights.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import struct
 import sys
 import threading
@@ -12,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlhpc.runtime.plugins import required
+from rlhpc.runtime.plugins import require_package
+from rlhpc.runtime.redaction import is_secret_key, is_secret_section, redact_addresses
 
 _stdout_lock = threading.Lock()
 _num_redirections = 0
@@ -88,7 +88,7 @@ def require(name: str) -> Any:
     Raises:
         ConfigError: The package is missing; the message names what to install.
     """
-    return required(name, f"logger {name!r} needs a package that cannot be imported", name)
+    return require_package(name, f"logger {name!r} needs a package that cannot be imported", name)
 
 
 @contextlib.contextmanager
@@ -113,55 +113,57 @@ def printing_to_stderr() -> Iterator[None]:
 
 
 _MASK = "***"
-#: Pattern of keys that name a secret. It matches complete words at the end, so not `max_new_tokens` and `token_level`.
-_SECRET_KEY = re.compile(
-    r"(^|[_\-.])(token|secret|password|passwd|passphrase|credentials?|authorization|cookie|api_?key|access_?key|"
-    r"private_?key|auth)$",
-    re.IGNORECASE,
-)
-#: Sections in which all texts are secret.
-_SECRET_SECTION = re.compile(r"^(headers|env|environ|environment|secrets|cookies)$", re.IGNORECASE)
-_LOGIN_IN_URL = re.compile(r"(\w+://)[^/\s@]+@")
-_SECRET_IN_URL = re.compile(r"([?&](?:\w*token|\w*key|password|secret)=)[^&\s]+", re.IGNORECASE)
 
 
-def public_config(raw: Any, resolved: Any) -> Any:
+def public_config(raw_config: Any, resolved_config: Any) -> Any:
     """Returns a configuration without secrets.
 
     The function hides texts whose key names a secret, all texts below `headers` and similar sections, and user names and
     keys within addresses. References to the environment stay `${oc.env:NAME}`.
 
     Args:
-        raw: Nested containers as written, interpolations unresolved.
-        resolved: The same containers with resolved interpolations.
+        raw_config: Nested containers as written, interpolations unresolved.
+        resolved_config: The same containers with resolved interpolations.
     """
-    return _mask_secrets("", raw, resolved, hidden=False)
+    return _mask_secrets("", raw_config, resolved_config, depth=0, hides_values=False)
 
 
-def _mask_secrets(key: str, raw: Any, value: Any, *, hidden: bool) -> Any:
-    if isinstance(raw, str) and "${oc.env:" in raw:
-        return raw
+def _mask_secrets(key: str, unresolved_value: Any, value: Any, *, depth: int, hides_values: bool) -> Any:
+    if isinstance(unresolved_value, str) and "${oc.env:" in unresolved_value:
+        return unresolved_value
     if isinstance(value, Mapping):
-        raw_section = raw if isinstance(raw, Mapping) else value
-        is_hidden = hidden or bool(_SECRET_SECTION.match(key))
-        return {str(k): _mask_secrets(str(k), raw_section.get(k, v), v, hidden=is_hidden) for k, v in value.items()}
+        raw_section = unresolved_value if isinstance(unresolved_value, Mapping) else value
+        is_hidden = hides_values or is_secret_section(key, is_top=depth == 1)
+        return {
+            str(k): _mask_secrets(str(k), raw_section.get(k, v), v, depth=depth + 1, hides_values=is_hidden)
+            for k, v in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        items = raw if isinstance(raw, (list, tuple)) and len(raw) == len(value) else value
-        return [_mask_secrets(key, items[i], v, hidden=hidden) for i, v in enumerate(value)]
+        unresolved_items = (
+            unresolved_value
+            if isinstance(unresolved_value, (list, tuple)) and len(unresolved_value) == len(value)
+            else value
+        )
+        return [
+            _mask_secrets(key, unresolved_items[i], v, depth=depth, hides_values=hides_values)
+            for i, v in enumerate(value)
+        ]
     if isinstance(value, str):
-        if value and (hidden or _SECRET_KEY.search(key)):
+        if value and (hides_values or is_secret_key(key)):
             return _MASK
-        return _SECRET_IN_URL.sub(rf"\1{_MASK}", _LOGIN_IN_URL.sub(rf"\1{_MASK}@", value))
+        return redact_addresses(value, _MASK)
     return value
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns a flat mapping with nested keys joined by dots; lists are not flattened."""
-    flattened: dict[str, Any] = {}
-    for key, value in config.items():
-        is_nested = isinstance(value, Mapping) and value
-        flattened |= flat(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
-    return flattened
+    flat_config: dict[str, Any] = {}
+    for key, config_value in config.items():
+        is_nested = isinstance(config_value, Mapping) and config_value
+        flat_config |= (
+            flatten_config(config_value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": config_value}
+        )
+    return flat_config
 
 
 _BLOCK_BYTES = 32768
@@ -179,12 +181,12 @@ def records(path: Path) -> Iterator[bytes]:
         if block_remainder < _HEADER_BYTES:  # padding
             offset += block_remainder
             continue
-        _, length, record_type = struct.unpack_from("<IHB", file_bytes, offset)
+        _, fragment_length, record_type = struct.unpack_from("<IHB", file_bytes, offset)
         offset += _HEADER_BYTES
-        if not _FULL <= record_type <= _LAST or offset + length > len(file_bytes):
+        if not _FULL <= record_type <= _LAST or offset + fragment_length > len(file_bytes):
             return
-        fragment = file_bytes[offset : offset + length]
-        offset += length
+        fragment = file_bytes[offset : offset + fragment_length]
+        offset += fragment_length
         record = fragment if record_type in (_FULL, _FIRST) else record + fragment
         if record_type in (_FULL, _LAST):
             yield record
@@ -201,5 +203,5 @@ def last_step_in(
         record_type: Type of the records that have a step.
         step_of: Function that returns the step of a parsed record.
     """
-    parsed = (parse(record) for path in paths for record in records(path))
-    return max((step_of(record) for record in parsed if record.WhichOneof("record_type") == record_type), default=None)
+    steps = (parse(record) for path in paths for record in records(path))
+    return max((step_of(record) for record in steps if record.WhichOneof("record_type") == record_type), default=None)

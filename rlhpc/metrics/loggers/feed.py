@@ -27,15 +27,17 @@ Row = tuple[int, Mapping[str, float]]
 class Memory:
     """State of the loggers for a resumed run (`loggers.json`)."""
 
-    def __init__(self, path: Path, *, fresh: bool) -> None:
+    def __init__(self, path: Path, *, is_new: bool) -> None:
         self._path, self._lock = path, threading.Lock()
         self._content: dict[str, dict[str, Any]] = {}
-        if fresh:
+        if is_new:
             path.unlink(missing_ok=True)
             return
         with contextlib.suppress(OSError, ValueError):
-            saved = json.loads(path.read_text())
-            self._content = {key: value for key, value in saved.items() if isinstance(value, dict)}
+            saved_content = json.loads(path.read_text())
+            self._content = {
+                key: logger_content for key, logger_content in saved_content.items() if isinstance(logger_content, dict)
+            }
 
     def recall(self, name: str) -> dict[str, Any]:
         """Returns a copy of a logger's stored state."""
@@ -80,15 +82,15 @@ class Feed:
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Queues a row; returns at once."""
-        self._enqueue((step, row))
+        self._put_in_queue((step, row))
 
     def commit(self) -> None:
         """Asks the logger to commit; returns at once."""
-        self._enqueue(_COMMIT)
+        self._put_in_queue(_COMMIT)
 
     def end(self) -> None:
         """Asks the logger to close; `wait` waits for it."""
-        self._enqueue(_END)
+        self._put_in_queue(_END)
 
     def wait(self, deadline: float) -> None:
         """Waits until the logger has ended; prints a warning if the logger still runs at `deadline` (of `time.monotonic`)."""
@@ -96,11 +98,11 @@ class Feed:
         if self._thread.is_alive() and not self._has_ended:
             self._abandon("it did not end in time")
 
-    def _enqueue(self, item: Any) -> None:
+    def _put_in_queue(self, queue_item: Any) -> None:
         if self._has_ended:
             return
         try:
-            self._queue.put_nowait(item)
+            self._queue.put_nowait(queue_item)
         except queue.Full:
             self._abandon(f"it is {_MAX_QUEUED_ROWS} rows behind")
 
@@ -121,12 +123,12 @@ class Feed:
                 if last_step is None or step > last_step:
                     self._logger.log(step, row)
             self._backlog = ()
-            while not self._has_ended and (item := self._queue.get()) is not _END:
-                if item is _COMMIT:
+            while not self._has_ended and (queue_item := self._queue.get()) is not _END:
+                if queue_item is _COMMIT:
                     self._logger.commit()
                     self._memory.keep(self._name, self._run.memory)
-                elif last_step is None or item[0] > last_step:
-                    self._logger.log(*item)
+                elif last_step is None or queue_item[0] > last_step:
+                    self._logger.log(*queue_item)
                 self._queue.task_done()
             self._logger.close()
             self._memory.keep(self._name, self._run.memory)

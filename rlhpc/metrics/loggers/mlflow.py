@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlhpc.metrics.loggers.base import RunFacts, flat, require
+from rlhpc.metrics.loggers.base import RunFacts, flatten_config, require
 
 #: Maximum batch sizes of MLflow.
 _MAX_PARAMS, _MAX_METRICS = 100, 1000
@@ -59,9 +59,13 @@ class MLflowLogger:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        metrics = [Metric(_to_allowed_name(name), float(value), now_ms, step) for name, value in row.items()]
-        for start in range(0, len(metrics), _MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS], synchronous=True)
+        metrics = [
+            Metric(_to_allowed_name(name), float(metric_value), now_ms, step) for name, metric_value in row.items()
+        ]
+        for batch_start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(
+                self._run_id, metrics=metrics[batch_start : batch_start + _MAX_METRICS], synchronous=True
+            )
 
     def commit(self) -> None:
         """Does nothing: each row was a transaction."""
@@ -71,9 +75,9 @@ class MLflowLogger:
             self._client.set_terminated(self._run_id)
 
     def _last_step(self) -> int | None:
-        names = self._client.get_run(self._run_id).data.metrics
+        logged_metrics = self._client.get_run(self._run_id).data.metrics
         # Every row has this metric, so its history contains the last step.
-        names_to_read = ["time/wall_s"] if "time/wall_s" in names else list(names)
+        names_to_read = ["time/wall_s"] if "time/wall_s" in logged_metrics else list(logged_metrics)
         steps = [
             metric.step for name in names_to_read for metric in self._client.get_metric_history(self._run_id, name)
         ]
@@ -82,9 +86,14 @@ class MLflowLogger:
     def _log_config(self, config: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(_to_allowed_name(name), str(value)[:_MAX_VALUE_LENGTH]) for name, value in flat(config).items()]
-        for start in range(0, len(params), _MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + _MAX_PARAMS], synchronous=True)
+        params = [
+            Param(_to_allowed_name(name), str(param_value)[:_MAX_VALUE_LENGTH])
+            for name, param_value in flatten_config(config).items()
+        ]
+        for batch_start in range(0, len(params), _MAX_PARAMS):
+            self._client.log_batch(
+                self._run_id, params=params[batch_start : batch_start + _MAX_PARAMS], synchronous=True
+            )
 
 
 def _to_allowed_name(name: str) -> str:

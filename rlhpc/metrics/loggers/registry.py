@@ -41,12 +41,12 @@ def find_logger(name: str) -> Callable[..., RunLogger]:
     """
     lower_name = name.lower()
     if ":" not in name and lower_name not in LOGGERS.names():
-        raise ConfigError(_unknown_logger_text(_KEY, name))
+        raise ConfigError(_format_unknown_logger(_KEY, name))
     packages = _PACKAGES.get(lower_name, (lower_name,)) if lower_name in LOGGERS.built_in else ()
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
+    missing_packages = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing_packages:
         raise ConfigError(
-            f"{_KEY} has {name!r}, whose package {missing[0]} is not installed; install it with: "
+            f"{_KEY} has {name!r}, whose package {missing_packages[0]} is not installed; install it with: "
             f"pip install 'rlhpc[{lower_name}]'"
         )
     logger_class = LOGGERS.find(name)
@@ -55,21 +55,21 @@ def find_logger(name: str) -> Callable[..., RunLogger]:
     return logger_class
 
 
-def build_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, RunLogger]:
+def build_loggers(requested_names: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, RunLogger]:
     """Returns the loggers of a run by name, without `jsonl`, not yet open.
 
     Args:
-        names: `runner.logger.logger_backends`.
+        requested_names: `runner.logger.logger_backends`.
         kwargs: `runner.logger.kwargs`: name → arguments of its class.
 
     Raises:
         ConfigError: A name is unknown, a package is missing, or an argument is not accepted.
     """
-    classes = {name: find_logger(name) for name in names if name.lower() != JSONL}
-    allowed = {*map(str.lower, classes), *logger_names()}
+    classes = {name: find_logger(name) for name in requested_names if name.lower() != JSONL}
+    allowed_names = {*map(str.lower, classes), *logger_names()}
     for name, arguments in kwargs.items():
-        if str(name).lower() not in allowed:
-            raise ConfigError(_unknown_logger_text("runner.logger.kwargs", str(name)))
+        if str(name).lower() not in allowed_names:
+            raise ConfigError(_format_unknown_logger("runner.logger.kwargs", str(name)))
         if not isinstance(arguments, Mapping):
             raise ConfigError(f"runner.logger.kwargs.{name} is {arguments!r}; write a mapping of arguments")
     arguments_by_name = {str(name).lower(): arguments for name, arguments in kwargs.items()}
@@ -81,16 +81,16 @@ def check_loggers(names: Iterable[str], kwargs: Mapping[str, Any]) -> None:
     build_loggers(names, kwargs)
 
 
-def _build_logger(name: str, cls: Callable[..., RunLogger], arguments: Mapping[str, Any]) -> RunLogger:
+def _build_logger(name: str, logger_class: Callable[..., RunLogger], arguments: Mapping[str, Any]) -> RunLogger:
     key = f"runner.logger.kwargs.{name}"
-    options = check_options(cls, arguments, key, f"logger {name}")
+    options = check_options(logger_class, arguments, key, f"logger {name}")
     try:
-        return cls(**options)
+        return logger_class(**options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def _unknown_logger_text(key: str, name: str) -> str:
-    names = logger_names()
-    message = f"{key}: {name!r} is not a logger{nearest(name, names)} choose from {', '.join(names)}"
+def _format_unknown_logger(key: str, name: str) -> str:
+    known_names = logger_names()
+    message = f"{key}: {name!r} is not a logger{nearest(name, known_names)} choose from {', '.join(known_names)}"
     return f"{message}, or name a class as module:Class"

@@ -40,9 +40,11 @@ class SwanLabLogger(ServiceLogger):
         last_step = None if resume_step is None else _last_step(folder, run.memory["id"])
         with printing_to_stderr():
             swanlab_settings = swanlab.Settings(**settings)
-            mode = self._mode or os.environ.get("SWANLAB_MODE") or ("online" if swanlab_settings.api_key else "offline")
+            wandb_mode = (
+                self._mode or os.environ.get("SWANLAB_MODE") or ("online" if swanlab_settings.api_key else "offline")
+            )
             arguments = {
-                "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": mode,
+                "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": wandb_mode,
                 "log_dir": str(folder), "config": dict(run.config), **options,
             }  # fmt: skip
             self._run = swanlab.init(**arguments, settings=swanlab_settings)

@@ -64,7 +64,7 @@ class TensorBoardLogger:
         self._folder.mkdir(parents=True, exist_ok=True)
         started_at = time.time()
         stem = f"events.out.tfevents.{int(started_at):010d}.{node_name()}.{os.getpid()}"
-        paths = (self._folder / f"{stem}.{number}" for number in itertools.count())
+        paths = (self._folder / f"{stem}.{file_number}" for file_number in itertools.count())
         # Several starts may fall into one second.
         self._file = next(path for path in paths if not path.exists()).open("xb")
         self._records = RecordWriter(self._file)

@@ -30,7 +30,7 @@ class WandbLogger(ServiceLogger):
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # do not send error reports to W&B
         wandb = require("wandb")
         options = dict(self._options)
-        mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if _is_logged_in() else "offline")
+        wandb_mode = self._mode or os.environ.get("WANDB_MODE") or ("online" if _is_logged_in() else "offline")
         settings = {
             "console": "off",  # the driver's output has its own files
             "silent": True,
@@ -39,11 +39,11 @@ class WandbLogger(ServiceLogger):
         }
         run.memory.setdefault("id", uuid.uuid4().hex[:8])
         arguments = {
-            "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": mode,
+            "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": wandb_mode,
             "dir": str(run.folder), "config": dict(run.config), **options,
         }  # fmt: skip
         self._run = wandb.init(**arguments, settings=wandb.Settings(**settings))
-        if mode == "online":
+        if wandb_mode == "online":
             return self._run.starting_step - 1 if self._run.starting_step else None
         return None if resume_step is None else _last_step(run.folder / "wandb", run.memory["id"])
 

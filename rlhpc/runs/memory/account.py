@@ -81,7 +81,7 @@ class Account:
         changes: Returns the nearest configurations that fit into a number of bytes per accelerator or rank, best first.
         measured: Lets PyTorch trace a step without data, and returns the result as one line, for `rlhpc plan --measure`;
             None if such a trace is not possible.
-        max_fitting: Returns key → largest value (with unit) that fits into a number of bytes.
+        max_fitting: Returns a dict from key to largest value (with unit) that fits into a number of bytes.
     """
 
     group: str
@@ -142,24 +142,26 @@ class GroupRanks:
     per_node: int = 1
 
 
-def gib(nbytes: float) -> str:
+def gib(num_bytes: float) -> str:
     """Formats a number of bytes in GiB, such as `12.3 GiB`; in MiB below 0.1 GiB."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= 0.1 * GIB else f"{nbytes / MIB:.0f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
 def terms(**nbytes_by_name: float) -> tuple[MemoryTerm, ...]:
     """Returns memory terms with these names and sizes. Underscores in names become blanks; terms of 0 bytes are omitted."""
-    return tuple(MemoryTerm(name.replace("_", " "), nbytes) for name, nbytes in nbytes_by_name.items() if nbytes > 0)
+    return tuple(
+        MemoryTerm(name.replace("_", " "), term_bytes) for name, term_bytes in nbytes_by_name.items() if term_bytes > 0
+    )
 
 
 #: Fixed bytes of a process: work space of libraries on a host; context and buffers of collectives on an accelerator.
 _HOST_BYTES, _ACCELERATOR_BYTES = 24 * MIB, 1.5 * GIB
 
 
-def process(accelerated: bool) -> MemoryTerm:
+def process(on_accelerator: bool) -> MemoryTerm:
     """Returns the memory term for the fixed memory of a process on its device."""
     return (
         MemoryTerm("context and collectives", _ACCELERATOR_BYTES)
-        if accelerated
+        if on_accelerator
         else MemoryTerm("libraries' work space", _HOST_BYTES)
     )

@@ -29,37 +29,42 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _TIMEOUT_S = 10.0
 
 
-def parse_bytes(text: str) -> float | None:
+def parse_bytes(size_text: str) -> float | None:
     """Parses a size in Slurm's form, such as `80G` or `512M`, to bytes. A number without a unit is in MiB.
 
     Returns None for other forms, and for 0, which stands for all memory.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(size_text.strip())
     return float(match[1]) * (1 << _UNITS[match[2].upper()]) or None if match else None
 
 
-def accelerator_capacity(cfg: RunConfig, cluster: Cluster, node: int) -> tuple[float | None, str]:
+def accelerator_capacity(cfg: RunConfig, cluster: Cluster, node_rank: int) -> tuple[float | None, str]:
     """Returns (bytes of an accelerator of a node, source of the number); (None, "") if unknown.
 
     Args:
         cfg: The configuration.
         cluster: The nodes.
-        node: Rank of the node.
+        node_rank: Rank of the node.
     """
-    if (configured := _configured_memory(cfg, cluster, node, "accelerator_memory")) is not None:
-        return configured
+    if (configured_bytes := _find_configured_memory(cfg, cluster, node_rank, "accelerator_memory")) is not None:
+        return configured_bytes
     detected_bytes = _detect_memory() if len(cluster.nodes) == 1 else None
     return detected_bytes, "nvidia-smi" if detected_bytes else ""
 
 
-def _configured_memory(
-    cfg: RunConfig, cluster: Cluster, node: int, key: Literal["accelerator_memory", "mem"], *, groups_only: bool = False
+def _find_configured_memory(
+    cfg: RunConfig,
+    cluster: Cluster,
+    node_rank: int,
+    key: Literal["accelerator_memory", "mem"],
+    *,
+    groups_only: bool = False,
 ) -> tuple[float | None, str] | None:
     """Returns (bytes, key) from a memory key of the node's group or of `cluster`; None if neither section sets the key."""
     for group_section in read_key(cfg.cluster, "node_groups", ()):
         label = str(read_key(group_section, "label"))
         memory_size = read_key(group_section, key)
-        if memory_size is not None and node in cluster.node_group(label).node_ranks:
+        if memory_size is not None and node_rank in cluster.node_group(label).node_ranks:
             return parse_bytes(str(memory_size)), f"cluster.node_groups[{label}].{key}"
     memory_size = None if groups_only else read_key(cfg.cluster, key)
     return None if memory_size is None else (parse_bytes(str(memory_size)), f"cluster.{key}")
@@ -67,30 +72,30 @@ def _configured_memory(
 
 @functools.cache
 def _detect_memory() -> float | None:
-    """Returns the bytes of this machine's smallest accelerator, from nvidia-smi; None without an answer."""
+    """Returns the bytes of this machine's smallest accelerator, from nvidia-smi; None if there is no answer."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
-    query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query_command = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
+        output = subprocess.run(query_command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
         return min(float(line) * (1 << 20) for line in output.splitlines() if line.strip())
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
 
-def host_capacity(cfg: RunConfig, cluster: Cluster, node: int, *, here: bool) -> tuple[float | None, str]:
+def host_capacity(cfg: RunConfig, cluster: Cluster, node_rank: int, *, is_local: bool) -> tuple[float | None, str]:
     """Returns (bytes of host memory of a node that the run may use, source of the number); (None, "") if unknown.
 
     Args:
         cfg: The configuration.
         cluster: The nodes.
-        node: Rank of the node.
-        here: True if the run starts on this machine rather than in a job.
+        node_rank: Rank of the node.
+        is_local: True if the run starts on this machine rather than in a job.
     """
-    if (configured := _configured_memory(cfg, cluster, node, "mem", groups_only=here)) is not None:
-        return configured
-    return (float(total_memory()), "this machine") if here else (None, "")
+    if (configured_bytes := _find_configured_memory(cfg, cluster, node_rank, "mem", groups_only=is_local)) is not None:
+        return configured_bytes
+    return (float(total_memory()), "this machine") if is_local else (None, "")
 
 
 log = logging.getLogger(__name__)
@@ -153,8 +158,8 @@ class MemoryPool:
     @property
     def is_refused(self) -> bool:
         """True if the groups certainly do not fit into the pool."""
-        nbytes = self.nbytes if self.certain_nbytes is None else self.certain_nbytes
-        return self.capacity is not None and nbytes > self.usable * self.capacity
+        required_bytes = self.nbytes if self.certain_nbytes is None else self.certain_nbytes
+        return self.capacity is not None and required_bytes > self.usable * self.capacity
 
     def max_bytes_for(self, group: str) -> float | None:
         """Returns the bytes that the other groups leave free for a group; None if `capacity` is unknown."""
@@ -196,7 +201,7 @@ class MemoryPlan:
         ]
 
     def warnings(self) -> list[str]:
-        """Returns a text for each pool that may overflow. Only host memory can do so, if micro-batches reach their limit."""
+        """Returns a message for each memory pool that may overflow, and is not refused: host memory, in large updates."""
         return [_describe_overflow(self, pool) for pool in self.pools if pool.fits is False and not pool.is_refused]
 
 
@@ -207,22 +212,25 @@ def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: b
         cfg: The configuration.
         plan: Placement of all ranks.
         build: True to allow building models of unknown families for inspection.
-        measure: True to allow also slower measurements.
+        measure: True to also allow slower measurements.
     """
     cluster = Cluster.planned(cfg.cluster)
     ranks_by_group: dict[str, GroupRanks] = {}
     for group, ranks in plan.placements.items():
-        accelerated = bool(ranks[0].accelerators)
+        has_accelerators = bool(ranks[0].accelerators)
         nodes = [rank.node_rank for rank in ranks]
-        available_bytes = accelerator_capacity(cfg, cluster, nodes[0])[0] if accelerated else None
-        ranks_by_group[group] = GroupRanks(len(ranks), accelerated, available_bytes, max(map(nodes.count, nodes)))
+        available_bytes = accelerator_capacity(cfg, cluster, nodes[0])[0] if has_accelerators else None
+        ranks_by_group[group] = GroupRanks(len(ranks), has_accelerators, available_bytes, max(map(nodes.count, nodes)))
     accounts = _compute_accounts(_apply_placement(cfg, cluster), ranks_by_group, build, measure)
-    pools = [*_accelerator_pools(cfg, cluster, plan, accounts), *_host_pools(cfg, cluster, plan, accounts)]
-    available = {
+    pools = [*_list_accelerator_pools(cfg, cluster, plan, accounts), *_list_host_pools(cfg, cluster, plan, accounts)]
+    available_by_pool = {
         account.group: _free_bytes(account.group, ranks_by_group[account.group], pools) for account in accounts
     }
     return MemoryPlan(
-        accounts, _merge_equal(pools), available, {name: ranks.accelerated for name, ranks in ranks_by_group.items()}
+        accounts,
+        _merge_equal(pools),
+        available_by_pool,
+        {name: ranks.accelerated for name, ranks in ranks_by_group.items()},
     )
 
 
@@ -234,12 +242,14 @@ def _apply_placement(cfg: RunConfig, cluster: Cluster) -> RunConfig:
     return placed_cfg
 
 
-def _compute_accounts(cfg: RunConfig, ranks: Mapping[str, GroupRanks], build: bool, measure: bool) -> Sequence[Account]:
+def _compute_accounts(
+    cfg: RunConfig, ranks: Mapping[str, GroupRanks], builds_model: bool, measures_peak: bool
+) -> Sequence[Account]:
     task_type = task_type_of(cfg)
     if not task_type.planning.account:
         return ()
     account: Accounting = load_attribute(task_type.planning.account, f"the account of the kind {task_type.name}")
-    return account(cfg, ranks, build=build, measure=measure)
+    return account(cfg, ranks, build=builds_model, measure=measures_peak)
 
 
 def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
@@ -260,12 +270,12 @@ def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
     return memory_plan(cfg, plan, build=False)
 
 
-def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
+def refuse_overfull(cfg: RunConfig, source_name: str, launcher: str) -> None:
     """Checks that the ranks of a run fit into memory, before the run is started or submitted.
 
     Args:
         cfg: The configuration; `cluster.memory_check` selects an error, a warning, or no check.
-        source: Name of the configuration.
+        source_name: Name of the configuration.
         launcher: `slurm` or `local`.
 
     Raises:
@@ -275,16 +285,17 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
     if memory is None:
         return
     for warning in memory.warnings():
-        log.warning("%s: memory may not suffice:\n  %s", source, warning)
-    refusals = memory.refusals()
-    if not refusals:
+        log.warning("%s: memory may not suffice:\n  %s", source_name, warning)
+    memory_refusals = memory.refusals()
+    if not memory_refusals:
         return
-    reasons = "\n  ".join(refusals)
+    reasons_text = "\n  ".join(memory_refusals)
     if cfg.cluster.memory_check == WARN:
-        log.warning("%s: memory does not suffice:\n  %s", source, reasons)
+        log.warning("%s: memory does not suffice:\n  %s", source_name, reasons_text)
         return
     raise ConfigError(
-        f"{source}: memory does not suffice, so nothing is started:\n  {reasons}\n  all terms: rlhpc plan {source}; to start "
+        f"{source_name}: memory does not suffice, so nothing is started:\n  {reasons_text}\n  all terms: rlhpc plan "
+        f"{source_name}; to start "
         "it all the same: cluster.memory_check=warn"
     )
 
@@ -292,7 +303,7 @@ def refuse_overfull(cfg: RunConfig, source: str, launcher: str) -> None:
 # -- memory pools -----------------------------------------------------------------------------------------------------
 
 
-def _accelerator_pools(
+def _list_accelerator_pools(
     cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]
 ) -> list[MemoryPool]:
     bytes_by_device: dict[tuple[int, int], dict[str, float]] = {}
@@ -302,20 +313,20 @@ def _accelerator_pools(
                 group_bytes = bytes_by_device.setdefault((rank.node_rank, index), {})
                 previous_bytes = group_bytes.get(account.group, 0.0)
                 group_bytes[account.group] = previous_bytes + account.peak_bytes / len(rank.accelerators)
-    colocated = frozenset(account.group for account in accounts if account.colocated)
+    colocated_groups = frozenset(account.group for account in accounts if account.colocated)
     return [
         MemoryPool(
             f"node{node}, accelerator {index}",
             group_bytes,
             *accelerator_capacity(cfg, cluster, node),
             1.0 - SPARE,
-            colocated & set(group_bytes),
+            colocated_groups & set(group_bytes),
         )
         for (node, index), group_bytes in sorted(bytes_by_device.items())
     ]
 
 
-def _host_pools(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
+def _list_host_pools(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Sequence[Account]) -> list[MemoryPool]:
     pools: list[MemoryPool] = []
     shm_pools: list[MemoryPool] = []
     for node in range(len(plan.nodes)):
@@ -336,7 +347,7 @@ def _host_pools(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Seque
                 ]
         if not group_bytes:
             continue
-        available_bytes, source = host_capacity(cfg, cluster, node, here=plan.launcher == "local")
+        available_bytes, capacity_source = host_capacity(cfg, cluster, node, is_local=plan.launcher == "local")
         shm_pool_bytes = max(shm_bytes.values())  # the maximum, because writers and readers share the same segments
         host_terms = {name: n for name, n in {**group_bytes, "/dev/shm": shm_pool_bytes}.items() if n}
         if host_terms:
@@ -345,7 +356,7 @@ def _host_pools(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Seque
                     f"node{node}, host memory",
                     host_terms,
                     available_bytes,
-                    source,
+                    capacity_source,
                     certain_nbytes=math.fsum(certain_bytes) + shm_pool_bytes,
                 )
             )
@@ -355,7 +366,7 @@ def _host_pools(cfg: RunConfig, cluster: Cluster, plan: JobPlan, accounts: Seque
                     f"node{node}, /dev/shm",
                     {max(shm_bytes, key=shm_bytes.__getitem__): shm_pool_bytes},
                     None if available_bytes is None else _SHM_SHARE * available_bytes,
-                    f"half of {source}" if source else "",
+                    f"half of {capacity_source}" if capacity_source else "",
                 )
             )
     return pools + shm_pools
@@ -367,8 +378,8 @@ def _free_bytes(group: str, ranks: GroupRanks, pools: Sequence[MemoryPool]) -> f
     free_bytes = [
         pool.max_bytes_for(group) for pool in pools if resource_name in pool.name and group in pool.bytes_by_group
     ]
-    available = min((nbytes for nbytes in free_bytes if nbytes is not None), default=None)
-    return None if available is None else available / (1 if ranks.accelerated else ranks.per_node)
+    available_bytes = min((node_bytes for node_bytes in free_bytes if node_bytes is not None), default=None)
+    return None if available_bytes is None else available_bytes / (1 if ranks.accelerated else ranks.per_node)
 
 
 def _merge_equal(pools: Sequence[MemoryPool]) -> list[MemoryPool]:
@@ -391,9 +402,9 @@ def _merge_equal(pools: Sequence[MemoryPool]) -> list[MemoryPool]:
 def _describe_overflow(plan: MemoryPlan, pool: MemoryPool) -> str:
     """Formats the use of an overfull pool, the groups in the pool, and changes after which the groups would fit."""
     assert pool.capacity is not None
-    reserve = f", of which {1 - pool.usable:.0%} is left free" if pool.usable < 1 else ""
+    reserve_text = f", of which {1 - pool.usable:.0%} is left free" if pool.usable < 1 else ""
     message = (
-        f"{pool.name}: {gib(pool.nbytes)} would be there, and it has {gib(pool.capacity)} ({pool.source}{reserve})"
+        f"{pool.name}: {gib(pool.nbytes)} would be there, and it has {gib(pool.capacity)} ({pool.source}{reserve_text})"
     )
     accounts = {account.group: account for account in plan.accounts}
     for group in sorted(pool.bytes_by_group, key=lambda name: -pool.bytes_by_group[name]):
@@ -409,33 +420,33 @@ def _describe_overflow(plan: MemoryPlan, pool: MemoryPool) -> str:
 
 
 def _describe_changes(account: Account, capacity: float | None) -> str:
-    changes = account.changes(capacity) if capacity is not None and capacity > 0 else ()
-    return "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in changes)
+    key_changes = account.changes(capacity) if capacity is not None and capacity > 0 else ()
+    return "".join(f"\n      fits: {' '.join(c.overrides)} ({gib(c.nbytes)} a rank)" for c in key_changes)
 
 
 _LABEL_WIDTH = 38
 
 
-def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
+def render_memory(plan: MemoryPlan, *, is_measured: bool = False) -> str:
     """Formats the accounts of all groups, and their memory pools.
 
     Args:
         plan: The memory plan.
-        measure: True to let PyTorch also trace a step of the trained groups.
+        is_measured: True to let PyTorch also trace a step of the trained groups.
     """
     if not plan.accounts:
         return ""
     lines = ["memory"]
     for account in plan.accounts:
         lines += _format_account(
-            account, accelerated=plan.accelerated[account.group], capacity=plan.available[account.group]
+            account, on_accelerator=plan.accelerated[account.group], capacity=plan.available[account.group]
         )
-        if measure and account.measured is not None:
+        if is_measured and account.measured is not None:
             lines.append(f"    {account.measured()}")
     lines += ["", *(f"  {_format_pool(pool)}" for pool in plan.pools)]
-    if refusals := plan.refusals():
+    if memory_refusals := plan.refusals():
         lines += ["", "does not fit; rlhpc submit, run and train refuse it (cluster.memory_check):"]
-        lines += [f"  {refusal}" for refusal in refusals]
+        lines += [f"  {refusal}" for refusal in memory_refusals]
     for warning in plan.warnings():
         lines += ["", "may not fit:", f"  {warning}"]
     if any(pool.capacity is None and "accelerator" in pool.name for pool in plan.pools):
@@ -447,23 +458,28 @@ def render_memory(plan: MemoryPlan, *, measure: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _format_account(account: Account, *, accelerated: bool, capacity: float | None) -> list[str]:
+def _format_account(account: Account, *, on_accelerator: bool, capacity: float | None) -> list[str]:
     if account.unknown:
         return ["", f"  {account.group}: not known: {account.unknown}"]
     lines = ["", f"  {account.group}: {account.description}" if account.description else f"  {account.group}"]
-    unit, unit_name = (GIB, "GiB") if account.peak_bytes >= GIB else (MIB, "MiB")
+    unit_bytes, unit_name = (GIB, "GiB") if account.peak_bytes >= GIB else (MIB, "MiB")
 
-    def line(label: str, cells: Iterable[str]) -> str:
+    def format_line(label: str, cells: Iterable[str]) -> str:
         widths = (max(7, len(moment.name)) for moment in account.moments)
         padded_cells = (f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
         return f"    {label:<{_LABEL_WIDTH}}" + "".join(padded_cells)
 
-    owner = "on its accelerator" if accelerated else "of its node"
-    lines.append(line(f"a rank holds {owner}, {unit_name}", (moment.name for moment in account.moments)))
+    owner_text = "on its accelerator" if on_accelerator else "of its node"
+    lines.append(format_line(f"a rank holds {owner_text}, {unit_name}", (moment.name for moment in account.moments)))
     for name in dict.fromkeys(term.name for moment in account.moments for term in moment.terms):
-        sizes = ([term.nbytes for term in moment.terms if term.name == name] for moment in account.moments)
-        lines.append(line(f"  {name}", (_format_number(sum(nbytes) / unit) if nbytes else "" for nbytes in sizes)))
-    lines.append(line("together", (_format_number(moment.nbytes / unit) for moment in account.moments)))
+        term_sizes = ([term.nbytes for term in moment.terms if term.name == name] for moment in account.moments)
+        lines.append(
+            format_line(
+                f"  {name}",
+                (_format_number(sum(term_bytes) / unit_bytes) if term_bytes else "" for term_bytes in term_sizes),
+            )
+        )
+    lines.append(format_line("together", (_format_number(moment.nbytes / unit_bytes) for moment in account.moments)))
     if (peak := account.peak) is not None:
         lines.append(
             f"    most: {peak.name}, {gib(peak.nbytes)}; largest term: {peak.largest.name}, {gib(peak.largest.nbytes)}"
@@ -478,21 +494,26 @@ def _format_account(account: Account, *, accelerated: bool, capacity: float | No
             lines.append(f"    {label}: " + ", ".join(f"{term.name} {gib(term.nbytes)}" for term in terms))
     lines += [f"    {remark}" for remark in account.remarks]
     if capacity is not None and capacity > 0:
-        lines += [f"    fits up to: {key}={value}" for key, value in account.max_fitting(capacity).items()]
+        lines += [
+            f"    fits up to: {key}={fitting_value}" for key, fitting_value in account.max_fitting(capacity).items()
+        ]
     return lines
 
 
-def _format_number(size: float) -> str:
-    return f"{size:.2f}" if size < 10 else f"{size:.1f}"
+def _format_number(unit_size: float) -> str:
+    return f"{unit_size:.2f}" if unit_size < 10 else f"{unit_size:.1f}"
 
 
 def _format_pool(pool: MemoryPool) -> str:
     resident_texts = [f"{name} {gib(n)}" for name, n in pool.bytes_by_group.items() if name not in pool.colocated]
-    colocated = [f"{name} {gib(n)}" for name, n in pool.bytes_by_group.items() if name in pool.colocated]
+    colocated_texts = [f"{name} {gib(n)}" for name, n in pool.bytes_by_group.items() if name in pool.colocated]
     sum_text = " + ".join(
-        [*resident_texts, *([f"{' or '.join(colocated)} (in turns)"] if len(colocated) > 1 else colocated)]
+        [
+            *resident_texts,
+            *([f"{' or '.join(colocated_texts)} (in turns)"] if len(colocated_texts) > 1 else colocated_texts),
+        ]
     )
     if pool.capacity is None:
         return f"{pool.name}: {sum_text} = {gib(pool.nbytes)}"
-    verdict = "fits" if pool.fits else "does not fit" if pool.is_refused else "may not fit"
-    return f"{pool.name}: {sum_text} = {gib(pool.nbytes)} of {gib(pool.capacity)} ({pool.source}): {verdict}"
+    verdict_text = "fits" if pool.fits else "does not fit" if pool.is_refused else "may not fit"
+    return f"{pool.name}: {sum_text} = {gib(pool.nbytes)} of {gib(pool.capacity)} ({pool.source}): {verdict_text}"

@@ -60,14 +60,14 @@ class ShortRuns:
     Attributes:
         config: File of the configuration, with all values resolved.
         folder: Parent of `logs` and of the runs' folders. Each run's folder is removed after the run.
-        always: Overrides of every run.
+        common_overrides: Overrides of every run.
         steps: Number of measured steps.
         deadline_s: Maximum seconds of a run.
     """
 
     config: Path
     folder: Path
-    always: tuple[str, ...]
+    common_overrides: tuple[str, ...]
     steps: int
     deadline_s: float
 
@@ -86,9 +86,9 @@ class ShortRuns:
         log.parent.mkdir(parents=True, exist_ok=True)
         num_steps = _NUM_FIRST_SKIPPED + self.steps + _NUM_LAST_SKIPPED
         override_words = [
-            *self.always, *overrides, f"runner.run_dir={json.dumps(str(self.folder / 'runs'))}", f"runner.name={name}",
-            f"runner.max_steps={num_steps}", "runner.segments=1", "runner.save_interval=-1", "runner.resume_dir=null",
-            "runner.logger.logger_backends=[jsonl]",
+            *self.common_overrides, *overrides, f"runner.run_dir={json.dumps(str(self.folder / 'runs'))}",
+            f"runner.name={name}", f"runner.max_steps={num_steps}", "runner.segments=1", "runner.save_interval=-1",
+            "runner.resume_dir=null", "runner.logger.logger_backends=[jsonl]",
         ]  # fmt: skip
         command = [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(self.config), *override_words]
         if cores:
@@ -157,7 +157,7 @@ def _sample_memory(paths: RunPaths, observation: _Observation) -> None:
             record = json.loads(file.read_bytes())
             if record["node"] == local_node or str(record["node"]).startswith(f"{local_node}-v"):
                 pids[int(record["pid"])] = str(record["group"])
-    device_bytes_by_pid = _device_memory() if pids else {}
+    device_bytes_by_pid = _measure_device_memory() if pids else {}
     for pid, group in pids.items():
         with contextlib.suppress(psutil.Error):
             pss_bytes = float(psutil.Process(pid).memory_full_info().pss)
@@ -166,10 +166,10 @@ def _sample_memory(paths: RunPaths, observation: _Observation) -> None:
             observation.device_memory[group] = max(observation.device_memory.get(group, 0.0), device_bytes_by_pid[pid])
 
 
-def _device_memory() -> dict[int, float]:
-    """Returns pid → bytes of accelerator memory, for each process that computes on an accelerator."""
+def _measure_device_memory() -> dict[int, float]:
+    """Returns the accelerator memory in bytes of each process that computes on an accelerator, by pid."""
     nbytes_by_pid: dict[int, float] = {}
-    for line in _nvidia_smi("--query-compute-apps=pid,used_memory"):
+    for line in _query_nvidia_smi("--query-compute-apps=pid,used_memory"):
         pid, _, used_mib = line.partition(",")
         if pid.strip().isdigit() and used_mib.strip().isdigit():
             nbytes_by_pid[int(pid)] = nbytes_by_pid.get(int(pid), 0.0) + float(used_mib) * 2**20
@@ -177,17 +177,17 @@ def _device_memory() -> dict[int, float]:
 
 
 def device_size() -> int:
-    """Returns the bytes of the smallest accelerator's memory; 0 without an accelerator, or if unknown."""
-    sizes = [int(line) for line in _nvidia_smi("--query-gpu=memory.total") if line.strip().isdigit()]
-    return min(sizes, default=0) * 2**20
+    """Returns the bytes of the smallest accelerator's memory; 0 if there is no accelerator, or if unknown."""
+    memory_sizes = [int(line) for line in _query_nvidia_smi("--query-gpu=memory.total") if line.strip().isdigit()]
+    return min(memory_sizes, default=0) * 2**20
 
 
-def _nvidia_smi(query: str) -> list[str]:
+def _query_nvidia_smi(query_option: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     try:
-        completed = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+        completed_process = subprocess.run(
+            ["nvidia-smi", query_option, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=10,
@@ -195,7 +195,7 @@ def _nvidia_smi(query: str) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return completed.stdout.splitlines() if completed.returncode == 0 else []
+    return completed_process.stdout.splitlines() if completed_process.returncode == 0 else []
 
 
 def _run_error(name: str, code: int, log: Path) -> RlhpcError:
@@ -216,10 +216,12 @@ def _summarize(rows: Sequence[Mapping[str, Any]], observation: _Observation) -> 
         )
     ]
     counted_rows = rows[_NUM_FIRST_SKIPPED : len(rows) - _NUM_LAST_SKIPPED]
-    names = {name for row in counted_rows for name, value in row.items() if isinstance(value, (int, float))}
+    metric_names = {
+        name for row in counted_rows for name, metric_value in row.items() if isinstance(metric_value, (int, float))
+    }
     medians = {
         name: statistics.median(float(row[name]) for row in counted_rows if isinstance(row.get(name), (int, float)))
-        for name in names
+        for name in metric_names
     }
     return MeasuredCosts(
         statistics.median(step_times[: len(counted_rows)]), medians, observation.memory, observation.device_memory
@@ -243,21 +245,21 @@ class Calibration:
         shape: Cluster that the configuration requests.
         configured: Placement and settings of the configuration.
         runs: Short runs.
-        say: Function that prints progress messages.
+        report: Function that prints progress messages.
     """
 
     workload: Workload
     shape: ClusterShape
     configured: Candidate
     runs: ShortRuns
-    say: Callable[[str], None]
+    report: Callable[[str], None]
 
     def __post_init__(self) -> None:
         measured_with = dict(override_word.split("=", 1) for override_word in self.workload.measured_with)
         short_run_settings = {self.workload.stages: 1, self.workload.staleness: 0}
         settings = {
-            key: short_run_settings[key] if key in measured_with else value
-            for key, value in self.configured.settings.items()
+            key: short_run_settings[key] if key in measured_with else setting_value
+            for key, setting_value in self.configured.settings.items()
         }
         self.plain = dataclasses.replace(self.configured, settings=settings)
         self.samples: dict[str, list[tuple[float, float]]] = {phase.name: [] for phase in self.workload.phases}
@@ -276,17 +278,19 @@ class Calibration:
             if (short_run := self._try_run(f"part_{divisor}", overrides)) is not None:
                 self._add_samples(short_run, divisor)
         costs = self._without_factors()
-        costs = dataclasses.replace(costs, scaling=self._scaling(costs))
-        costs = dataclasses.replace(costs, together_s=self._multi_rank_costs(costs))
+        costs = dataclasses.replace(costs, scaling=self._measure_scaling(costs))
+        costs = dataclasses.replace(costs, together_s=self._measure_multi_rank_costs(costs))
         for knob in self.workload.knobs:
-            for value in knob.values:
-                if value != self.plain.settings[knob.key]:
-                    costs = self._add_value_costs(costs, knob, value)
+            for knob_value in knob.values:
+                if knob_value != self.plain.settings[knob.key]:
+                    costs = self._add_value_costs(costs, knob, knob_value)
         self._run_plain("last")
         median_step_s = statistics.median(short_run.step_s for short_run in self.plain_runs)
-        return dataclasses.replace(costs.times(median_step_s / self.plain_runs[0].step_s), spread=self._spread())
+        return dataclasses.replace(
+            costs.times(median_step_s / self.plain_runs[0].step_s), spread=self._measure_spread()
+        )
 
-    def _spread(self) -> float:
+    def _measure_spread(self) -> float:
         """Returns the relative spread of the step times of all unchanged runs."""
         steps = [short_run.step_s for short_run in self.plain_runs]
         return (max(steps) - min(steps)) / statistics.fmean(steps)
@@ -302,7 +306,7 @@ class Calibration:
 
     def _run(self, name: str, overrides: Iterable[str], cores: frozenset[int] = frozenset()) -> MeasuredCosts:
         short_run = self.runs.run(name, [*self.workload.measured_with, *overrides], cores)
-        self.say(f"{' '.join(overrides) or 'as it is'}: {short_run.step_s:.3g} s a step")
+        self.report(f"{' '.join(overrides) or 'as it is'}: {short_run.step_s:.3g} s a step")
         return short_run
 
     def _try_run(
@@ -311,7 +315,7 @@ class Calibration:
         """Makes a short run, and corrects its measurements for drift on a disturbed machine. Returns None if the run fails."""
         try:
             short_run = self._run(name, overrides, cores)
-            if self._spread() <= _MAX_STEADY_SPREAD:
+            if self._measure_spread() <= _MAX_STEADY_SPREAD:
                 return short_run
             # Other work disturbs the machine; the unchanged runs before and after this run measure the drift.
             step_s_before = self.plain_runs[-1].step_s
@@ -320,7 +324,7 @@ class Calibration:
             raise
         except RlhpcError as error:
             self.failed_overrides[" ".join(overrides)] = str(error).splitlines()[0]
-            self.say(f"{' '.join(overrides)}: left out: {error}")
+            self.report(f"{' '.join(overrides)}: left out: {error}")
             return None
 
     def _run_plain(self, name: str) -> MeasuredCosts:
@@ -328,7 +332,7 @@ class Calibration:
         self.plain_runs.append(self._run(name, ()))
         return self.plain_runs[-1]
 
-    def _without_drift(self, measured: MeasuredCosts, plain_step_s: float) -> MeasuredCosts:
+    def _without_drift(self, measured_costs: MeasuredCosts, plain_step_s: float) -> MeasuredCosts:
         """Returns a run's measurements without the drift of the machine.
 
         The drift is the ratio of `plain_step_s`, the step time of an unchanged run at that time in seconds, to the step time
@@ -336,14 +340,15 @@ class Calibration:
         """
         drift = plain_step_s / self.plain_runs[0].step_s
         metrics = {
-            name: value / drift if name.startswith("time/") else value for name, value in measured.metrics.items()
+            name: metric_value / drift if name.startswith("time/") else metric_value
+            for name, metric_value in measured_costs.metrics.items()
         }
-        return dataclasses.replace(measured, step_s=measured.step_s / drift, metrics=metrics)
+        return dataclasses.replace(measured_costs, step_s=measured_costs.step_s / drift, metrics=metrics)
 
-    def _add_samples(self, measured: MeasuredCosts, divisor: int = 1) -> None:
+    def _add_samples(self, measured_costs: MeasuredCosts, divisor: int = 1) -> None:
         for phase in self.workload.phases:
             fraction = 1.0 / self.plain.ranks(phase.group) / divisor
-            self.samples[phase.name].append((fraction, measured.metrics.get(phase.metric, 0.0)))
+            self.samples[phase.name].append((fraction, measured_costs.metrics.get(phase.metric, 0.0)))
 
     # -- evaluation -----------------------------------------------------------------------------------------------
 
@@ -361,9 +366,9 @@ class Calibration:
             curves,
             hop_s=max(0.0, statistics.median(hop_times)) if turn_phases else 0.0,
             threads=self._model(Costs(curves)).threads(self.plain),
-            memory=_maximum_by_group([short_run.memory for short_run in self.plain_runs]),
-            device_memory=_maximum_by_group([short_run.device_memory for short_run in self.plain_runs]),
-            spread=self._spread(),
+            memory=_find_maximum_by_group([short_run.memory for short_run in self.plain_runs]),
+            device_memory=_find_maximum_by_group([short_run.device_memory for short_run in self.plain_runs]),
+            spread=self._measure_spread(),
         )
         predicted_s = self._model(costs).predict(self.plain).step_s
         return dataclasses.replace(costs, overhead_s=max(0.0, self.plain_runs[0].step_s - predicted_s))
@@ -371,24 +376,24 @@ class Calibration:
     def _model(self, costs: Costs) -> QueueingModel:
         return QueueingModel(self.workload, costs, self.shape)
 
-    def _scaling(self, costs: Costs) -> dict[str, float]:
-        """Returns phase → exponent of the speed-up with threads, from one short run with one thread per rank."""
+    def _measure_scaling(self, costs: Costs) -> dict[str, float]:
+        """Returns the exponent of each phase's speed-up with threads, from one short run with one thread per rank."""
         if max(costs.threads.values()) < 2 or len(self.shape.cores) > 1 or "SLURM_JOB_ID" in os.environ:
             return {}
-        ranks = sum(len(placement.processes) for placement in self.plain.placements.values())
+        num_ranks = sum(len(placement.processes) for placement in self.plain.placements.values())
         cpus = sorted(os.sched_getaffinity(0))
-        scaling: dict[str, float] = {}
-        if (short_run := self._try_run("one_thread", (), frozenset(cpus[: max(1, ranks)]))) is None:
-            return scaling
+        exponents: dict[str, float] = {}
+        if (short_run := self._try_run("one_thread", (), frozenset(cpus[: max(1, num_ranks)]))) is None:
+            return exponents
         for phase in self.workload.phases:
             plain_s = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
             one_thread_s, threads = short_run.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
             if plain_s > 0 and one_thread_s > plain_s and threads > 1:
-                scaling[phase.name] = min(1.0, math.log(one_thread_s / plain_s) / math.log(threads))
-        return scaling
+                exponents[phase.name] = min(1.0, math.log(one_thread_s / plain_s) / math.log(threads))
+        return exponents
 
-    def _multi_rank_costs(self, costs: Costs) -> dict[str, float]:
-        """Returns phase → extra seconds of two ranks, compared with one rank that has half of the work.
+    def _measure_multi_rank_costs(self, costs: Costs) -> dict[str, float]:
+        """Returns the extra seconds of each phase with two ranks, compared with one rank that has half of the work.
 
         Makes one short run with twice as many ranks; returns {} if the machines have too few resources.
         """
@@ -415,14 +420,14 @@ class Calibration:
             if phase.group in placements
         }
 
-    def _add_value_costs(self, costs: Costs, knob: Knob, value: Any) -> Costs:
+    def _add_value_costs(self, costs: Costs, knob: Knob, knob_value: Any) -> Costs:
         """Makes a short run with another value of a key; returns the costs with this value's factors and extra seconds."""
-        override_word = word_of(knob.key, value)
-        if (short_run := self._try_run(f"{knob.key.rpartition('.')[2]}_{value}", [override_word])) is None:
+        override_word = word_of(knob.key, knob_value)
+        if (short_run := self._try_run(f"{knob.key.rpartition('.')[2]}_{knob_value}", [override_word])) is None:
             return costs
-        changed_candidate = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: value})
+        changed_candidate = dataclasses.replace(self.plain, settings={**self.plain.settings, knob.key: knob_value})
         expected_s = self._model(costs).predict(changed_candidate).phases
-        factors = {
+        time_factors = {
             phase.name: short_run.metrics[phase.metric] / expected_s[phase.name]
             for phase in self.workload.phases
             if expected_s[phase.name] > 0
@@ -430,11 +435,11 @@ class Calibration:
             # If steps overlap, a wait does not measure the work of the phase's group.
             and (knob.key != self.workload.staleness or not phase.waits)
         }
-        costs = dataclasses.replace(costs, factors={**costs.factors, override_word: factors})
+        costs = dataclasses.replace(costs, factors={**costs.factors, override_word: time_factors})
         extra_s = short_run.step_s - self._model(costs).predict(changed_candidate).step_s
         return dataclasses.replace(costs, extra_s={**costs.extra_s, override_word: extra_s})
 
 
-def _maximum_by_group(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns group → maximum bytes over all runs."""
+def _find_maximum_by_group(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the maximum bytes of each group over all runs."""
     return {group: max(run.get(group, 0.0) for run in runs) for run in runs for group in run}

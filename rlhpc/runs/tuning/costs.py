@@ -27,20 +27,22 @@ class Curve:
         takes less time.
         """
         fractions = sorted({fraction for fraction, _ in samples})
-        points: list[tuple[float, float]] = []
+        curve_points: list[tuple[float, float]] = []
         for fraction in fractions:
-            median_s = statistics.median(seconds for sample_fraction, seconds in samples if sample_fraction == fraction)
-            points.append((fraction, max(median_s, points[-1][1] if points else 0.0)))
-        return cls(tuple(points))
+            median_s = statistics.median(
+                sample_s for sample_fraction, sample_s in samples if sample_fraction == fraction
+            )
+            curve_points.append((fraction, max(median_s, curve_points[-1][1] if curve_points else 0.0)))
+        return cls(tuple(curve_points))
 
     def at(self, share: float) -> float:
         """Returns the seconds for a share of the work."""
         if len(self.points) == 1:  # with one measured share, the time is assumed to be proportional to the share
             return self.points[0][1] * share / self.points[0][0]
-        upper = next(
+        upper_point = next(
             (i for i, (point_share, _) in enumerate(self.points) if point_share >= share), len(self.points) - 1
         )
-        (x0, y0), (x1, y1) = self.points[max(upper, 1) - 1], self.points[max(upper, 1)]
+        (x0, y0), (x1, y1) = self.points[max(upper_point, 1) - 1], self.points[max(upper_point, 1)]
         return max(0.0, y0 + (y1 - y0) * (share - x0) / (x1 - x0))
 
 
@@ -77,16 +79,16 @@ class Costs:
     def times(self, ratio: float) -> Costs:
         """Returns the costs on a machine that takes `ratio` times as long."""
 
-        def scaled(seconds: Mapping[str, float]) -> dict[str, float]:
-            return {name: value * ratio for name, value in seconds.items()}
+        def scale_seconds(seconds_by_metric: Mapping[str, float]) -> dict[str, float]:
+            return {name: metric_s * ratio for name, metric_s in seconds_by_metric.items()}
 
         curves = {
-            name: Curve(tuple((point_share, seconds * ratio) for point_share, seconds in curve.points))
+            name: Curve(tuple((point_share, point_s * ratio) for point_share, point_s in curve.points))
             for name, curve in self.curves.items()
         }
         return replace(
             self, curves=curves, overhead_s=self.overhead_s * ratio, hop_s=self.hop_s * ratio,
-            together_s=scaled(self.together_s), extra_s=scaled(self.extra_s),
+            together_s=scale_seconds(self.together_s), extra_s=scale_seconds(self.extra_s),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -101,15 +103,15 @@ class Costs:
         """Restores costs from the result of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: The content has another form.
+            KeyError, TypeError, ValueError: The content has a different form.
         """
         curves = {
-            str(name): Curve(tuple((float(point_share), float(seconds)) for point_share, seconds in points))
-            for name, points in content["curves"].items()
+            str(name): Curve(tuple((float(point_share), float(point_s)) for point_share, point_s in raw_points))
+            for name, raw_points in content["curves"].items()
         }
         return cls(**{**content, "curves": curves})
 
 
-def word_of(key: str, value: Any) -> str:
+def word_of(key: str, setting_value: Any) -> str:
     """Formats a key with its value as an override."""
-    return f"{key}={json.dumps(value)}"
+    return f"{key}={json.dumps(setting_value)}"

@@ -54,62 +54,65 @@ class QueueingModel:
 
     def lower_bound_s(self, candidate: Candidate) -> float:
         """Returns a lower bound of the seconds of a step, for any location of the candidate's ranks."""
-        cores, placements = max(self.shape.cores), candidate.placements
+        num_cores, placements = max(self.shape.cores), candidate.placements
         ranks_per_resource = {
             group: len(placement.processes) // max(1, len(placement.resources))
             for group, placement in placements.items()
         }
-        threads = {group: max(1, cores // max(1, ranks_per_resource[group])) for group in placements}
-        return self._step_period(candidate, self._phase_seconds(candidate, threads), {})
+        threads = {group: max(1, num_cores // max(1, ranks_per_resource[group])) for group in placements}
+        return self._step_period(candidate, self._predict_phase_seconds(candidate, threads), {})
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Predicts step time, idle share and memory of a candidate."""
         threads = self.threads(candidate)
-        phase_s = self._phase_seconds(candidate, threads)
-        loads = self._loads(candidate, phase_s, threads)
-        seconds = {
+        phase_s = self._predict_phase_seconds(candidate, threads)
+        loads = self._predict_loads(candidate, phase_s, threads)
+        seconds_by_phase = {
             phase.name: phase_s[phase.name] * self._slowdown(candidate, phase, threads)
             for phase in self.workload.phases
         }
-        step_s = self._step_period(candidate, seconds, loads)
+        step_s = self._step_period(candidate, seconds_by_phase, loads)
         host, device = self._memory(candidate)
-        return Prediction(step_s, self._idle_share(loads, step_s), host, device, seconds)
+        return Prediction(step_s, self._predict_idle_share(loads, step_s), host, device, seconds_by_phase)
 
     def threads(self, candidate: Candidate) -> dict[str, int]:
-        """Returns group → number of threads of a rank, as the runtime assigns them."""
-        ranks_by_node = self._ranks_by_node(candidate, tuple(candidate.placements))
+        """Returns the number of threads of a rank in each group, as the runtime assigns them."""
+        ranks_by_node = self._count_ranks_by_node(candidate, tuple(candidate.placements))
         return {
             group: min(
                 max(1, self.shape.cores[node] // ranks_by_node[node])
-                for node in self._ranks_by_node(candidate, (group,))
+                for node in self._count_ranks_by_node(candidate, (group,))
             )
             for group in candidate.placements
         }
 
     # -- seconds of the phases ------------------------------------------------------------------------------------
 
-    def _phase_seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
-        """Returns phase → seconds per step, if each thread of a rank has a core that no other group uses."""
+    def _predict_phase_seconds(self, candidate: Candidate, threads: Mapping[str, int]) -> dict[str, float]:
+        """Returns the seconds per step of each phase if each thread of a rank has a core that no other group uses."""
         costs = self.costs
-        factors = [costs.factors.get(word_of(key, value), {}) for key, value in candidate.settings.items()]
+        setting_factors = [
+            costs.factors.get(word_of(key, setting_value), {}) for key, setting_value in candidate.settings.items()
+        ]
         seconds_by_phase = {}
         for phase in self.workload.phases:
             ranks, name = candidate.ranks(phase.group), phase.name
             stages = self.stages(candidate) if phase.turn else 1
-            seconds = stages * costs.curves[name].at(1.0 / ranks / stages)
-            seconds += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
-            seconds *= math.prod(factor.get(name, 1.0) for factor in factors)
+            phase_s = stages * costs.curves[name].at(1.0 / ranks / stages)
+            phase_s += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
+            phase_s *= math.prod(factors_by_phase.get(name, 1.0) for factors_by_phase in setting_factors)
             measured_threads, candidate_threads = costs.threads.get(phase.group, 1), threads[phase.group]
-            seconds_by_phase[name] = seconds * (measured_threads / candidate_threads) ** costs.scaling.get(name, 0.0)
+            seconds_by_phase[name] = phase_s * (measured_threads / candidate_threads) ** costs.scaling.get(name, 0.0)
         return seconds_by_phase
 
     def _slowdown(self, candidate: Candidate, phase: Phase, threads: Mapping[str, int]) -> float:
         """Returns the slow-down of a phase if its ranks on a node have more threads than the node has cores; 1 otherwise."""
         if not self._is_on_cores(candidate, phase):
             return 1.0
-        ranks_by_node = self._ranks_by_node(candidate, (phase.group,))
+        ranks_by_node = self._count_ranks_by_node(candidate, (phase.group,))
         return max(
-            1.0, *(count * threads[phase.group] / self.shape.cores[node] for node, count in ranks_by_node.items())
+            1.0,
+            *(num_ranks * threads[phase.group] / self.shape.cores[node] for node, num_ranks in ranks_by_node.items()),
         )
 
     def stages(self, candidate: Candidate) -> int:
@@ -122,9 +125,11 @@ class QueueingModel:
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def _step_period(self, candidate: Candidate, seconds: Mapping[str, float], loads: Mapping[object, float]) -> float:
+    def _step_period(
+        self, candidate: Candidate, seconds_by_phase: Mapping[str, float], loads: Mapping[object, float]
+    ) -> float:
         busy_by_station: dict[str, float] = collections.defaultdict(float)
-        turns = {phase.name: seconds[phase.name] for phase in self.workload.phases if phase.turn}
+        turns = {phase.name: seconds_by_phase[phase.name] for phase in self.workload.phases if phase.turn}
         chain_s = previous_s = 0.0
         if turns:
             concurrent_stages = self.stages(candidate)
@@ -133,7 +138,7 @@ class QueueingModel:
         for phase in self.workload.phases:
             if phase.turn:
                 continue
-            phase_s = seconds[phase.name]
+            phase_s = seconds_by_phase[phase.name]
             busy_by_station[phase.group] += phase_s
             if phase.streams and previous_s:
                 pieces_per_rank = max(
@@ -143,12 +148,15 @@ class QueueingModel:
                     max(previous_s + phase_s / pieces_per_rank, phase_s + previous_s / pieces_per_rank) - previous_s
                 )
             chain_s += phase_s
-            previous_s = seconds[phase.name]
+            previous_s = seconds_by_phase[phase.name]
         overhead_s = self.costs.overhead_s
         last_group = self.workload.phases[-1].group  # the driver's work delays the last group's next step
         busy_by_station[last_group] += overhead_s
         concurrent_steps = self.staleness(candidate) + 1
-        extra_s = sum(self.costs.extra_s.get(word_of(key, value), 0.0) for key, value in candidate.settings.items())
+        extra_s = sum(
+            self.costs.extra_s.get(word_of(key, setting_value), 0.0)
+            for key, setting_value in candidate.settings.items()
+        )
         period_s = max((chain_s + overhead_s) / concurrent_steps, *busy_by_station.values(), *loads.values())
         return max(period_s + extra_s, period_s / 2)  # limits the correction by measurements of another placement
 
@@ -157,14 +165,14 @@ class QueueingModel:
     def _is_on_cores(self, candidate: Candidate, phase: Phase) -> bool:
         return phase.on_cores or self.shape.pools[candidate.placements[phase.group].label].by_node
 
-    def _ranks_by_node(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
-        """Returns node → number of ranks of these groups."""
+    def _count_ranks_by_node(self, candidate: Candidate, groups: tuple[str, ...]) -> dict[int, int]:
+        """Returns the number of ranks of these groups on each node."""
         return collections.Counter(
             node for group in groups for node in self.shape.nodes_of(candidate.placements[group])
         )
 
-    def _loads(
-        self, candidate: Candidate, seconds: Mapping[str, float], threads: Mapping[str, int]
+    def _predict_loads(
+        self, candidate: Candidate, seconds_by_phase: Mapping[str, float], threads: Mapping[str, int]
     ) -> dict[object, float]:
         """Returns the busy seconds per step: accelerator → seconds, and node → seconds of all its cores."""
         loads: dict[object, float] = collections.defaultdict(float)
@@ -173,12 +181,12 @@ class QueueingModel:
             for resources in self.shape.resources_of(candidate.placements[phase.group]):
                 node, _ = resources[0]
                 width = min(threads[phase.group], self.shape.cores[node]) if by_cores else 1
-                loads[node] += seconds[phase.name] * width / self.shape.cores[node]
+                loads[node] += seconds_by_phase[phase.name] * width / self.shape.cores[node]
                 for resource in () if by_cores else resources:
-                    loads[resource] += seconds[phase.name]
+                    loads[resource] += seconds_by_phase[phase.name]
         return loads
 
-    def _idle_share(self, loads: Mapping[object, float], step: float) -> float:
+    def _predict_idle_share(self, loads: Mapping[object, float], step: float) -> float:
         if self.shape.accelerators:
             busy_s = sum(load_s for resource, load_s in loads.items() if isinstance(resource, tuple))
             return max(0.0, 1.0 - busy_s / (step * self.shape.accelerators))

@@ -136,7 +136,7 @@ class Candidate:
 
     def overrides(self) -> list[str]:
         """Returns the candidate as `key=value` overrides."""
-        override_words = [word_of(key, value) for key, value in self.settings.items()]
+        override_words = [word_of(key, setting_value) for key, setting_value in self.settings.items()]
         return [word_of("cluster.component_placement", self.placement()), *override_words]
 
 
@@ -151,9 +151,9 @@ def configured_placements(cfg: RunConfig) -> dict[str, GroupPlacement]:
     for name in placement.components:
         strategy = placement.get_strategy(name)
         raw_placement = next(
-            value
-            for names, value in cfg.cluster.component_placement.items()
-            if name in map(str.strip, str(names).split(","))
+            ranks_text
+            for group_names, ranks_text in cfg.cluster.component_placement.items()
+            if name in map(str.strip, str(group_names).split(","))
         )
         placement_text = raw_placement["placement"] if hasattr(raw_placement, "keys") else raw_placement
         placements[name] = GroupPlacement(strategy.node_group, str(placement_text), strategy.processes)

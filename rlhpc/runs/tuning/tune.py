@@ -40,7 +40,7 @@ from rlhpc.runtime.text import align_columns, format_bytes
 #: Number of candidates in the table and in tune.json.
 _NUM_LISTED = 10
 #: Key → value in short runs, for task types with the key. The values turn off evaluations and early stopping.
-NOT_IN_SHORT_RUNS = {
+SHORT_RUN_OVERRIDES = {
     "runner.val_check_interval": "-1", "runner.stop_return": "null", "runner.keep_best": "null", "runner.patience": "0",
 }  # fmt: skip
 
@@ -74,8 +74,10 @@ class TuneRequest:
 
     def machines(self) -> tuple[str, ...]:
         """Returns the overrides that request `nodes` and `accelerators`."""
-        sizes = {"num_nodes": self.nodes, "accelerators_per_node": self.accelerators}
-        return tuple(f"cluster.{key}={size}" for key, size in sizes.items() if size is not None)
+        machine_sizes = {"num_nodes": self.nodes, "accelerators_per_node": self.accelerators}
+        return tuple(
+            f"cluster.{key}={machine_size}" for key, machine_size in machine_sizes.items() if machine_size is not None
+        )
 
 
 def workload_of(cfg: RunConfig, max_staleness: int | None) -> Workload:
@@ -86,10 +88,12 @@ def workload_of(cfg: RunConfig, max_staleness: int | None) -> Workload:
     """
     task_type = task_type_of(cfg)
     if not task_type.planning.workload:
-        tunable = ", ".join(sorted(other_type.name for other_type in all_task_types() if other_type.planning.workload))
+        tunable_names = ", ".join(
+            sorted(other_type.name for other_type in all_task_types() if other_type.planning.workload)
+        )
         raise ConfigError(
             f"runner.task_type is {task_type.name}, and what a step of such a run consists of is not known; rlhpc tune "
-            f"takes: {tunable}"
+            f"takes: {tunable_names}"
         )
     configured_staleness = int(select(cfg, "algorithm.max_staleness") or 0)
     build_workload = load_attribute(task_type.planning.workload, f"the workload of the kind {task_type.name}")
@@ -97,14 +101,14 @@ def workload_of(cfg: RunConfig, max_staleness: int | None) -> Workload:
     return workload
 
 
-def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, here: bool) -> Space:
-    """Returns the search space on the requested machines. If `here` is true, the memory of this machine is the limit."""
+def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunConfig, *, is_local: bool) -> Space:
+    """Returns the search space on the requested machines. If `is_local` is true, the memory of this machine is the limit."""
     target = load_config(request.config, [*request.overrides, *request.machines()], site=request.site, check=False)
-    configured = configured_candidate(cfg, workload)
-    labels = {placement.label for placement in configured.placements.values()}
-    memory = total_memory() if here else 0
-    shape = ClusterShape.of(target, labels, memory, device_size() if here else 0)
-    return Space(QueueingModel(workload, costs, shape), configured)
+    configured_placement = configured_candidate(cfg, workload)
+    labels = {placement.label for placement in configured_placement.placements.values()}
+    memory = total_memory() if is_local else 0
+    shape = ClusterShape.of(target, labels, memory, device_size() if is_local else 0)
+    return Space(QueueingModel(workload, costs, shape), configured_placement)
 
 
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
@@ -114,12 +118,12 @@ def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     return Candidate(placements, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
 
-def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
+def tune(request: TuneRequest, report: Callable[[str], None]) -> dict[str, Any]:
     """Searches for the best placement of a run; writes tune.json and the configuration of the winner.
 
     Args:
         request: Configuration and options.
-        say: Function that prints progress messages.
+        report: Function that prints progress messages.
 
     Returns:
         The content of tune.json.
@@ -134,7 +138,7 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
             "--nodes and --gpus are for configurations without cluster.node_groups; change those in the file"
         )
     workload = workload_of(cfg, request.max_staleness)
-    configured = configured_candidate(cfg, workload)
+    configured_start = configured_candidate(cfg, workload)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
     require_own_run_folder(paths.root)
     try:
@@ -144,11 +148,13 @@ def tune(request: TuneRequest, say: Callable[[str], None]) -> dict[str, Any]:
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
     short_run_overrides = [
-        f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items() if key in task_type_of(cfg).schema
+        f"{key}={override_value}"
+        for key, override_value in SHORT_RUN_OVERRIDES.items()
+        if key in task_type_of(cfg).schema
     ]
     runs = ShortRuns(folder / CONFIG, folder, tuple(short_run_overrides), request.steps, request.deadline_s)
     try:
-        record = _tune(request, cfg, workload, configured, runs, say)
+        record = _tune(request, cfg, workload, configured_start, runs, report)
     except RlhpcError:  # the message may name a log, so the logs stay
         shutil.rmtree(folder / "runs", ignore_errors=True)
         raise
@@ -164,29 +170,31 @@ def _tune(
     request: TuneRequest,
     cfg: RunConfig,
     workload: Workload,
-    configured: Candidate,
+    configured_start: Candidate,
     runs: ShortRuns,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> dict[str, Any]:
     """Measures the costs, searches, and verifies the best candidates; returns the content of tune.json."""
-    labels = {placement.label for placement in configured.placements.values()}
-    calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured, runs, say)
+    labels = {placement.label for placement in configured_start.placements.values()}
+    calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured_start, runs, report)
     costs = calibration.costs()
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
-    space = space_of(request, workload, costs, cfg, here=True)
-    say(f"searching {sum(1 for _ in space.iter_sizes())} numbers of ranks and settings")
-    best = search(space, max(_NUM_LISTED, request.verify), lambda candidate: is_allowed(request, candidate, here=True))
-    if not best:
+    space = space_of(request, workload, costs, cfg, is_local=True)
+    report(f"searching {sum(1 for _ in space.iter_sizes())} numbers of ranks and settings")
+    best_ranked = search(
+        space, max(_NUM_LISTED, request.verify), lambda candidate: is_allowed(request, candidate, is_local=True)
+    )
+    if not best_ranked:
         raise ConfigError(
             f"no placement of {', '.join(workload.groups)} on {_format_machines(space.model.shape)} is allowed; rlhpc plan "
             "says why of one"
         )
-    record = _build_record(request, cfg, space, best, calibration.failed_overrides)
-    _verify(record, request, runs, say)
+    record = _build_record(request, cfg, space, best_ranked, calibration.failed_overrides)
+    _verify(record, request, runs, report)
     return record
 
 
-def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> bool:
+def is_allowed(request: TuneRequest, candidate: Candidate, *, is_local: bool) -> bool:
     """Returns whether a candidate passes the checks of the configuration and the memory check of a start.
 
     The memory check uses estimates, because measurements of short runs are valid only for their number of ranks.
@@ -194,51 +202,55 @@ def is_allowed(request: TuneRequest, candidate: Candidate, *, here: bool) -> boo
     Args:
         request: Configuration, options and machines.
         candidate: Placement and settings.
-        here: True if the candidate runs on machines like this machine.
+        is_local: True if the candidate runs on machines like this machine.
     """
     override_words = [*request.overrides, *request.machines(), *candidate.overrides()]
     try:
         cfg = load_config(request.config, override_words, site=request.site)
     except RlhpcError:
         return False
-    memory = memory_at_start(cfg, "local" if here and cfg.cluster.num_nodes == 1 else "slurm")
+    memory = memory_at_start(cfg, "local" if is_local and cfg.cluster.num_nodes == 1 else "slurm")
     return memory is None or not memory.refusals()
 
 
 def _format_machines(shape: ClusterShape) -> str:
-    nodes = len(shape.cores)
-    node_size = f"{shape.accelerators // nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
-    return f"{count_noun(nodes, 'node')} with {node_size}"
+    num_nodes = len(shape.cores)
+    node_size = f"{shape.accelerators // num_nodes} accelerators" if shape.accelerators else f"{max(shape.cores)} cores"
+    return f"{count_noun(num_nodes, 'node')} with {node_size}"
 
 
 def _build_record(
     request: TuneRequest,
     cfg: RunConfig,
     space: Space,
-    best: Sequence[RankedCandidate],
+    best_ranked: Sequence[RankedCandidate],
     failed_overrides: dict[str, str],
 ) -> dict[str, Any]:
     model, workload = space.model, space.model.workload
     steps = total_steps(cfg) if request.samples is None else math.ceil(request.samples / workload.samples)
-    unit_count = model.shape.accelerators or len(model.shape.cores)
-    configured = space.configured
-    if not request.machines() and not any(_is_same_candidate(configured, ranked.candidate) for ranked in best):
-        best = [*best, RankedCandidate(configured, model.predict(configured))]
+    num_units = model.shape.accelerators or len(model.shape.cores)
+    configured_start = space.configured
+    if not request.machines() and not any(
+        _is_same_candidate(configured_start, ranked_candidate.candidate) for ranked_candidate in best_ranked
+    ):
+        best_ranked = [*best_ranked, RankedCandidate(configured_start, model.predict(configured_start))]
     rows = [
         {
-            "mode": ranked.candidate.mode,
-            "configured": not request.machines() and _is_same_candidate(configured, ranked.candidate),
-            "placement": ranked.candidate.placement(),
+            "mode": ranked_candidate.candidate.mode,
+            "configured": not request.machines() and _is_same_candidate(configured_start, ranked_candidate.candidate),
+            "placement": ranked_candidate.candidate.placement(),
             "settings": {
-                key: value for key, value in ranked.candidate.settings.items() if value != configured.settings[key]
+                key: setting_value
+                for key, setting_value in ranked_candidate.candidate.settings.items()
+                if setting_value != configured_start.settings[key]
             },
-            "overrides": [*request.machines(), *ranked.candidate.overrides()],
-            **dataclasses.asdict(ranked.prediction),
-            "hours": ranked.prediction.step_s * steps * unit_count / 3600,
+            "overrides": [*request.machines(), *ranked_candidate.candidate.overrides()],
+            **dataclasses.asdict(ranked_candidate.prediction),
+            "hours": ranked_candidate.prediction.step_s * steps * num_units / 3600,
             "measured_step_s": None,
             "error": None,
         }
-        for ranked in best
+        for ranked_candidate in best_ranked
     ]
     return {
         "format": 1,
@@ -265,14 +277,15 @@ def _build_record(
     }
 
 
-def _is_same_candidate(first: Candidate, second: Candidate) -> bool:
+def _is_same_candidate(first_candidate: Candidate, second_candidate: Candidate) -> bool:
     first_processes, second_processes = (
-        {name: placement.processes for name, placement in candidate.placements.items()} for candidate in (first, second)
+        {name: placement.processes for name, placement in candidate.placements.items()}
+        for candidate in (first_candidate, second_candidate)
     )
-    return first_processes == second_processes and first.settings == second.settings
+    return first_processes == second_processes and first_candidate.settings == second_candidate.settings
 
 
-def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: Callable[[str], None]) -> None:
+def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, report: Callable[[str], None]) -> None:
     """Runs the best candidates and the unchanged configuration for a few steps; records the measurements and the winner.
 
     The winner is the fastest candidate, unless the configured candidate is slower by at most the spread of equal runs.
@@ -286,42 +299,42 @@ def _verify(record: dict[str, Any], request: TuneRequest, runs: ShortRuns, say: 
             measured_costs = runs.run(f"verify_{index}", row["overrides"])
         except RlhpcError as error:
             row["note"] = str(error).splitlines()[0]
-            say(f"verify {index + 1} of {len(rows_to_run)}: {error}")
+            report(f"verify {index + 1} of {len(rows_to_run)}: {error}")
             continue
         row["measured_step_s"] = measured_costs.step_s
         row["error"] = row["step_s"] / measured_costs.step_s - 1
-        say(
+        report(
             f"verify {index + 1} of {len(rows_to_run)}: {measured_costs.step_s:.3g} s a step, predicted {row['step_s']:.3g} s "
             f"({row['error']:+.0%})"
         )
     measured_rows = [row for row in rows_to_run if row["measured_step_s"] is not None]
     if measured_rows:
-        fastest = min(measured_rows, key=lambda row: row["measured_step_s"])
-        limit_s = fastest["measured_step_s"] * (1 + record["costs"]["spread"])
+        fastest_row = min(measured_rows, key=lambda row: row["measured_step_s"])
+        limit_s = fastest_row["measured_step_s"] * (1 + record["costs"]["spread"])
         configured_rows = [row for row in measured_rows if row["configured"] and row["measured_step_s"] <= limit_s]
-        record["winner"] = rows.index((configured_rows or [fastest])[0])
+        record["winner"] = rows.index((configured_rows or [fastest_row])[0])
 
 
 def _write_results(paths: RunPaths, request: TuneRequest, record: dict[str, Any]) -> None:
     """Writes tune.json, and a configuration that includes the original file and applies the changes of the winner."""
     winner = record["rows"][record["winner"]]
     original_config = find_config(request.config).absolute()
-    base = (
+    base_path = (
         os.path.relpath(original_config, paths.tuning)
         if original_config.is_relative_to(Path.cwd())
         else str(original_config)
     )
-    content: dict[str, Any] = {"defaults": [base]}
+    file_content: dict[str, Any] = {"defaults": [base_path]}
     for override_word in winner["overrides"]:
-        key, value = override_word.split("=", 1)
-        section, key_parts = content, key.split(".")
+        key, override_value = override_word.split("=", 1)
+        section, key_parts = file_content, key.split(".")
         for key_part in key_parts[:-1]:
             section = section.setdefault(key_part, {})
-        section[key_parts[-1]] = json.loads(value)
+        section[key_parts[-1]] = json.loads(override_value)
     header = f"# Made by rlhpc tune: {winner['step_s']:.4g} s a step predicted.\n"
     try:
-        replace_durably(paths.tuned, json.dumps(record, indent=1).encode() + b"\n")
-        replace_durably(paths.tuned_config, (header + dump_yaml(content, sort_keys=False)).encode())
+        replace_durably(paths.tuning_record, json.dumps(record, indent=1).encode() + b"\n")
+        replace_durably(paths.tuned_config, (header + dump_yaml(file_content, sort_keys=False)).encode())
     except OSError as error:
         raise unwritten(error, paths.tuning) from error
 
@@ -333,12 +346,12 @@ _BUSY_WARNING = (
 )
 
 
-def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
+def render(record: Mapping[str, Any], tuned_path: str, command: str) -> str:
     """Formats the content of tune.json as text.
 
     Args:
         record: Content of tune.json.
-        tuned: Path of the winner's configuration.
+        tuned_path: Path of the winner's configuration.
         command: Command that runs the winner's configuration.
     """
     has_accelerators = record["hours_of"] == "accelerators"
@@ -357,15 +370,15 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
         cells = [
             f"{index + 1}{'*' if index == record['winner'] else ''}",
             _format_placement(row["placement"]) + (" (as configured)" if row["configured"] else ""),
-            " ".join(f"{key}={_format_value(value)}" for key, value in row["settings"].items()) or "-",
+            " ".join(f"{key}={_format_value(setting_value)}" for key, setting_value in row["settings"].items()) or "-",
             f"{row['step_s']:.3g}",
             f"{row['idle']:.0%}",
             format_bytes(row["device_memory"] if has_accelerators else row["memory"]),
             f"{row['hours']:.3g}",
         ]
         if is_verified:
-            seconds, error = row["measured_step_s"], row["error"]
-            cells += ["-", "-"] if seconds is None else [f"{seconds:.3g}", f"{error:+.0%}"]
+            measured_s, error = row["measured_step_s"], row["error"]
+            cells += ["-", "-"] if measured_s is None else [f"{measured_s:.3g}", f"{error:+.0%}"]
         table.append(cells)
     machines, noise = record["machines"], record["costs"]["spread"]
     node_text = (
@@ -376,7 +389,7 @@ def render(record: Mapping[str, Any], tuned: str, command: str) -> str:
         f"; runs of the same were up to {noise:.0%} apart",
         *([_BUSY_WARNING] if noise > _MAX_QUIET_SPREAD else []),
         *align_columns(table, right_from=3),
-        f"* {tuned}",
+        f"* {tuned_path}",
         f"  {command}",
     ]
     return "\n".join(lines)
@@ -395,5 +408,11 @@ def _format_placement(placement: Mapping[str, Any]) -> str:
     return "; ".join(f"{','.join(groups)}: {placement_text}" for placement_text, groups in groups_by_placement.items())
 
 
-def _format_value(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+def _format_value(setting_value: Any) -> str:
+    return (
+        "null"
+        if setting_value is None
+        else str(setting_value).lower()
+        if isinstance(setting_value, bool)
+        else str(setting_value)
+    )

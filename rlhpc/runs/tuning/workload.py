@@ -52,8 +52,8 @@ class Workload:
         samples: Number of samples of a step.
         unit: Unit of `samples`.
         knobs: Variable keys in addition to the placement.
-        stages: Key of the number of stages in which alternating phases overlap; "" without one.
-        turns: Metric with the seconds per step of all alternating phases; "" without one.
+        stages: Key of the number of stages in which alternating phases overlap; "" if there is no such key.
+        turns: Metric with the seconds per step of all alternating phases; "" if there is no such metric.
         staleness: Key of the maximum staleness in steps of rollout relative to training; "" without one.
         measured_with: Overrides under which no phase overlaps another.
         smaller: Divisor → overrides under which a step has this fraction of the work, in the same number of pieces.

@@ -77,19 +77,19 @@ class BulkConnection:
         Raises:
             ConnectionError: The other side has closed the connection, or the message's HMAC is wrong.
         """
-        (size,) = SIZE.unpack(self.receive_exactly(SIZE.size, check))
-        message = self.receive_exactly(size + PROOF, check)
-        if not hmac.compare_digest(message[size:], self._mac(1, message[:size])):
+        (num_bytes,) = SIZE.unpack(self.receive_exactly(SIZE.size, check))
+        message = self.receive_exactly(num_bytes + PROOF, check)
+        if not hmac.compare_digest(message[num_bytes:], self._mac(1, message[:num_bytes])):
             raise ConnectionError("a message is not the other side's")
-        return message[:size]
+        return message[:num_bytes]
 
-    def receive_exactly(self, size: int, check: Callable[[], None]) -> bytes:
-        """Receives and returns `size` bytes; raises as `receive_into` does."""
-        received = bytearray(size)
-        self.receive_into(memoryview(received), check)
-        return bytes(received)
+    def receive_exactly(self, num_bytes: int, check_alive: Callable[[], None]) -> bytes:
+        """Receives and returns `num_bytes` bytes; raises as `receive_into` does."""
+        received_bytes = bytearray(num_bytes)
+        self.receive_into(memoryview(received_bytes), check_alive)
+        return bytes(received_bytes)
 
-    def receive_into(self, target: memoryview, check: Callable[[], None]) -> None:
+    def receive_into(self, target: memoryview, check_alive: Callable[[], None]) -> None:
         """Receives until `target` is full.
 
         Raises:
@@ -98,15 +98,15 @@ class BulkConnection:
         num_received = 0
         while num_received < len(target):
             try:
-                count = self.sock.recv_into(target[num_received : num_received + CHUNK], 0, socket.MSG_WAITALL)
+                num_new_bytes = self.sock.recv_into(target[num_received : num_received + CHUNK], 0, socket.MSG_WAITALL)
             except BlockingIOError:  # nothing arrived within the socket's timeout
-                check()
+                check_alive()
                 continue
             except OSError as error:
                 raise ConnectionError(f"{error.strerror} after {num_received} of {len(target)} bytes") from None
-            if not count:
+            if not num_new_bytes:
                 raise ConnectionError(f"its end came after {num_received} of {len(target)} bytes")
-            num_received += count
+            num_received += num_new_bytes
 
 
 def set_options(sock: socket.socket) -> None:
@@ -124,13 +124,13 @@ def set_options(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", LOST_S, 0))
 
 
-def set_receive_timeout(sock: socket.socket, seconds: float) -> None:
+def set_receive_timeout(sock: socket.socket, timeout_s: float) -> None:
     """Sets the kernel's receive timeout of a socket.
 
     Python's timeout would make the socket non-blocking, and every receive would need one more system call.
     """
-    whole_s = int(seconds)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole_s, int((seconds - whole_s) * 1e6)))
+    whole_s = int(timeout_s)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6)))
 
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class BulkServer:
     Attributes:
         sent: Number of bytes of data sent. Bytes are counted before they are sent, so that the number includes all bytes
             that receivers have.
-        refused: Number of connections that failed to authenticate.
+        num_refused: Number of connections that failed to authenticate.
     """
 
     def __init__(
@@ -191,18 +191,18 @@ class BulkServer:
         #: Published endpoint: `name@address:port`.
         self.endpoint = f"{name}@{address}:{self._listener.address[1]}"
         self._lock = threading.Lock()
-        self._open: set[socket.socket] = set()
-        self._unauthenticated = ConnectionTable[socket.socket](_MAX_UNAUTHENTICATED)
+        self._open_sockets: set[socket.socket] = set()
+        self._unauthenticated_sockets = ConnectionTable[socket.socket](_MAX_UNAUTHENTICATED)
         self._transfer_slots = threading.BoundedSemaphore(MAX_TRANSFERS)
-        self.refused = 0
+        self.num_refused = 0
 
     def accept(self) -> None:
         """Accepts the waiting connections; call it when the socket is readable."""
         for sock in self._listener.accept():
             with self._lock:
-                if (oldest := self._unauthenticated.add(sock, host_of(sock))) is not None:
-                    _shut_down(oldest)
-                self._open.add(sock)
+                if (evicted_socket := self._unauthenticated_sockets.add(sock, host_of(sock))) is not None:
+                    _shut_down_socket(evicted_socket)
+                self._open_sockets.add(sock)
             sock.setblocking(True)
             threading.Thread(target=self._serve, args=[sock], name=f"rlhpc-bulk-{self._name}", daemon=True).start()
 
@@ -210,16 +210,16 @@ class BulkServer:
         """Stops listening and ends all connections."""
         self._listener.close()
         with self._lock:
-            for sock in self._open:
-                _shut_down(sock)
+            for sock in self._open_sockets:
+                _shut_down_socket(sock)
 
     def _serve(self, sock: socket.socket) -> None:
         try:
             try:
-                connection = self._authenticate_client(sock)
+                connection = self._verify_client(sock)
             finally:
                 with self._lock:
-                    self._unauthenticated.remove(sock)
+                    self._unauthenticated_sockets.remove(sock)
             set_receive_timeout(sock, 0)  # 0 means no timeout; an idle connection costs nothing
             while True:
                 self._answer(connection, connection.receive(lambda: None))
@@ -227,10 +227,10 @@ class BulkServer:
             log.debug("%s: a bulk connection ended: %s", self._name, error)
         finally:
             with self._lock:
-                self._open.discard(sock)
+                self._open_sockets.discard(sock)
             sock.close()
 
-    def _authenticate_client(self, sock: socket.socket) -> BulkConnection:
+    def _verify_client(self, sock: socket.socket) -> BulkConnection:
         set_options(sock)
         connection, challenge = BulkConnection(sock, self._keys, b"s", b"c"), secrets.token_bytes(_NONCE)
         sock.sendall(MAGIC + challenge)
@@ -240,10 +240,10 @@ class BulkServer:
             if time.monotonic() > deadline:
                 raise ConnectionError("it did not say who it is")
 
-        greeting = connection.receive_exactly(_NONCE + PROOF, check_deadline)
-        transcript = challenge + greeting[:_NONCE]
-        if not hmac.compare_digest(greeting[_NONCE:], connection.compute_proof(b"client", transcript)):
-            self.refused += 1
+        client_hello = connection.receive_exactly(_NONCE + PROOF, check_deadline)
+        transcript = challenge + client_hello[:_NONCE]
+        if not hmac.compare_digest(client_hello[_NONCE:], connection.compute_proof(b"client", transcript)):
+            self.num_refused += 1
             raise ConnectionError("it does not know the generation's secret")
         name = self._name.encode()
         sock.sendall(connection.compute_proof(b"server", transcript + name) + SIZE.pack(len(name)) + name)
@@ -255,22 +255,22 @@ class BulkServer:
         if operation == _RELEASE:
             self._lender.release(os.fsdecode(arguments[_READER.size :]), *_READER.unpack_from(arguments))
             return
-        (start, count), path = _RANGE.unpack_from(arguments), os.fsdecode(arguments[_RANGE.size :])
+        (range_start, num_bytes), path = _RANGE.unpack_from(arguments), os.fsdecode(arguments[_RANGE.size :])
         if operation == _FETCH_FORWARDED:
-            self._send_offer(connection, path, start, count)
+            self._send_offer(connection, path, range_start, num_bytes)
             return
         lent_buffers = self._lender.find(path)
         if lent_buffers is None:
-            self._send_file(connection, path, start, count)
+            self._send_file(connection, path, range_start, num_bytes)
             return
-        with lent_buffers.reading() as views:
-            if views is not None:
-                with self._begin_transfer(connection, count):
-                    send_all(connection.sock, lent_buffers.pieces(views, start, count))
-        if views is None:
-            self._send_file(connection, str(lent_buffers.segment), start, count)
+        with lent_buffers.reading() as lent_views:
+            if lent_views is not None:
+                with self._begin_transfer(connection, num_bytes):
+                    send_all(connection.sock, lent_buffers.pieces(lent_views, range_start, num_bytes))
+        if lent_views is None:
+            self._send_file(connection, str(lent_buffers.segment), range_start, num_bytes)
 
-    def _send_offer(self, connection: BulkConnection, name: str, start: int, count: int) -> None:
+    def _send_offer(self, connection: BulkConnection, name: str, range_start: int, num_bytes: int) -> None:
         try:
             memory = self._forwarded_data.find(name, _OFFER_S)
         except Withdrawn:
@@ -278,21 +278,21 @@ class BulkServer:
             return
         if memory is None:
             connection.send(_NOT_YET)
-        elif start + count > len(memory):
-            connection.send(_ERROR + f"{name} has no {count} bytes from {start} on".encode())
+        elif range_start + num_bytes > len(memory):
+            connection.send(_ERROR + f"{name} has no {num_bytes} bytes from {range_start} on".encode())
         else:
-            with self._begin_transfer(connection, count):
-                connection.sock.sendall(memory[start : start + count])
+            with self._begin_transfer(connection, num_bytes):
+                connection.sock.sendall(memory[range_start : range_start + num_bytes])
             self._forwarded_data.finish_read(name)
 
     @contextlib.contextmanager
-    def _begin_transfer(self, connection: BulkConnection, count: int) -> Iterator[None]:
-        """Waits while `MAX_TRANSFERS` other transfers are running, adds `count` to `sent`, and sends the reply's header. The
-        block then sends the reply's data.
+    def _begin_transfer(self, connection: BulkConnection, num_bytes: int) -> Iterator[None]:
+        """Waits while `MAX_TRANSFERS` other transfers are running, adds `num_bytes` to `sent`, and sends the reply's
+        header. The block then sends the reply's data.
         """
         with self._transfer_slots:
             with self._lock:
-                self.sent += count
+                self.sent += num_bytes
             connection.send(_OK)
             yield
 
@@ -317,14 +317,14 @@ class BulkServer:
                     # takes half the time of sendfile between namespaces, because sendfile passes one small page at a time
                     connection.sock.sendall(memoryview(memory)[start : start + count])
                     return
-                end = start + count
-                while start < end:
-                    start += os.sendfile(connection.sock.fileno(), fd, start, end - start)
+                range_end = start + count
+                while start < range_end:
+                    start += os.sendfile(connection.sock.fileno(), fd, start, range_end - start)
         finally:
             os.close(fd)
 
 
-def _shut_down(sock: socket.socket) -> None:
+def _shut_down_socket(sock: socket.socket) -> None:
     """Shuts the socket down, which wakes the thread that waits on it; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
@@ -363,33 +363,33 @@ class BulkClient:
                 f"cannot reach {self.peer} at {server_address} for its data: {error.strerror or error}"
             ) from None
         try:
-            self._link = self._authenticate_server(sock, keys)
+            self._link = self._verify_server(sock, keys)
         except (OSError, struct.error) as error:
             sock.close()
             check()
             raise ChannelError(f"{self.peer} at {server_address} did not prove to be of this run: {error}") from None
 
-    def _authenticate_server(self, sock: socket.socket, keys: CurveKeys) -> BulkConnection:
+    def _verify_server(self, sock: socket.socket, curve_keys: CurveKeys) -> BulkConnection:
         sock.settimeout(None)
         set_options(sock)
-        connection, deadline = BulkConnection(sock, keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
+        connection, deadline = BulkConnection(sock, curve_keys, b"c", b"s"), time.monotonic() + _HANDSHAKE_S
 
         def check_deadline() -> None:
             self._check()
             if time.monotonic() > deadline:
                 raise ConnectionError("it said nothing")
 
-        greeting = connection.receive_exactly(len(MAGIC) + _NONCE, check_deadline)
-        if not greeting.startswith(MAGIC):
+        server_hello = connection.receive_exactly(len(MAGIC) + _NONCE, check_deadline)
+        if not server_hello.startswith(MAGIC):
             raise ConnectionError("it speaks another protocol")
         challenge = secrets.token_bytes(_NONCE)
-        transcript = greeting[len(MAGIC) :] + challenge
+        transcript = server_hello[len(MAGIC) :] + challenge
         sock.sendall(challenge + connection.compute_proof(b"client", transcript))
-        proof, size = (
+        proof, proof_size = (
             connection.receive_exactly(PROOF, check_deadline),
             connection.receive_exactly(SIZE.size, check_deadline),
         )
-        name = connection.receive_exactly(SIZE.unpack(size)[0], check_deadline)
+        name = connection.receive_exactly(SIZE.unpack(proof_size)[0], check_deadline)
         if not hmac.compare_digest(proof, connection.compute_proof(b"server", transcript + name)):
             raise ConnectionError("it does not know the generation's secret")
         if name.decode() != self.peer:
@@ -397,14 +397,14 @@ class BulkClient:
         connection.derive_key(transcript)
         return connection
 
-    def fetch(self, path: str, start: int, target: memoryview, *, forwarded: bool = False) -> bool:
+    def fetch(self, path: str, start: int, target: memoryview, *, is_forwarded: bool = False) -> bool:
         """Fills `target` with bytes of a segment, or of data that the process forwards.
 
         Args:
             path: Path of the segment, or name of the forwarded data.
             start: Offset of the first byte.
             target: Memory of this process.
-            forwarded: Fetch forwarded data rather than a segment.
+            is_forwarded: Fetch forwarded data rather than a segment.
 
         Returns:
             False if the process does not have the forwarded data yet.
@@ -416,7 +416,7 @@ class BulkClient:
         """
         self.in_step = False
         self._link.send(
-            (_FETCH_FORWARDED if forwarded else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path)
+            (_FETCH_FORWARDED if is_forwarded else _FETCH) + _RANGE.pack(start, len(target)) + os.fsencode(path)
         )
         reply = self._link.receive(self._check)
         if reply[:1] != _OK:

@@ -124,24 +124,24 @@ class Context:
         """
         name = f"{group}-{rank}"
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
-        pause = 0.002
+        pause_s = 0.002
         while True:
-            epoch, cached = self.service.epoch, self._members.get((group, rank))
-            if cached and cached[0] == epoch:
-                return cached[1]
+            epoch, cached_member = self.service.epoch, self._members.get((group, rank))
+            if cached_member and cached_member[0] == epoch:
+                return cached_member[1]
             if record := self.registry.get(MEMBERS, name):
                 self._members[group, rank] = (epoch, record)
                 return record
             if not (self.registry.root / MEMBERS).is_dir():
                 self.registry.check_current()  # if the whole registry is gone, no rank can publish a record
-                if cached:
-                    return cached[1]  # this generation's folder was removed, but it is still the current one
+                if cached_member:
+                    return cached_member[1]  # this generation's folder was removed, but it is still the current one
                 raise StaleGeneration(self.registry.removal_message())
             self.check()
             if time.monotonic() > deadline:
                 raise RendezvousTimeout(f"{self.name} waited for {name}, which never arrived in {self.registry.root}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.25)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.25)
 
     def has_left(self, group: str, rank: int, patience_s: float = 0.0) -> bool:
         """Returns whether the driver has recorded that a group continues without this rank.
@@ -150,12 +150,16 @@ class Context:
         """
         name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
         while True:
-            cached = self._members.get((group, rank))
+            cached_member = self._members.get((group, rank))
             departure = self.registry.get(DEPARTED, name)
-            if departure is not None and cached is not None and departure["incarnation"] == cached[1]["incarnation"]:
+            if (
+                departure is not None
+                and cached_member is not None
+                and departure["incarnation"] == cached_member[1]["incarnation"]
+            ):
                 return True
-            if cached is not None:
-                self._report_if_ended(name, cached[1])
+            if cached_member is not None:
+                self._report_if_ended(name, cached_member[1])
             if time.monotonic() >= deadline:
                 return False
             self.check()
@@ -169,7 +173,7 @@ class Context:
         if time.monotonic() - self._check_times.get(name, 0.0) < _CHECK_S:
             return
         self._check_times[name] = time.monotonic()
-        if self.service.peers.knows_ended(record):
+        if self.service.peers.has_ended(record):
             self.tell_driver("unreachable", name, record["incarnation"])
 
 
@@ -182,7 +186,7 @@ def install(context: Context | None) -> None:
     _current = context
 
 
-def installed() -> Context | None:
+def installed_context() -> Context | None:
     """Returns the context of this process; None if the process belongs to no run."""
     return _current
 

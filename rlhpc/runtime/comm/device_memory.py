@@ -97,8 +97,8 @@ class _Device(Protocol):
     def empty(self, size: int) -> torch.Tensor:
         """Allocates memory for this process alone; returns a uint8 tensor."""
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy of `source` into `into`."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueues a copy of `source` into `target`."""
 
     def to_host(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns a copy on the host; blocks until the copy is complete."""
@@ -183,12 +183,12 @@ def dtype_name(dtype: Any) -> str:
 
 def layout_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> tuple[list[TensorView], int]:
     """Returns the position of each tensor (dtype, shape, bytes per element) in a buffer, and the total size in bytes."""
-    views, offset = [], 0
+    tensor_views, offset = [], 0
     for dtype, shape, itemsize in tensors:
-        nbytes = math.prod(shape) * itemsize
-        views.append(TensorView(offset, dtype, shape, nbytes))
-        offset += nbytes + -nbytes % ALIGN
-    return views, offset
+        num_bytes = math.prod(shape) * itemsize
+        tensor_views.append(TensorView(offset, dtype, shape, num_bytes))
+        offset += num_bytes + -num_bytes % ALIGN
+    return tensor_views, offset
 
 
 def _make_lease(path: str) -> mmap.mmap:
@@ -213,14 +213,14 @@ _PROCESS = re.compile(r"-(\d+\.\d+)-\d+$")
 class NotReadable(Exception):
     """Error: this process cannot read the buffer.
 
-    Without a message, this process's accelerator is no peer of the sender's accelerator. With a message, opening the buffer
+    Without a message, this process's accelerator is not a peer of the sender's accelerator. With a message, opening the buffer
     has failed.
     """
 
 
 class _OpenedBuffer:
-    def __init__(self, device: _Device, lease: mmap.mmap, memory: Any, written: _DeviceEvent) -> None:
-        self.lease, self.memory, self.written, self.read = lease, memory, written, device.event()
+    def __init__(self, device: _Device, lease: mmap.mmap, memory: Any, written_event: _DeviceEvent) -> None:
+        self.lease, self.memory, self.written_event, self.read_event = lease, memory, written_event, device.event()
 
 
 #: Function that returns the memory and event for a buffer's path; None if another process created the buffer.
@@ -237,10 +237,10 @@ class DeviceMappings:
         reading: Buffers from which copies are not complete, each with the reader's number.
     """
 
-    def __init__(self, local: _Local = lambda path: None) -> None:
-        self._local = local
+    def __init__(self, find_local: _Local = lambda path: None) -> None:
+        self._find_local = find_local
         self._lock = threading.Lock()
-        self._opened: dict[str, _OpenedBuffer] = {}
+        self._buffers_by_path: dict[str, _OpenedBuffer] = {}
         self.reading: list[tuple[_OpenedBuffer, int]] = []
 
     def take(self, device_message: DeviceMessage, reader: int) -> list[Any]:
@@ -255,24 +255,26 @@ class DeviceMappings:
         device = current_device()
         if device is None or device_message.address not in device.reads:
             raise NotReadable
-        self.settle()
+        self.free_read_buffers()
         with self._lock:
-            mapping = self._open(device, device_message)
-            if mapping.lease[reader : reader + 1] == FREE:  # the sender no longer waits for this reader
+            opened_buffer = self._open(device, device_message)
+            if opened_buffer.lease[reader : reader + 1] == FREE:  # the sender no longer waits for this reader
                 raise SegmentGone(device_message.path)
-            begin_use(mapping.lease, reader)
+            begin_use(opened_buffer.lease, reader)
             try:
-                copy = device.empty(device_message.size)
-                mapping.written.wait()
-                device.copy(copy, mapping.memory[: device_message.size])
-                mapping.read.record()
+                copied_buffer = device.empty(device_message.size)
+                opened_buffer.written_event.wait()
+                device.copy(copied_buffer, opened_buffer.memory[: device_message.size])
+                opened_buffer.read_event.record()
             except BaseException:  # for example, the device's memory is full
-                end_use(mapping.lease, reader)
+                end_use(opened_buffer.lease, reader)
                 raise
-            self.reading.append((mapping, reader))
+            self.reading.append((opened_buffer, reader))
         return [
-            copy[view.offset : view.offset + view.nbytes].view(getattr(torch, view.dtype)).reshape(view.shape)
-            for view in device_message.parts
+            copied_buffer[tensor_part.offset : tensor_part.offset + tensor_part.nbytes]
+            .view(getattr(torch, tensor_part.dtype))
+            .reshape(tensor_part.shape)
+            for tensor_part in device_message.parts
         ]
 
     def _open(self, device: _Device, device_message: DeviceMessage) -> _OpenedBuffer:
@@ -280,28 +282,28 @@ class DeviceMappings:
         # Never wait for an event of a process that has ended.
         if sender is not None and has_ended(sender[1]):
             raise SegmentGone(device_message.path)
-        if device_message.path in self._opened:
-            return self._opened[device_message.path]
+        if device_message.path in self._buffers_by_path:
+            return self._buffers_by_path[device_message.path]
         self._close_removed()
         lease = map_segment(device_message.path, mmap.MAP_SHARED)
-        buffer = self._local(device_message.path)
+        buffer = self._find_local(device_message.path)
         if buffer is None:
             try:
                 buffer = device.open(device_message.memory), device.open_event(device_message.event)
             except RuntimeError as error:
                 raise NotReadable(str(error) or type(error).__name__) from None
-        mapping = self._opened[device_message.path] = _OpenedBuffer(device, lease, *buffer)
-        return mapping
+        opened_buffer = self._buffers_by_path[device_message.path] = _OpenedBuffer(device, lease, *buffer)
+        return opened_buffer
 
-    def settle(self) -> None:
+    def free_read_buffers(self) -> None:
         """Frees, for this reader, the buffers whose copies are complete."""
         with self._lock:
             pending_reads = []
-            for mapping, reader in self.reading:
-                if mapping.read.done():
-                    end_use(mapping.lease, reader)
+            for opened_buffer, reader in self.reading:
+                if opened_buffer.read_event.done():
+                    end_use(opened_buffer.lease, reader)
                 else:
-                    pending_reads.append((mapping, reader))
+                    pending_reads.append((opened_buffer, reader))
             self.reading = pending_reads
 
     def park(self) -> None:
@@ -309,15 +311,17 @@ class DeviceMappings:
         deadline = time.monotonic() + _COPY_TIMEOUT_S
         while self.reading and time.monotonic() < deadline:
             time.sleep(_CHECK_S)
-            self.settle()
+            self.free_read_buffers()
         with self._lock:
-            self._opened.clear()
+            self._buffers_by_path.clear()
 
     def _close_removed(self) -> None:
         """Closes buffers whose senders have removed them."""
-        in_use = {id(mapping) for mapping, _ in self.reading}
-        self._opened = {
-            path: mapping for path, mapping in self._opened.items() if id(mapping) in in_use or os.path.exists(path)
+        in_use = {id(opened_buffer) for opened_buffer, _ in self.reading}
+        self._buffers_by_path = {
+            path: opened_buffer
+            for path, opened_buffer in self._buffers_by_path.items()
+            if id(opened_buffer) in in_use or os.path.exists(path)
         }
 
 
@@ -331,10 +335,16 @@ _counter = itertools.count()
 class _SentBuffer:
     """Buffer of the sender, with its lease file."""
 
-    def __init__(self, device: _Device, path: str, memory: Any, exported: bytes, event: _DeviceEvent) -> None:
-        self.device, self.path, self.memory, self.exported, self.event = device, path, memory, exported, event
+    def __init__(self, device: _Device, path: str, memory: Any, exported_handle: bytes, event: _DeviceEvent) -> None:
+        self.device, self.path, self.memory, self.exported_handle, self.event = (
+            device,
+            path,
+            memory,
+            exported_handle,
+            event,
+        )
         self.lease: mmap.mmap = _make_lease(path)
-        self.readers = self.size = 0
+        self.num_readers = self.size = 0
         self.holders: Sequence[str] = ()
 
     @property
@@ -343,10 +353,10 @@ class _SentBuffer:
         return int(self.memory.numel())
 
     def free(self) -> bool:
-        """Returns whether all readers have finished; first frees the buffer for readers whose processes have ended."""
-        if self.lease[: self.readers] != FREE * self.readers:
-            free_ended(self.lease, self.readers)
-        return self.lease[: self.readers] == FREE * self.readers
+        """Releases the buffer from readers whose processes have ended; returns whether all readers have finished."""
+        if self.lease[: self.num_readers] != FREE * self.num_readers:
+            free_ended(self.lease, self.num_readers)
+        return self.lease[: self.num_readers] == FREE * self.num_readers
 
 
 class DevicePool:
@@ -379,12 +389,12 @@ class DevicePool:
         device = None if self._is_stopped or not address or host != self._endpoint["host"] else current_device()
         return device is not None and device.address == address
 
-    def write(self, tensors: Sequence[Any], readers: int = 1, holders: Sequence[str] = ()) -> DeviceMessage | None:
+    def write(self, tensors: Sequence[Any], num_readers: int = 1, holders: Sequence[str] = ()) -> DeviceMessage | None:
         """Enqueues copies of tensors into a buffer for readers numbered from 0.
 
         Args:
             tensors: Tensors on this process's accelerator.
-            readers: Number of readers.
+            num_readers: Number of readers.
             holders: For each reader, a process; when this process ends, the buffer is free for the reader. See
                 `shared_memory.ShmSegment`.
 
@@ -392,30 +402,35 @@ class DevicePool:
             Descriptor of the tensors; None if all buffers are in use or the budget is exhausted.
         """
         device = current_device()
-        if device is None or readers > _MAX_READERS:
+        if device is None or num_readers > _MAX_READERS:
             return None
-        views, size = layout_tensors(
-            [(dtype_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
+        tensor_views, num_bytes = layout_tensors(
+            [
+                (dtype_name(source_tensor.dtype), tuple(source_tensor.shape), source_tensor.element_size())
+                for source_tensor in tensors
+            ]
         )
         with self._lock:
-            buffer = self._take_buffer(device, max(size, 1))
+            buffer = self._take_buffer(device, max(num_bytes, 1))
             if buffer is None:
                 return None
-            for view, tensor in zip(views, tensors, strict=True):
-                if view.nbytes:
-                    target = buffer.memory[view.offset : view.offset + view.nbytes]
-                    device.copy(target.view(tensor.dtype).reshape(view.shape), tensor.detach())
+            for tensor_view, tensor in zip(tensor_views, tensors, strict=True):
+                if tensor_view.nbytes:
+                    target = buffer.memory[tensor_view.offset : tensor_view.offset + tensor_view.nbytes]
+                    device.copy(target.view(tensor.dtype).reshape(tensor_view.shape), tensor.detach())
             buffer.event.record()
-            buffer.readers, buffer.size, buffer.holders = readers, size, holders
-            await_readers(buffer.lease, readers)
+            buffer.num_readers, buffer.size, buffer.holders = num_readers, num_bytes, holders
+            await_readers(buffer.lease, num_readers)
             self.num_device_messages += 1
-        handle = buffer.event.handle
-        return DeviceMessage(self._endpoint, buffer.path, device.address, buffer.exported, handle, size, views)
+        event_handle = buffer.event.handle
+        return DeviceMessage(
+            self._endpoint, buffer.path, device.address, buffer.exported_handle, event_handle, num_bytes, tensor_views
+        )
 
     def awaited(self, path: str) -> list[bool]:
         """Returns for each reader whether it still has to open the buffer; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
-        return [] if buffer is None else awaited_readers(buffer.lease, buffer.readers)
+        return [] if buffer is None else awaited_readers(buffer.lease, buffer.num_readers)
 
     def local(self, path: str) -> tuple[Any, _DeviceEvent] | None:
         """Returns memory and event of a buffer of this process; None if the buffer is unknown.
@@ -431,7 +446,7 @@ class DevicePool:
         Args:
             path: Path of the buffer's lease.
             reader: Number of the reader.
-            reason: Reason why the reader cannot open the buffer; "" if its accelerator is no peer of the sender's accelerator.
+            reason: Reason why the reader cannot open the buffer; "" if its accelerator is not a peer of the sender's.
                 With a reason, later messages no longer use accelerator buffers.
 
         Raises:
@@ -448,11 +463,11 @@ class DevicePool:
             self._stop_sharing(f"another process cannot open it ({reason})")
         return host_copy
 
-    def forget_process(self, process: str) -> None:
+    def forget_process(self, process_id: str) -> None:
         """Frees buffers for a process that has ended (`host.process_key`), and drops buffers without other readers."""
         with self._lock:
             for buffer in list(self._buffers.values()):
-                slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process]
+                slots = [slot for slot, holder in enumerate(buffer.holders) if holder == process_id]
                 for slot in slots:
                     end_use(buffer.lease, slot)
                 if slots and buffer.free():
@@ -474,12 +489,12 @@ class DevicePool:
 
     # -- getting a buffer -----------------------------------------------------------------------------------------
 
-    def _take_buffer(self, device: _Device, size: int) -> _SentBuffer | None:
+    def _take_buffer(self, device: _Device, num_bytes: int) -> _SentBuffer | None:
         free_buffers = [buffer for buffer in self._buffers.values() if buffer.free()]
-        fitting_buffers = [buffer for buffer in free_buffers if size <= buffer.capacity <= 2 * size]
+        fitting_buffers = [buffer for buffer in free_buffers if num_bytes <= buffer.capacity <= 2 * num_bytes]
         if fitting_buffers:
             return min(fitting_buffers, key=lambda buffer: buffer.capacity)
-        capacity = capacity_of(size)
+        capacity = capacity_of(num_bytes)
         while free_buffers and (len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget):
             self._drop_buffer(free_buffers.pop(0))
         if len(self._buffers) >= _MAX_BUFFERS or self.bytes + capacity > device.budget:
@@ -492,12 +507,12 @@ class DevicePool:
         except RuntimeError:  # the device's memory is full
             return None
         try:
-            handle = device.export(memory)
+            memory_handle = device.export(memory)
         except RuntimeError as error:
             self._stop_sharing(str(error))
             return None
         path = str(self._scratch.shm / f"lease-{process_id()}-{next(_counter)}")
-        buffer = self._buffers[path] = _SentBuffer(device, path, memory, handle, event)
+        buffer = self._buffers[path] = _SentBuffer(device, path, memory, memory_handle, event)
         return buffer
 
     def _drop_buffer(self, buffer: _SentBuffer) -> None:

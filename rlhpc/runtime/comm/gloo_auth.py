@@ -7,10 +7,14 @@ the file descriptors. Therefore each process group that is created in a rank, by
 1. waits for all its ranks before any of them listens, so that the ports are open for milliseconds, not for as long as the
    slowest rank takes to start;
 2. closes its listening socket as soon as this rank's connections are established;
-3. makes both ends of every connection prove that they know the generation's secret, before any other data is sent.
+3. waits until all ranks have established their connections, so that a slow rank is not taken for a stranger;
+4. makes both ends of every connection prove that they know the generation's secret, before any other data is sent.
+
+A rank makes six requests to the group's store, whatever the number of ranks: two for each wait, one that publishes its
+address and one that gets the addresses of all ranks. gloo itself would make two requests for each other rank.
 
 gloo accepts the first connection with the right pair number. A foreign process that connects before step 2 can therefore take
-a rank's place. Step 3 then fails, and the group is not used.
+a rank's place. Step 4 then fails, and the group is not used.
 """
 
 from __future__ import annotations
@@ -28,14 +32,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from rlhpc.runtime.comm.context import Context, installed
+from rlhpc.runtime.comm.context import Context, installed_context
 from rlhpc.runtime.errors import StrangerConnected
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.torch_adapter import wrap_gloo_constructor
 
 log = logging.getLogger(__name__)
 
-#: Seconds to wait for a rank's proof. All ranks were alive just before; this is long enough for a paused one to continue.
+#: Seconds to wait for a rank's proof. All ranks have just established their connections; this is long enough for a paused one
+#: to continue.
 PROOF_S = 60.0
 _PROOF_BYTES = 32
 #: Message tag of the proofs, which no worker class is likely to use; they are exchanged before the group is in use.
@@ -44,21 +49,25 @@ _TAG = 0x7268_7063
 
 def guard() -> None:
     """Makes all gloo groups of this process authenticate their connections. May be called before torch is imported."""
+    # A rank then publishes its address alone. Otherwise it adds a number for each other rank, and N ranks fetch N³ numbers.
+    os.environ.setdefault("GLOO_ENABLE_RANK_AS_SEQUENCE_NUMBER", "1")
     wrap_gloo_constructor(_guard_constructor)
 
 
-def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., None]:
+def _guard_constructor(group_class: Any, make_group: Callable[..., None]) -> Callable[..., None]:
     """Returns gloo's constructor with the three steps added. Python creates every gloo group with this constructor."""
 
-    @functools.wraps(make)
+    @functools.wraps(make_group)
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = None, **options: Any) -> None:
-        context = installed()
+        context = installed_context()
         if context is None or options or not isinstance(timeout, datetime.timedelta | None):
             # this process is no rank of a run, or the caller has created the sockets
-            make(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
+            make_group(self, store, rank, size, *(() if timeout is None else (timeout,)), **options)
             return
-        token = _await_ranks(store, size)
-        settings, listeners = kind._Options(), []
+        from rlhpc.runtime.comm.store import address_exchange  # torch is imported by now
+
+        token = await_ranks(store, size, "all")
+        settings, listeners = group_class._Options(), []
         if timeout is not None:
             settings._timeout = timeout
         devices = []
@@ -66,16 +75,16 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
             with _record_listeners() as sockets:
                 # lazy devices connect at a pair's first message, so they would always need their ports
                 devices.append(
-                    kind.create_device(interface=interface, lazy_init=False)
+                    group_class.create_device(interface=interface, lazy_init=False)
                     if interface
-                    else kind.create_default_device(lazy_init=False)
+                    else group_class.create_default_device(lazy_init=False)
                 )
             if not sockets:
                 log.warning("cannot tell which socket gloo listens on: its port stays open")
             listeners += sockets
         settings._devices, settings._threads = devices, 2 * len(devices)
         try:
-            make(self, store, rank, size, settings)
+            make_group(self, address_exchange(store, size), rank, size, settings)
         except RuntimeError as error:
             raise StrangerConnected(
                 f"{context.name}: rank {rank} of a process group of {size} could not connect to the others "
@@ -88,19 +97,24 @@ def _guard_constructor(kind: Any, make: Callable[..., None]) -> Callable[..., No
         # A split of this group would reuse the closed sockets and wait forever; without devices torch refuses to split it.
         settings._devices = []
         if size > 1:
+            await_ranks(store, size, "connected")
             _exchange_proofs(self, rank, size, token, context)
 
     return init
 
 
-def _await_ranks(store: Any, size: int) -> bytes:
-    """Waits for all ranks of the group; returns a random token that all ranks share. The token is empty for a single rank."""
-    if size == 1:
+def await_ranks(store: Any, world_size: int, stage: str) -> bytes:
+    """Waits for all ranks of the group to reach a stage of its creation.
+
+    Returns:
+        A random token that all ranks share; empty for a single rank.
+    """
+    if world_size == 1:
         return b""
-    num_arrived = int(store.add("rlhpc/arrived", 1))
+    num_arrived = int(store.add(f"rlhpc/arrived/{stage}", 1))
     # The name of a destroyed group may be reused, so each creation has a separate key.
-    key = f"rlhpc/all/{-(-num_arrived // size)}"
-    if num_arrived % size == 0:
+    key = f"rlhpc/{stage}/{-(-num_arrived // world_size)}"
+    if num_arrived % world_size == 0:
         token = secrets.token_hex(16)
         store.set(key, token)
         return token.encode()
@@ -117,18 +131,20 @@ def _record_listeners() -> Iterator[list[int]]:
     and ZeroMQ's epoll already exists.
     """
     listeners: list[int] = []
-    earlier = _descriptors()
+    earlier_fds = _descriptors()
     yield listeners
-    current = _descriptors()
-    added = {fd: description for fd, description in current.items() if earlier.get(fd) != description}
-    for fd, description in added.items():
+    current_fds = _descriptors()
+    added_fds = {fd: description for fd, description in current_fds.items() if earlier_fds.get(fd) != description}
+    for fd, description in added_fds.items():
         if description == "anon_inode:[eventpoll]":
-            watched_fds = _watched_descriptors(fd)
-            sockets = [watched_fd for watched_fd in watched_fds if watched_fd in added and _is_listening(watched_fd)]
+            watched_fds = _read_watched_descriptors(fd)
+            sockets = [
+                watched_fd for watched_fd in watched_fds if watched_fd in added_fds and _is_listening(watched_fd)
+            ]
             pipes = [
                 watched_fd
                 for watched_fd in watched_fds
-                if watched_fd in added and added[watched_fd].startswith("pipe:")
+                if watched_fd in added_fds and added_fds[watched_fd].startswith("pipe:")
             ]
             if len(sockets) == len(pipes) == 1 and len(watched_fds) == 2:
                 listeners += sockets
@@ -143,7 +159,7 @@ def _descriptors() -> dict[int, str]:
     return descriptions
 
 
-def _watched_descriptors(epoll: int) -> list[int]:
+def _read_watched_descriptors(epoll: int) -> list[int]:
     with open(f"/proc/self/fdinfo/{epoll}") as lines:
         return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
 
@@ -166,7 +182,7 @@ def _replace_with_idle(descriptor: int) -> None:
     os.close(idle_fd)
 
 
-def _exchange_proofs(group: Any, rank: int, size: int, token: bytes, context: Context) -> None:
+def _exchange_proofs(group: Any, rank: int, world_size: int, token: bytes, context: Context) -> None:
     """Exchanges proofs of the generation's secret with every other rank of the group.
 
     Raises:
@@ -176,33 +192,36 @@ def _exchange_proofs(group: Any, rank: int, size: int, token: bytes, context: Co
 
     key = hmac.digest(context.service.keys.secret, b"rlhpc mesh " + token, "sha256")
 
-    def proof(source: int, to: int) -> bytes:
-        return hmac.digest(key, b"%d to %d of %d" % (source, to, size), "sha256")
+    def compute_proof(source_rank: int, target_rank: int) -> bytes:
+        return hmac.digest(key, b"%d to %d of %d" % (source_rank, target_rank, world_size), "sha256")
 
-    peers = [(rank + step) % size for step in range(1, size)]
+    peers = [(rank + step) % world_size for step in range(1, world_size)]
     deadline = time.monotonic() + PROOF_S
     received_proofs: dict[int, torch.Tensor] = {}
-    transfers: list[tuple[int, Any, torch.Tensor | None]] = []
+    proof_transfers: list[tuple[int, Any, torch.Tensor | None]] = []
     peer = peers[0]
     try:
         for peer in peers:
-            sent_proof = torch.frombuffer(bytearray(proof(rank, peer)), dtype=torch.uint8)
+            sent_proof = torch.frombuffer(bytearray(compute_proof(rank, peer)), dtype=torch.uint8)
             received_proofs[peer] = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
-            transfers.append(
+            proof_transfers.append(
                 (peer, group.send([sent_proof], peer, _TAG), sent_proof)
             )  # keeps the tensor alive until it has been sent
-            transfers.append((peer, group.recv([received_proofs[peer]], peer, _TAG), None))
-        for peer, work, _ in transfers:  # noqa: B007 - the error names the last peer
-            work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        unproven = [
-            peer for peer in peers if not hmac.compare_digest(bytes(received_proofs[peer].tolist()), proof(peer, rank))
+            proof_transfers.append((peer, group.recv([received_proofs[peer]], peer, _TAG), None))
+        for peer, async_work, _ in proof_transfers:  # noqa: B007 - the error names the last peer
+            async_work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        unproven_ranks = [
+            peer
+            for peer in peers
+            if not hmac.compare_digest(bytes(received_proofs[peer].tolist()), compute_proof(peer, rank))
         ]
         reason = "what it sent is not a proof"
     except RuntimeError as error:
-        unproven, reason = [peer], str(error).partition("\n")[0]
-    if unproven:
+        unproven_ranks, reason = [peer], str(error).partition("\n")[0]
+    if unproven_ranks:
         raise StrangerConnected(
-            f"{context.name}: rank {unproven[0]} of a process group of {size} did not prove to be of this run ({reason}): a "
+            f"{context.name}: rank {unproven_ranks[0]} of a process group of {world_size} did not prove to be of this "
+            f"run ({reason}): a "
             f"stranger may have connected to the ports of {context.name} on {node_name()} while the group was "
             "formed. It got nothing and nothing of it was used; start again"
         )

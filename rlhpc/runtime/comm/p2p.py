@@ -13,13 +13,14 @@ from typing import Any
 from rlhpc.runtime.comm.background import AsyncWork, in_background
 from rlhpc.runtime.comm.context import Context, current
 from rlhpc.runtime.comm.device_memory import address
-from rlhpc.runtime.comm.payload import HostReader, Packed, owned, release_unread
+from rlhpc.runtime.comm.payload import HostReader, Packed, copy_shared, release_unread
 from rlhpc.runtime.comm.queues import ChannelState, ConsumerLocation, Item, PutEstimate
 from rlhpc.runtime.comm.service import DEFAULT_MAX_BYTES, INBOX, Service
 from rlhpc.runtime.comm.shared_memory import SegmentGone, discard
 from rlhpc.runtime.comm.zmq_sockets import Pending, choose
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.host import process_key
+from rlhpc.runtime.trace_recorder import record, recorder, span
 
 #: Seconds that each other receiver gets to confirm a message after the message has failed to reach one receiver.
 _AFTER_FAILURE_S = 1.0
@@ -29,7 +30,7 @@ _CHECK_S = 0.2
 _DEPARTURE_NOTICE_S = 5.0
 
 
-def _inbox_key(tag: str, group: str, rank: int) -> str:
+def _make_inbox_key(tag: str, group: str, rank: int) -> str:
     return f"{tag}/{group}/{rank}"
 
 
@@ -48,61 +49,65 @@ class _Transfer:
         self,
         context: Context,
         target: tuple[str, int],
-        packed: Packed,
+        payload: Packed,
         key: str,
         reader: int = 0,
-        share: HostReader | None = None,
+        host_reader: HostReader | None = None,
     ) -> None:
         self._context, self._target = context, target
         #: The request to the receiver's service; None if the inbox belongs to this process.
-        self._pending: Pending | None = None
+        self._pending_put: Pending | None = None
         self._failure: ChannelError | None = None
         try:
-            self._begin(packed, key, packed.frames(reader, share))
+            self._begin(payload, key, payload.frames(reader, host_reader))
         except ChannelError as error:
             self._failure = error
 
-    def _begin(self, packed: Packed, key: str, frames: list[Any]) -> None:
+    def _begin(self, payload: Packed, key: str, frames: list[Any]) -> None:
         context, service = self._context, self._context.service
-        purpose = "{}-{} to take a message from {}".format(*self._target, context.name)
+        wait_purpose = "{}-{} to take a message from {}".format(*self._target, context.name)
         receiver = context.member(*self._target)["data"]
-        service.lane.settle()
+        service.device_channel.free_read_buffers()
         if receiver["ipc"] == service.endpoint["ipc"]:
-            frames = owned(frames)
+            frames = copy_shared(frames)
             service.wait_local(
-                lambda answer: service.channel(INBOX).put(key, frames, packed.nbytes, 0, packed.segment or "", answer),
+                lambda answer: service.channel(INBOX).put(
+                    key, frames, payload.nbytes, 0, payload.segment or "", answer
+                ),
                 context.wait_deadline,
-                purpose,
+                wait_purpose,
             )
         else:
-            frames = [pickle.dumps((INBOX, key, packed.nbytes, 0, packed.segment or "", True)), *frames]
-            self._pending = service.peers.begin(choose(receiver), b"PUT", frames, purpose, context.wait_deadline)
+            frames = [pickle.dumps((INBOX, key, payload.nbytes, 0, payload.segment or "", True)), *frames]
+            self._pending_put = service.peers.begin(
+                choose(receiver), b"PUT", frames, wait_purpose, context.wait_deadline
+            )
 
     def wait(self, timeout: float) -> bool:
         """Waits at most `timeout` seconds until the inbox has the message; returns whether the rank was waiting for it."""
         if self._failure is not None:
             raise self._failure
-        if self._pending is None:
+        if self._pending_put is None:
             return False
         service, has_left = self._context.service, functools.partial(self._context.has_left, *self._target)
-        estimate = PutEstimate(*pickle.loads(service.peers.reply_to(self._pending, timeout, has_left)[0]))
+        estimate = PutEstimate(*pickle.loads(service.peers.reply_to(self._pending_put, timeout, has_left)[0]))
         if estimate.host:
-            service.lane.consumers[self._target] = estimate.consumer
+            service.device_channel.consumers[self._target] = estimate.consumer
         return estimate.waiting
 
-    def wait_unless_left(self, timeout: float) -> bool | None:
+    def wait_unless_left(self, timeout_s: float) -> bool | None:
         """Waits like `wait`; returns None if the rank could not be reached and its group continues without this rank."""
         try:
-            return self.wait(timeout)
+            return self.wait(timeout_s)
         except ChannelError:
             if not self._context.has_left(*self._target, _DEPARTURE_NOTICE_S):
                 raise
             return None
 
 
-def _consumer_of(context: Context, group: str, rank: int) -> ConsumerLocation:
+def _find_consumer(context: Context, group: str, rank: int) -> ConsumerLocation:
     """Returns the last known location of a rank; an empty one if the rank was restarted on another host."""
-    consumer = context.service.lane.consumers.get((group, rank), ConsumerLocation())
+    consumer = context.service.device_channel.consumers.get((group, rank), ConsumerLocation())
     return consumer if consumer.host == context.member(group, rank)["host"] else ConsumerLocation()
 
 
@@ -112,19 +117,25 @@ def send(
     """Sends an object to one rank; `Worker.send` describes the arguments."""
     context = current()
     is_remote = context.member(dst_group, dst_rank)["host"] != context.host
-    consumer = _consumer_of(context, dst_group, dst_rank)
+    consumer = _find_consumer(context, dst_group, dst_rank)
     holders = [process_key(context.member(dst_group, dst_rank)["data"])]
-    packed = context.service.pack(obj, lend=is_remote and not async_op, consumers=[consumer], holders=holders)
+    name = f"to {dst_group}-{dst_rank}"
+    started_ns = time.monotonic_ns()
+    lend = is_remote and not async_op
+    payload = context.service.pack(obj, lend=lend, consumers=[consumer], holders=holders, about=name)
     if async_op:
-        packed.owned()
+        payload.copy_inline()
 
     def deliver() -> None:
         try:
-            transfer = _Transfer(context, (dst_group, dst_rank), packed, _inbox_key(tag, group, rank))
-            packed.settle(transfer.wait(context.wait_deadline), context.check)
+            transfer = _Transfer(context, (dst_group, dst_rank), payload, _make_inbox_key(tag, group, rank))
+            payload.finish_reads(transfer.wait(context.wait_deadline), context.check)
         except BaseException:
-            packed.discard()
+            payload.discard()
             raise
+        finally:
+            if recorder.is_on:
+                record(name, "send", started_ns, time.monotonic_ns(), {"bytes": payload.nbytes})
 
     if async_op:
         return in_background(f"send-{dst_group}-{dst_rank}", deliver)
@@ -134,21 +145,23 @@ def send(
 
 def _receive(tag: str, src_group: str, src_rank: int, borrow: bool = False) -> Any:
     context = current()
-    item = _next_item(tag, src_group, src_rank, context.wait_deadline)
-    return context.service.unpack(item.frames, borrow=borrow)
+    item = _wait_for_next_item(tag, src_group, src_rank, context.wait_deadline)
+    with span(f"from {src_group}-{src_rank}", "receive", bytes=item.nbytes):
+        return context.service.unpack(item.frames, borrow=borrow)
 
 
-def _next_item(tag: str, src_group: str, src_rank: int, timeout: float) -> Item:
-    service, key = current().service, _inbox_key(tag, src_group, src_rank)
+def _wait_for_next_item(tag: str, src_group: str, src_rank: int, timeout_s: float) -> Item:
+    service, key = current().service, _make_inbox_key(tag, src_group, src_rank)
     consumer = ConsumerLocation(current().host, address())
-    service.lane.settle()
+    service.device_channel.free_read_buffers()
 
     def get_item(answer: Any) -> bool:
-        state = service.channel(INBOX)
-        state.record_consumer(key, consumer)
-        return state.get(key, (), None, answer)
+        inbox_state = service.channel(INBOX)
+        inbox_state.record_consumer(key, consumer)
+        return inbox_state.get(key, (), None, answer)
 
-    return service.wait_local(get_item, timeout, f"a message from {src_group}-{src_rank}")[0]
+    with span(f"from {src_group}-{src_rank}", "wait"):
+        return service.wait_local(get_item, timeout_s, f"a message from {src_group}-{src_rank}")[0]
 
 
 def recv(src_group: str, src_rank: int, *, tag: str = "o") -> Any:
@@ -167,17 +180,19 @@ def post(obj: Any, key: str, dst_group: str, dst_rank: int) -> bool:
     return transfer.wait_unless_left(context.wait_deadline) is not None
 
 
-def await_post(key: str, timeout: float, purpose: str) -> Any:
+def await_post(key: str, timeout_s: float, wait_purpose: str) -> Any:
     """Returns the next object that another rank posts to this rank under `key`; waits for the object.
 
     Raises:
-        DeadlineExceeded: No object arrived within `timeout` seconds; the message has `purpose`, the expected sender.
+        DeadlineExceeded: No object arrived within `timeout_s` seconds; the message has `wait_purpose`, the expected sender.
     """
     service = current().service
-    items = service.wait_local(
-        lambda answer: bool(service.channel(INBOX).get(key, (), None, answer)), timeout, f"a message from {purpose}"
+    inbox_items = service.wait_local(
+        lambda answer: bool(service.channel(INBOX).get(key, (), None, answer)),
+        timeout_s,
+        f"a message from {wait_purpose}",
     )
-    return service.unpack(items[0].frames)
+    return service.unpack(inbox_items[0].frames)
 
 
 def poll(key: str) -> Any:
@@ -190,24 +205,24 @@ def poll(key: str) -> Any:
     current().check()
 
     def get_item(answer: Any) -> bool:
-        state = service.channel(INBOX)
-        return bool(state.count(key)) and state.get(key, (), None, answer)
+        inbox_state = service.channel(INBOX)
+        return bool(inbox_state.count(key)) and inbox_state.get(key, (), None, answer)
 
     return service.unpack(service.wait_local(get_item, 0.0, key)[0].frames)
 
 
-def copy_into(tensor: Any, received: Any) -> None:
+def copy_into(tensor: Any, received_tensor: Any) -> None:
     """Copies a received tensor into `tensor`.
 
     Raises:
         ValueError: Shape or dtype differ.
     """
-    if tuple(tensor.shape) != tuple(received.shape) or tensor.dtype != received.dtype:
+    if tuple(tensor.shape) != tuple(received_tensor.shape) or tensor.dtype != received_tensor.dtype:
         raise ValueError(
             f"recv_tensor was given {tuple(tensor.shape)} {tensor.dtype}, "
-            f"but {tuple(received.shape)} {received.dtype} was sent"
+            f"but {tuple(received_tensor.shape)} {received_tensor.dtype} was sent"
         )
-    tensor.detach().copy_(received)
+    tensor.detach().copy_(received_tensor)
 
 
 def broadcast(
@@ -222,25 +237,26 @@ def broadcast(
     """Sends one object to several ranks, or receives it; `Worker.broadcast` describes the arguments."""
     if (group, rank) != tuple(src):
         return _receive("b", src[0], src[1], borrow=read_only)
-    begin_broadcast(obj, group, rank, groups)()
+    with span("broadcast", "send"):
+        begin_broadcast(obj, group, rank, groups)()
     return obj
 
 
-def follow_broadcast(src: tuple[str, int], check: Callable[[], None]) -> Any:
+def follow_broadcast(src: tuple[str, int], check_alive: Callable[[], None]) -> Any:
     """Receives the next broadcast of a rank, with a check that can end the wait.
 
     Args:
         src: Group and rank of the sender.
-        check: Called repeatedly; raises an exception to end the wait. A later call still receives the broadcast.
+        check_alive: Called repeatedly; raises an exception to end the wait. A later call still receives the broadcast.
 
     Raises:
         DeadlineExceeded: No broadcast arrived.
     """
     deadline = time.monotonic() + current().wait_deadline
     while True:
-        check()
+        check_alive()
         try:
-            item = _next_item("b", *src, min(_CHECK_S, max(0.0, deadline - time.monotonic())))
+            item = _wait_for_next_item("b", *src, min(_CHECK_S, max(0.0, deadline - time.monotonic())))
         except DeadlineExceeded:
             if time.monotonic() >= deadline:
                 raise
@@ -254,7 +270,7 @@ def begin_broadcast(
     """Starts sending to all receivers of a broadcast.
 
     Args:
-        obj: The object to send; must not change before all receivers have it.
+        obj: The object to send; must not change before all receivers have received it.
         group: Worker group of the sender.
         rank: Rank of the sender.
         groups: Groups and ranks that receive; the sender is skipped.
@@ -265,25 +281,29 @@ def begin_broadcast(
         A function that waits until the object has reached all receivers; the same thread must call this function.
     """
     context = current()
-    targets = [target for name, ranks in groups for member in ranks if (target := (name, member)) != (group, rank)]
+    targets = [
+        target for name, ranks in groups for target_rank in ranks if (target := (name, target_rank)) != (group, rank)
+    ]
     readers = readers_of(context, targets)
     if not readers:
         return lambda: None
     is_remote = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
-    consumers = [_consumer_of(context, *target) for target in targets]
+    consumers = [_find_consumer(context, *target) for target in targets]
     # Ranks of another host that share a copy count as one reader, so the end of one rank must not free the data.
     holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
-    packed = context.service.pack(obj, len(readers), lend=is_remote, consumers=consumers, holders=holders)
-    key = _inbox_key("b", group, rank)
-    transfers: list[_Transfer] = []
+    payload = context.service.pack(
+        obj, len(readers), lend=is_remote, consumers=consumers, holders=holders, about="broadcast"
+    )
+    key = _make_inbox_key("b", group, rank)
+    broadcast_transfers: list[_Transfer] = []
     num_started = 0
 
     def finish() -> None:
         reached_targets: set[int] = set()
         try:
-            packed.settle(_await_all(transfers, context.wait_deadline, reached_targets), context.check)
+            payload.finish_reads(_await_all(broadcast_transfers, context.wait_deadline, reached_targets), context.check)
         finally:
-            packed.discard(num_started)
+            payload.discard(num_started)
             for target_index in range(len(targets) if segment else 0):
                 if target_index not in reached_targets:
                     discard(str(segment), target_index)
@@ -292,10 +312,10 @@ def begin_broadcast(
         # Send to all receivers before waiting for any: waking them one after the other would take twice as long.
         for reader, sharers in enumerate(readers):
             name = secrets.token_hex(8) if len(sharers) > 1 else ""
-            keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
+            sharer_keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
             for index, target in enumerate(sharers):
-                share = HostReader(name, index, len(sharers), keys) if name else None
-                transfers.append(_Transfer(context, target, packed, key, reader, share))
+                host_reader = HostReader(name, index, len(sharers), sharer_keys) if name else None
+                broadcast_transfers.append(_Transfer(context, target, payload, key, reader, host_reader))
                 num_started = reader + 1
     except BaseException:
         with contextlib.suppress(RlhpcError):  # raise the first failure
@@ -304,19 +324,19 @@ def begin_broadcast(
     return finish
 
 
-def _await_all(transfers: list[_Transfer], timeout: float, reached: set[int]) -> bool:
-    """Waits for transfers, and adds the index of each completed transfer to `reached`. Raises the first failure.
+def _await_all(broadcast_transfers: list[_Transfer], timeout_s: float, reached_targets: set[int]) -> bool:
+    """Waits for transfers, and adds the index of each completed transfer to `reached_targets`. Raises the first failure.
 
     Returns:
         Whether all reached receivers were already waiting for the message.
     """
     all_waiting, failure = True, None
-    for target_index, transfer in enumerate(transfers):
+    for target_index, transfer in enumerate(broadcast_transfers):
         try:
-            was_waiting = transfer.wait_unless_left(timeout if failure is None else _AFTER_FAILURE_S)
+            was_waiting = transfer.wait_unless_left(timeout_s if failure is None else _AFTER_FAILURE_S)
             if was_waiting is not None:
                 all_waiting = was_waiting and all_waiting
-                reached.add(target_index)
+                reached_targets.add(target_index)
         except BaseException as error:
             failure = failure or error
     if failure is not None:
@@ -343,10 +363,10 @@ def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tu
 def clear_inbox(service: Service) -> None:
     """Drops the unread messages in this process's inbox."""
     with service.lock:
-        state = service.channels[INBOX]
+        inbox_state = service.channels[INBOX]
         service.channels[INBOX] = ChannelState(0, DEFAULT_MAX_BYTES)
-    for unread in [unread for queued in state.queues.values() for unread in queued.items]:
+    for unread_item in [unread_item for item_queue in inbox_state.queues.values() for unread_item in item_queue.items]:
         # Unpacking frees the payload for this reader; its sender and the other readers may still be alive.
-        release_unread(unread.frames)
+        release_unread(unread_item.frames)
         with contextlib.suppress(RlhpcError, SegmentGone, OSError):
-            service.unpack(unread.frames, borrow=True)
+            service.unpack(unread_item.frames, borrow=True)

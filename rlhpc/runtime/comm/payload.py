@@ -15,6 +15,7 @@ import fcntl
 import io
 import os
 import pickle
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -29,13 +30,16 @@ from rlhpc.runtime.comm.shared_memory import HEADER, PATH_SEPARATOR, Mappings, S
 from rlhpc.runtime.comm.zero_copy import LEND_LIMIT, PREFIX, Lender, LentBuffers
 from rlhpc.runtime.devices import receiving_device
 from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.trace_recorder import mark_flow, new_flow, recorder
 
 Buffer = bytes | bytearray | memoryview
 _BY_REFERENCE = (type, FunctionType)
 _MAIN = ("__main__", "__mp_main__")
 
 
-def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: str, parameter: bool, grad: bool) -> Any:
+def rebuild_tensor(
+    buffer: Buffer, dtype: str, shape: tuple[int, ...], device: str, is_parameter: bool, has_grad: bool
+) -> Any:
     """Rebuilds a tensor from its dtype, shape and bytes; on the CPU it shares memory with `buffer`."""
     import torch
 
@@ -46,9 +50,9 @@ def rebuild_tensor(buffer: Buffer, dtype: str, shape: tuple[int, ...], device: s
         writable = bytearray(buffer) if memoryview(buffer).readonly else buffer
         tensor = torch.frombuffer(writable, dtype=torch_dtype).reshape(shape)
     tensor = tensor.to(receiving_device(device))
-    if parameter:
-        return torch.nn.Parameter(tensor, requires_grad=grad)
-    return tensor.requires_grad_(grad) if grad else tensor
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=has_grad)
+    return tensor.requires_grad_(has_grad) if has_grad else tensor
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -56,15 +60,16 @@ def _reduce_tensor(tensor: Any) -> Any:
 
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return tensor.__reduce_ex__(4)
-    values = tensor.detach()
-    if values.device.type != "cpu" and not values.is_contiguous():
+    detached_tensor = tensor.detach()
+    if detached_tensor.device.type != "cpu" and not detached_tensor.is_contiguous():
         raise ValueError(
-            f"a non-contiguous tensor on {values.device} (shape {tuple(values.shape)}, strides {values.stride()}) cannot be "
+            f"a non-contiguous tensor on {detached_tensor.device} (shape {tuple(detached_tensor.shape)}, strides "
+            f"{detached_tensor.stride()}) cannot be "
             f"sent: call .contiguous() first"
         )
-    flat = values.cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
+    flat_tensor = detached_tensor.cpu().contiguous().reshape(-1).resolve_conj().resolve_neg()
     # A tensor with one element is contiguous whatever its stride, but a view of its bytes needs a stride of one.
-    flat_bytes = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()
+    flat_bytes = flat_tensor.as_strided(flat_tensor.shape, (1,)).view(torch.uint8).numpy()
     args = (pickle.PickleBuffer(flat_bytes), dtype_name(tensor.dtype), tuple(tensor.shape), str(tensor.device))
     return rebuild_tensor, (*args, isinstance(tensor, torch.nn.Parameter), tensor.requires_grad)
 
@@ -152,7 +157,7 @@ def dumps(obj: Any, extractor: TensorExtractor | None = None) -> tuple[bytes, li
     return stream, [buffer.raw() for buffer in buffers]
 
 
-def pickled(obj: Any) -> bytes:
+def pickle_object(obj: Any) -> bytes:
     """Pickles `obj` into one stream: by value if it needs classes or functions of `__main__`, otherwise by reference."""
     stream = io.BytesIO()
     try:
@@ -173,7 +178,7 @@ def _dump(pickler_class: Any, obj: Any, extractor: TensorExtractor | None) -> tu
     return stream.getvalue(), buffers
 
 
-def owned(buffers: Iterable[Any]) -> list[Any]:
+def copy_shared(buffers: Iterable[Any]) -> list[Any]:
     """Returns buffers that do not change if the caller changes the original data: copies all buffers except `bytes`.
 
     The caller of `send` or `put` may change the object once the call has returned. Data that is sent before the return needs
@@ -219,35 +224,41 @@ class HostReader(NamedTuple):
 
 
 def fetch_once_per_host(
-    folder: Path, share: HostReader, fetch: Callable[[], str], check: Callable[[], None], timeout: float = 600.0
+    folder: Path,
+    host_reader: HostReader,
+    fetch: Callable[[], str],
+    check_alive: Callable[[], None],
+    timeout_s: float = 600.0,
 ) -> str:
     """Fetches a message, or waits for the receiver on this host that fetches it; returns the path of its segment.
 
     Args:
         folder: The session's folder on this host.
-        share: This receiver.
+        host_reader: This receiver.
         fetch: Fetches the message into a segment for all receivers and returns its path; only one receiver calls it.
-        check: Called while waiting; raises when the run has failed.
-        timeout: Seconds to wait for another receiver.
+        check_alive: Called while waiting; raises when the run has failed.
+        timeout_s: Seconds to wait for another receiver.
 
     Raises:
-        DeadlineExceeded: Another receiver on this host was still fetching after `timeout` seconds.
+        DeadlineExceeded: Another receiver on this host was still fetching after `timeout_s` seconds.
     """
-    meeting_file = folder / f"share-{share.name}"
-    started = time.monotonic()
-    while share.number and not meeting_file.exists() and time.monotonic() - started < _FIRST_READER_S:
+    meeting_file = folder / f"share-{host_reader.name}"
+    start_time = time.monotonic()
+    while host_reader.number and not meeting_file.exists() and time.monotonic() - start_time < _FIRST_READER_S:
         time.sleep(_PAUSE_S)
     fd = os.open(meeting_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         while not _try_lock(fd):
-            check()
-            if time.monotonic() - started > timeout:
-                raise DeadlineExceeded(f"waited {timeout:.0f} s for another rank of this host to fetch {share.name}")
+            check_alive()
+            if time.monotonic() - start_time > timeout_s:
+                raise DeadlineExceeded(
+                    f"waited {timeout_s:.0f} s for another rank of this host to fetch {host_reader.name}"
+                )
             time.sleep(_PAUSE_S)
         num_before, _, path = os.pread(fd, 4096, 0).decode().partition(" ")
         path = path or fetch()
         num_arrived = int(num_before or 0) + 1
-        if num_arrived == share.num_receivers:
+        if num_arrived == host_reader.num_receivers:
             meeting_file.unlink(missing_ok=True)
         else:
             os.pwrite(fd, f"{num_arrived} {path}".encode(), 0)
@@ -265,6 +276,8 @@ def _try_lock(fd: int) -> bool:
 
 
 INLINE_LIMIT = 32 * 1024
+#: What follows the pickle stream of a traced message, which `pickle.loads` ignores: a mark and the message's id.
+_FLOW, _FLOW_MARK = struct.Struct(">8sQ"), b"\0rlflow\0"
 
 
 class Origin(NamedTuple):
@@ -303,7 +316,7 @@ class Packed:
         nbytes: Size of the object's data, for back pressure.
         segment: Path of the shared-memory file, or name of the zero-copy buffers. If the message uses an accelerator buffer,
             the path of the buffer's lease follows, separated by `PATH_SEPARATOR`. None if all data is inline.
-        readers: Number of readers.
+        num_readers: Number of readers.
     """
 
     __slots__ = (
@@ -326,7 +339,7 @@ class Packed:
         obj: Any,
         pool: SegmentPool,
         origin: Origin,
-        readers: int = 1,
+        num_readers: int = 1,
         lender: Lender | None = None,
         device_pool: DevicePool | None = None,
         inline: bool = False,
@@ -338,9 +351,9 @@ class Packed:
             obj: Picklable object.
             pool: Segment pool of this process.
             origin: This process, for readers on other hosts.
-            readers: Number of processes that will read the object; processes of one host that share a fetched copy count once.
+            num_readers: Number of processes that will read the object; processes that share a fetched copy count once.
             lender: Lender of this process, if all readers are on other hosts. They then read large data directly from the
-                object's memory, which must not change until `settle`.
+                object's memory, which must not change until `finish_reads`.
             device_pool: Device pool, if all readers compute on this process's accelerator. Large tensors then stay on the
                 accelerator, if the pool has room for them.
             inline: Put all data into the message, so that readers need nothing else from this process.
@@ -348,30 +361,30 @@ class Packed:
                 data is free for the reader; see `shared_memory.ShmSegment`.
         """
         self._device_message: DeviceMessage | None = None
-        buffers = None if device_pool is None else self._write_to_device(obj, device_pool, readers, holders)
+        buffers = None if device_pool is None else self._write_to_device(obj, device_pool, num_readers, holders)
         if buffers is None:
             self._data, buffers = dumps(obj)
-        self._origin, self.readers = origin, readers
-        size = sum(len(buffer) for buffer in buffers)
-        self.nbytes = len(self._data) + size + (self._device_message.size if self._device_message else 0)
+        self._origin, self.readers = origin, num_readers
+        num_bytes = sum(len(buffer) for buffer in buffers)
+        self.nbytes = len(self._data) + num_bytes + (self._device_message.size if self._device_message else 0)
         self._path = ""
         self._inline: list[Any] = []
         self._spans: list[tuple[int, int]] = []
         self._pool, self._lender = pool, lender
         self._lent: LentBuffers | None = None
-        if inline or size < INLINE_LIMIT:
+        if inline or num_bytes < INLINE_LIMIT:
             self._inline = buffers
-        elif lender is not None and size >= LEND_LIMIT:
-            self._lent = lender.lend(buffers, readers, holders)
+        elif lender is not None and num_bytes >= LEND_LIMIT:
+            self._lent = lender.lend(buffers, num_readers, holders)
             self._path, self._spans = self._lent.name, self._lent.spans
         else:
-            self._path, self._spans = pool.write(buffers, readers, holders=holders)
+            self._path, self._spans = pool.write(buffers, num_readers, holders=holders)
         self.segment: str | None = self._path or None
         if self._device_message is not None:
             self.segment = PATH_SEPARATOR.join(filter(None, (self._path, self._device_message.path)))
 
     def _write_to_device(
-        self, obj: Any, device_pool: DevicePool, readers: int, holders: Sequence[str]
+        self, obj: Any, device_pool: DevicePool, num_readers: int, holders: Sequence[str]
     ) -> list[Any] | None:
         """Copies the object's tensors on the accelerator into a buffer of the pool, and pickles the rest of the object.
 
@@ -385,7 +398,7 @@ class Packed:
         self._data, buffers = dumps(obj, device_tensors)
         if sum(tensor.nbytes for tensor in device_tensors.tensors) < INLINE_LIMIT:
             return None if device_tensors.tensors else buffers
-        self._device_message = device_pool.write(device_tensors.tensors, readers, holders)
+        self._device_message = device_pool.write(device_tensors.tensors, num_readers, holders)
         return None if self._device_message is None else buffers
 
     def frames(self, reader: int = 0, share: HostReader | None = None) -> list[Any]:
@@ -401,20 +414,24 @@ class Packed:
         descriptor = (tuple(self._origin), self._path, self._spans, reader, self.readers, *host_fields)
         return [self._data, pickle.dumps(descriptor), *self._inline]
 
-    def owned(self) -> None:
-        """Copies inline data that refers to the caller's memory, so that the caller may change the object at once."""
-        self._inline = owned(self._inline)
+    def trace(self, name: str) -> None:
+        """Adds the message's departure to the trace, and its id to the data, so that the receiver can add the arrival."""
+        self._data += _FLOW.pack(_FLOW_MARK, new_flow(name))
 
-    def settle(self, handed: bool, check: Callable[[], None]) -> None:
+    def copy_inline(self) -> None:
+        """Copies inline data that refers to the caller's memory, so that the caller may change the object at once."""
+        self._inline = copy_shared(self._inline)
+
+    def finish_reads(self, is_delivered: bool, check: Callable[[], None]) -> None:
         """Ends all reads of the object's memory by other hosts, after the message has been sent. The caller may then change
         the object.
 
         Args:
-            handed: Whether all readers were already waiting for the message.
+            is_delivered: Whether all readers were already waiting for the message.
             check: Called while waiting; raises when the run has failed.
         """
         if self._lent is not None:
-            self._lent.settle(handed, self._pool, check)
+            self._lent.finish_reads(is_delivered, self._pool, check)
 
     def discard(self, first: int = 0, end: int | None = None) -> None:
         """Frees the data for the readers `first` to `end - 1`, by default all readers. They do not read the data any more."""
@@ -462,6 +479,10 @@ def unpack(
         The object. Its segment stays in use by this reader until the last view of the data is deleted.
     """
     stream, descriptor, *inline = frames
+    if recorder.is_on and len(stream) > _FLOW.size:
+        flow_mark, flow_id = _FLOW.unpack_from(stream, len(stream) - _FLOW.size)
+        if flow_mark == _FLOW_MARK:
+            mark_flow("message", flow_id, is_target=True)
     if not len(descriptor):
         return loads(stream, [bytearray(buffer) for buffer in inline])
     origin, path, spans, reader, readers, share_fields, device_message = pickle.loads(descriptor)
@@ -469,11 +490,13 @@ def unpack(
     if not path:
         return loads(stream, [bytearray(buffer) for buffer in inline], tensors)
     if origin[0] != host or path.startswith(PREFIX):
-        share = HostReader(*share_fields) if share_fields else None
-        segment_data = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, share)
+        host_reader = HostReader(*share_fields) if share_fields else None
+        segment_data = fetch(Origin(*origin), path, spans[-1][0] + spans[-1][1] - HEADER, reader, host_reader)
     else:
         segment_data = mappings.lease(path, reader, in_place=borrow or readers == 1)
-    return loads(stream, [segment_data[start : start + size] for start, size in spans], tensors)
+    return loads(
+        stream, [segment_data[span_start : span_start + span_size] for span_start, span_size in spans], tensors
+    )
 
 
 def release_unread(frames: Sequence[Buffer]) -> None:

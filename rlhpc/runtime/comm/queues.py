@@ -68,7 +68,7 @@ class Refusal(str):
 
 
 class ChannelRefused(ChannelError):
-    """Error: the home of a channel has refused a put or get that does not wait (`Refusal`)."""
+    """Error raised if a channel's home process refuses a put or get that does not wait (`Refusal`)."""
 
 
 class TooEarly(ChannelError):
@@ -102,7 +102,7 @@ class ChannelState:
         self.queues = collections.defaultdict[str, KeyQueue](KeyQueue)
         self._consumers: collections.OrderedDict[str, ConsumerLocation] = collections.OrderedDict()
         #: By item number: the item's key, the names of its consumer (process, connection, request), and the item.
-        self.unacknowledged: dict[int, tuple[str, tuple[str, ...], Item]] = {}
+        self.unacknowledged_items: dict[int, tuple[str, tuple[str, ...], Item]] = {}
 
     def count(self, key: str) -> int:
         """Returns the number of items queued under a key."""
@@ -111,10 +111,10 @@ class ChannelState:
 
     def full(self, key: str, nbytes: int = 0) -> bool:
         """Returns whether a put of `nbytes` bytes under a key has to wait."""
-        count = self.count(key)
-        if self.maxsize and count >= self.maxsize:
+        num_items = self.count(key)
+        if self.maxsize and num_items >= self.maxsize:
             return True
-        return bool(count) and self.nbytes + nbytes > self.max_bytes
+        return bool(num_items) and self.nbytes + nbytes > self.max_bytes
 
     def record_consumer(self, key: str, consumer: ConsumerLocation) -> None:
         """Records the location of a key's last consumer."""
@@ -123,8 +123,8 @@ class ChannelState:
         if len(self._consumers) > _MAX_CONSUMERS:
             self._consumers.popitem(last=False)
 
-    def _drop_idle(self, *keys: str) -> None:
-        for key in keys:
+    def _drop_idle(self, *queue_keys: str) -> None:
+        for key in queue_keys:
             queue = self.queues.get(key)
             if queue is not None and not (queue.items or queue.getters or queue.putters):
                 del self.queues[key]
@@ -184,18 +184,18 @@ class ChannelState:
             return None
         if target is None:
             return [queue.items.popleft()]
-        batch_weight, count = 0.0, 0
+        batch_weight, num_items = 0.0, 0
         for item in queue.items:
-            if count and batch_weight + item.weight > target:
+            if num_items and batch_weight + item.weight > target:
                 break
-            batch_weight, count = batch_weight + item.weight, count + 1
+            batch_weight, num_items = batch_weight + item.weight, num_items + 1
             if batch_weight >= target:
                 break
         else:
             # All queued items together are below the target: wait for more, unless the queue is full.
             if not (queue.putters or (self.maxsize and len(queue.items) >= self.maxsize)):
                 return None
-        return [queue.items.popleft() for _ in range(count)]
+        return [queue.items.popleft() for _ in range(num_items)]
 
     def _serve(self, key: str, queue: KeyQueue) -> None:
         self._match(key, queue)
@@ -204,34 +204,34 @@ class ChannelState:
     def _match(self, key: str, queue: KeyQueue) -> None:
         while True:
             while queue.putters and not self.full(key, queue.putters[0][0].nbytes):
-                item, answer = queue.putters.popleft()
-                self._admit(queue, item)
+                waiting_item, answer = queue.putters.popleft()
+                self._admit(queue, waiting_item)
                 answer([])
             if not queue.getters:
                 return
             owners, target, answer = queue.getters[0]
-            items = self._take(queue, target)
-            if items is None:
+            batch_items = self._take(queue, target)
+            if batch_items is None:
                 return
             queue.getters.popleft()
-            for item in items:
-                self.nbytes -= item.nbytes
+            for waiting_item in batch_items:
+                self.nbytes -= waiting_item.nbytes
                 if owners:
-                    self.unacknowledged[item.number] = (key, owners, item)
-            if not answer(items):
-                self._put_back(key, items)
+                    self.unacknowledged_items[waiting_item.number] = (key, owners, waiting_item)
+            if not answer(batch_items):
+                self._put_back(key, batch_items)
 
     def _put_back(self, key: str, items: Iterable[Item]) -> None:
         queue = self.queues[key]
         for item in reversed(list(items)):
-            self.unacknowledged.pop(item.number, None)
+            self.unacknowledged_items.pop(item.number, None)
             queue.items.appendleft(item)
             self.nbytes += item.nbytes
 
-    def acknowledge(self, numbers: Iterable[int]) -> None:
+    def acknowledge(self, item_numbers: Iterable[int]) -> None:
         """Marks delivered items as received, so that a consumer's end does not requeue them."""
-        for item_id in numbers:
-            self.unacknowledged.pop(item_id, None)
+        for item_id in item_numbers:
+            self.unacknowledged_items.pop(item_id, None)
 
     def consumer_died(self, consumer: str) -> int:
         """Returns unacknowledged items of a consumer to the front of their queues, and removes the consumer's waiters.
@@ -243,7 +243,7 @@ class ChannelState:
             Number of requeued items.
         """
         requeued_items: dict[str, list[Item]] = {}
-        for key, owner, item in list(self.unacknowledged.values()):
+        for key, owner, item in list(self.unacknowledged_items.values()):
             if consumer in owner:
                 requeued_items.setdefault(key, []).append(item)
         for queue in self.queues.values():
@@ -256,13 +256,13 @@ class ChannelState:
 
     def cancel(self, matches: Callable[[Answer], bool]) -> list[Item]:
         """Removes waiters for which `matches` returns True; returns the items of cancelled puts."""
-        dropped = []
+        dropped_items = []
         for queue in self.queues.values():
             queue.getters = deque(g for g in queue.getters if not matches(g[2]))
-            dropped += [item for item, answer in queue.putters if matches(answer)]
+            dropped_items += [waiting_item for waiting_item, waiter in queue.putters if matches(waiter)]
             queue.putters = deque(putter for putter in queue.putters if not matches(putter[1]))
         self._drop_idle(*self.queues)
-        return dropped
+        return dropped_items
 
     def close(self, reason: str) -> None:
         """Answers all waiters with the reason for closing the channel, and removes them."""

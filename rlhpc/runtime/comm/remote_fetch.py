@@ -22,7 +22,7 @@ from rlhpc.runtime.comm.queues import ConsumerLocation
 from rlhpc.runtime.comm.shared_memory import HEADER, Mappings, SegmentPool, capacity_of, default_idle, discard
 from rlhpc.runtime.comm.zero_copy import Withdrawn
 from rlhpc.runtime.comm.zmq_sockets import Peers, choose
-from rlhpc.runtime.devices import locked, locks_pages
+from rlhpc.runtime.devices import locked_tensor, locks_pages
 from rlhpc.runtime.errors import ChannelError
 from rlhpc.runtime.scratch import Scratch
 
@@ -41,7 +41,7 @@ class ReceiveBuffers:
         # Reentrant, because garbage collection during `take` may return memory on the same thread.
         self._lock = threading.RLock()
         #: By capacity: memory, and the tensor that keeps its pages locked, or None.
-        self._idle: dict[int, list[tuple[mmap.mmap, Any]]] = {}
+        self._idle_buffers: dict[int, list[tuple[mmap.mmap, Any]]] = {}
         self._idle_bytes = 0
 
     def take(self, size: int, *, lock: bool = False) -> memoryview:
@@ -53,7 +53,7 @@ class ReceiveBuffers:
         """
         capacity = capacity_of(size)
         with self._lock:
-            idle_memory = self._idle.get(capacity)
+            idle_memory = self._idle_buffers.get(capacity)
             memory, pages = idle_memory.pop() if idle_memory else (None, None)
             self._idle_bytes -= capacity if memory is not None else 0
         if memory is None:
@@ -62,15 +62,15 @@ class ReceiveBuffers:
                 with contextlib.suppress(OSError):  # the kernel has no huge pages
                     memory.madvise(_HUGE_PAGES)
         if lock and pages is None and locks_pages():
-            pages = locked(memory)
-        view = np.frombuffer(memory, np.uint8, size)
-        weakref.finalize(view, self._give_back, capacity, memory, pages).atexit = False
-        return view.data
+            pages = locked_tensor(memory)
+        memory_view = np.frombuffer(memory, np.uint8, size)
+        weakref.finalize(memory_view, self._give_back, capacity, memory, pages).atexit = False
+        return memory_view.data
 
     def _give_back(self, capacity: int, memory: mmap.mmap, pages: Any) -> None:
         with self._lock:
             if self._idle_bytes + capacity <= self._max_idle:
-                self._idle.setdefault(capacity, []).append((memory, pages))
+                self._idle_buffers.setdefault(capacity, []).append((memory, pages))
                 self._idle_bytes += capacity
 
 
@@ -134,9 +134,9 @@ class Fetching:
             release() if releases is None else releases.append(release)
 
         if share is None:
-            view = self._receive_buffers.take(HEADER + size, lock=lock)
-            receive(view)
-            return view
+            buffer_view = self._receive_buffers.take(HEADER + size, lock=lock)
+            receive(buffer_view)
+            return buffer_view
 
         def receive_for_all() -> str:
             segment = self._pool.reserve(size, share.num_receivers, holders=share.holders)
@@ -149,10 +149,10 @@ class Fetching:
             return segment.path
 
         shared_path = fetch_once_per_host(self._scratch.shm, share, receive_for_all, self._check)
-        view = self._mappings.lease(shared_path, share.number, in_place=in_place)
+        buffer_view = self._mappings.lease(shared_path, share.number, in_place=in_place)
         if lock and in_place:
             self._mappings.lock(shared_path)
-        return view
+        return buffer_view
 
     def _fetch_from_forwarder(self, forwarder: ForwardingProcess, name: str, target: memoryview) -> bool:
         """Fetches the data from a process that forwards it; returns False if it must be fetched from its owner."""
@@ -189,6 +189,7 @@ class DeviceChannel:
     Attributes:
         pool: Buffers from which this process sends.
         consumers: Host and accelerator of each (group, rank) to which this process has sent.
+        num_host_copies: Number of messages that this process could not read, and received as a copy on the host.
     """
 
     def __init__(self, scratch: Scratch, endpoint: dict[str, str], peers: Peers, read: ReadSegment) -> None:
@@ -196,6 +197,7 @@ class DeviceChannel:
         self._mappings = DeviceMappings(self.pool.local)
         self._peers, self._read = peers, read
         self.consumers: dict[tuple[str, int], ConsumerLocation] = {}
+        self.num_host_copies = 0
 
     @property
     def num_device_messages(self) -> int:
@@ -206,12 +208,12 @@ class DeviceChannel:
         """Returns the pool if all consumers are known to compute on this process's accelerator, else None."""
         return self.pool if consumers and all(self.pool.reaches(*consumer) for consumer in consumers) else None
 
-    def settle(self) -> None:
+    def free_read_buffers(self) -> None:
         """Releases other processes' buffers after this process's copies from them are complete. Called before a wait."""
         if not self._mappings.reading:
             return
         with contextlib.suppress(RuntimeError):  # the accelerator has failed; code that uses it will report that
-            self._mappings.settle()
+            self._mappings.free_read_buffers()
 
     def park(self) -> None:
         """Frees accelerator memory: closes other processes' buffers, and drops unused buffers of this process."""
@@ -244,14 +246,22 @@ class DeviceChannel:
             return self._request_host_copy(device_message, origin, reader, str(error))
 
     def _request_host_copy(self, device_message: DeviceMessage, origin: Origin, reader: int, reason: str) -> list[Any]:
+        self.num_host_copies += 1
         request = pickle.dumps((device_message.path, reader, reason))
-        purpose = "the sender of a message to copy it from its accelerator"
+        wait_purpose = "the sender of a message to copy it from its accelerator"
         (reply,) = self._peers.request(
-            choose(device_message.endpoint), b"TO_HOST", [request], _HOST_COPY_TIMEOUT_S, purpose
+            choose(device_message.endpoint), b"TO_HOST", [request], _HOST_COPY_TIMEOUT_S, wait_purpose
         )
-        path, start = pickle.loads(reply)
-        host_copy = self._read(origin, path, device_message.size)[start:]
+        path, copy_start = pickle.loads(reply)
+        host_copy = self._read(origin, path, device_message.size)[copy_start:]
         return [
-            rebuild_tensor(host_copy[view.offset : view.offset + view.nbytes], view.dtype, view.shape, "", False, False)
-            for view in device_message.parts
+            rebuild_tensor(
+                host_copy[tensor_part.offset : tensor_part.offset + tensor_part.nbytes],
+                tensor_part.dtype,
+                tensor_part.shape,
+                "",
+                False,
+                False,
+            )
+            for tensor_part in device_message.parts
         ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import pickle
 import queue
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 import zmq
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
+from rlhpc.runtime.comm.key_value_store import KeyValueStore
 from rlhpc.runtime.comm.payload import Origin, Packed, unpack
 from rlhpc.runtime.comm.queues import ChannelState, ConsumerLocation, Item, LocalAnswer, Refusal, RemoteAnswer, TooEarly
 from rlhpc.runtime.comm.remote_fetch import DeviceChannel, Fetching
@@ -34,77 +36,23 @@ from rlhpc.runtime.comm.zmq_sockets import (
     Peers,
     TcpPort,
     ZapAuthenticator,
+    choose,
     make_socket,
 )
 from rlhpc.runtime.errors import CallAborted, ChannelError, DeadlineExceeded
 from rlhpc.runtime.host import host_id, process_id
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
+from rlhpc.runtime.trace_recorder import ClockSample, add_gauge, recorder
 
 log = logging.getLogger(__name__)
 INBOX = "\0inbox"
 DEFAULT_MAX_BYTES = 2 << 30
 _MIN_SLEEP_S = 0.002
 _LONG_WAIT_S = 0.005
+#: Seconds that the driver may take to answer with its clock.
+_CLOCK_TIMEOUT_S = 2.0
 _numbers = itertools.count()
-
-
-class KeyValueStore:
-    """Key-value store of a process group. Any thread may call any method."""
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-        self._waiting: dict[bytes, list[Callable[[bytes], None]]] = {}
-        self._changed = threading.Condition()
-
-    def execute(self, op: bytes, key: bytes, *arguments: bytes) -> bytes:
-        """Executes an operation: `get`, `has`, `del`, `count`, `set`, `add` or `swap` (torch's `compare_set`).
-
-        Returns:
-            The key's value; for `has` and `del` b"1" or b"0", for `count` the number of keys that start with `key`.
-
-        Raises:
-            KeyError: The key has not been set.
-            ValueError: There is no such operation.
-        """
-        with self._changed:
-            values = self._values
-            if op == b"get":
-                return values[key]
-            if op == b"has":
-                return b"1" if key in values else b"0"
-            if op == b"del":
-                return b"0" if values.pop(key, None) is None else b"1"
-            if op == b"count":
-                return b"%d" % sum(stored_key.startswith(key) for stored_key in values)
-            if (
-                op == b"swap" and values.get(key, b"") != arguments[0]
-            ):  # torch's compare_set: a missing key counts as empty
-                return values.get(key, arguments[0])
-            if op == b"add":
-                values[key] = b"%d" % (int(values.get(key, b"0")) + int(arguments[0]))
-            elif op in (b"set", b"swap"):
-                values[key] = arguments[-1]
-            else:
-                raise ValueError(f"no store operation {op!r}")
-            self._changed.notify_all()
-            for answer in self._waiting.pop(key, ()):
-                answer(values[key])
-            return values[key]
-
-    def when_set(self, key: bytes, answer: Callable[[bytes], None]) -> None:
-        """Calls `answer` with the value of a key, at once or as soon as the key is set."""
-        with self._changed:
-            if key in self._values:
-                answer(self._values[key])
-            else:
-                self._waiting.setdefault(key, []).append(answer)
-
-    def wait(self, key: bytes, timeout: float) -> bytes | None:
-        """Returns the value of a key; None if it is not set within `timeout` seconds."""
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values, timeout)
-            return self._values.get(key)
 
 
 class Service:
@@ -137,23 +85,23 @@ class Service:
         on_note: Callable[[dict[str, Any]], None] | None = None,
         on_join: Callable[[dict[str, Any]], bytes] | None = None,
         on_broken: Callable[[Exception], None] | None = None,
-        doing: Callable[[], Any] = lambda: None,
+        describe_activity: Callable[[], Any] = lambda: None,
     ) -> None:
         self.name, self.keys, self.scratch = name, keys, scratch
         self.context: zmq.Context[Any] = zmq.Context()
         self.lock = threading.Lock()
         self.channels: dict[str, ChannelState] = {INBOX: ChannelState(0, DEFAULT_MAX_BYTES)}
-        self._check_run, self._stopping = check, False
+        self._check_run, self._is_stopping = check, False
         self.peers = Peers(self.context, keys, self.check)
         self.pool, self.mappings = SegmentPool(scratch), Mappings()
         self.lender, self.forwarded_data = Lender(self.pool), ForwardedData()
         self.fetch = Fetching(scratch, self.pool, self.mappings, self.peers, self.check).fetch
         self.store = KeyValueStore()
         #: Number of the newest recovery for which the driver has requested an abort of this process's current call.
-        self.aborted = 0
+        self.abort_recovery = 0
         #: Number of the last completed recovery. The request to abort arrives over a different connection than calls, so it
         #: may arrive after this has been set.
-        self._resumed = 0
+        self._resumed_recovery = 0
         #: By connection: reason for refusing an item that was sent without waiting for an answer.
         self._refusals: dict[str, bytes] = {}
         #: Latest known number of membership changes. A change makes `Context.member` read the records again.
@@ -171,9 +119,9 @@ class Service:
                 name, keys, tcp_address, (scratch.shm, scratch.spill), self.lender, self.forwarded_data
             )
             self.endpoint["bulk"] = self._bulk.endpoint
-        self.lane = DeviceChannel(scratch, self.endpoint, self.peers, self._read)
+        self.device_channel = DeviceChannel(scratch, self.endpoint, self.peers, self._read)
         self.origin = Origin(host_id(), self.endpoint["tcp"] or self.endpoint["ipc"], self.endpoint["bulk"])
-        self.doing = doing
+        self.doing = describe_activity
         self._sockets = ServiceSockets(
             listener, token_of(keys), zap, router, self._bulk, handle=self._handle, on_close=self.consumer_died
         )
@@ -186,7 +134,7 @@ class Service:
         )
         #: Expected answers of the threads that wait while another thread runs the loop.
         self._followers: list[LocalAnswer] = []
-        self._unparked = threading.Event()
+        self._resume_event = threading.Event()
         self._next_tick = time.monotonic()
         if router:
             self.watch_port(tcp_port)
@@ -202,15 +150,20 @@ class Service:
     @property
     def stopped(self) -> bool:
         """True if this process has left the run."""
-        return self._stopping
+        return self._is_stopping
 
     def check(self) -> None:
         """Raises if the run has failed, if this process has left the run, or if the driver has aborted the current call."""
-        if self._stopping:
+        if self._is_stopping:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
-        if self.aborted > self._resumed:
+        if self.abort_recovery > self._resumed_recovery:
             raise CallAborted(f"{self.name} gave up a call: another group failed")
         self._check_run()
+
+    @property
+    def last_recovery(self) -> int:
+        """Number of the last completed recovery of the run; 0 before the first one."""
+        return self._resumed_recovery
 
     def resume(self, recovery: int) -> None:
         """Ends the abort of calls after a recovery, and drops sent accelerator tensors that no process has read.
@@ -218,8 +171,8 @@ class Service:
         Args:
             recovery: Number of the recovery.
         """
-        self.lane.forget()
-        self._resumed = recovery
+        self.device_channel.forget()
+        self._resumed_recovery = recovery
 
     def reply(self, peer: UnixConnection | bytes, frames: list[Any]) -> None:
         """Queues a reply; the thread that runs the event loop sends it."""
@@ -241,18 +194,23 @@ class Service:
     def open_channel(self, name: str, maxsize: int, max_bytes: int) -> None:
         """Creates channel `name` in this process; first closes an existing channel with this name."""
         with self.lock:
-            previous = self.channels.get(name)
-            if previous:
-                previous.close(f"channel {name!r} was created anew")
-                for item in [item for queued in previous.queues.values() for item in queued.items]:
+            previous_channel = self.channels.get(name)
+            if previous_channel:
+                previous_channel.close(f"channel {name!r} was created anew")
+                for item in [item for item_queue in previous_channel.queues.values() for item in item_queue.items]:
                     discard(item.segment)
-            self.channels[name] = ChannelState(maxsize, max_bytes)
+            channel_state = self.channels[name] = ChannelState(maxsize, max_bytes)
+        add_gauge(
+            f"queue depth/{name}",
+            "items",
+            lambda: sum(len(item_queue.items) for item_queue in [*channel_state.queues.values()]),
+        )
 
-    def wait_local(self, action: Callable[[LocalAnswer], bool], timeout: float, purpose: str) -> list[Item]:
+    def wait_local(self, action: Callable[[LocalAnswer], bool], timeout_s: float, wait_purpose: str) -> list[Item]:
         """Calls `action` with a new waiter under the lock, waits for the answer, and returns the items.
 
         Raises:
-            DeadlineExceeded: No answer arrived within `timeout` seconds.
+            DeadlineExceeded: No answer arrived within `timeout_s` seconds.
             queue.Empty: `action` returned False, because the operation does not wait.
             ChannelError: The channel was closed.
         """
@@ -262,16 +220,16 @@ class Service:
                 raise queue.Empty
         if answer.items is None:
             try:
-                self._await(answer, time.monotonic() + timeout)
+                self._await(answer, time.monotonic() + timeout_s)
             except BaseException:
                 self._abandon(answer)
                 raise
         if answer.items is None:
             self._abandon(answer)
-            if answer.items is None and self._stopping:
+            if answer.items is None and self._is_stopping:
                 self.check()
             if answer.items is None:  # the answer did not arrive before `_abandon` took the lock
-                raise DeadlineExceeded(f"{self.name} waited {timeout:.1f} s for {purpose}")
+                raise DeadlineExceeded(f"{self.name} waited {timeout_s:.1f} s for {wait_purpose}")
         if isinstance(answer.items, str):
             raise ChannelError(answer.items)
         return answer.items
@@ -280,9 +238,9 @@ class Service:
         """Waits for the answer until the deadline; runs the event loop if no other waiting thread does."""
         with self.lock:
             self._num_waiting += 1
-        started = time.monotonic()
+        start_time = time.monotonic()
         try:
-            while answer.items is None and not self._stopping:
+            while answer.items is None and not self._is_stopping:
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     return
@@ -291,11 +249,11 @@ class Service:
                 if self._loop.acquire(timeout=min(0.002, remaining_s)):
                     try:
                         self._leader = threading.get_ident()
-                        while answer.items is None and not self._stopping:
+                        while answer.items is None and not self._is_stopping:
                             remaining_s = deadline - time.monotonic()
                             if remaining_s <= 0:
                                 break
-                            if not self._iterate(min(0.2, remaining_s)):
+                            if not self._run_iteration(min(0.2, remaining_s)):
                                 self.check()
                     finally:
                         self._leader = None
@@ -306,8 +264,8 @@ class Service:
         finally:
             with self.lock:
                 self._num_waiting -= 1
-            if time.monotonic() - started > _LONG_WAIT_S:
-                self._unparked.set()
+            if time.monotonic() - start_time > _LONG_WAIT_S:
+                self._resume_event.set()
 
     def _follow(self, answer: LocalAnswer, timeout: float) -> None:
         """Waits for the answer while another waiting thread runs the event loop.
@@ -340,8 +298,8 @@ class Service:
 
     def withdraw(self, matches: Callable[[Callable[..., bool]], bool]) -> None:
         """Removes waiters for which `matches` returns True, and frees the data of their puts; called under the lock."""
-        for state in self.channels.values():
-            for item in state.cancel(matches):
+        for channel_state in self.channels.values():
+            for item in channel_state.cancel(matches):
                 discard(item.segment)
 
     def consumer_died(self, consumer: str) -> None:
@@ -352,8 +310,8 @@ class Service:
         """
         self._refusals.pop(consumer, None)
         with self.lock:
-            for state in self.channels.values():
-                state.consumer_died(consumer)
+            for channel_state in self.channels.values():
+                channel_state.consumer_died(consumer)
         self._sockets.wake()
 
     def members_changed(self, epoch: int, processes: Iterable[str] = ()) -> None:
@@ -369,33 +327,38 @@ class Service:
             self.consumer_died(process)
             self.pool.forget_process(process)
             self.lender.forget_process(process)
-            self.lane.pool.forget_process(process)
+            self.device_channel.pool.forget_process(process)
 
     def pack(
         self,
         obj: Any,
-        readers: int = 1,
+        num_readers: int = 1,
         *,
         lend: bool = False,
         consumers: Sequence[ConsumerLocation] = (),
         inline: bool = False,
         holders: Sequence[str] = (),
+        about: str = "message",
     ) -> Packed:
         """Serializes an object.
 
         Args:
             obj: Picklable object.
-            readers: Number of processes that will read the object.
+            num_readers: Number of processes that will read the object.
             lend: Let readers on other hosts read directly from the caller's memory (`zero_copy`); only if all readers are on
-                other hosts and the caller calls `settle`.
+                other hosts and the caller calls `Packed.finish_reads`.
             consumers: Locations of the readers, if known.
             inline: Put all data into the message.
             holders: For each reader, the reader's process or the process that stores its message. When this process ends, the
                 data is free for the reader; see `shared_memory.ShmSegment`.
+            about: Name of the message in traces.
         """
         lender = self.lender if lend and self._bulk else None
-        device_pool = self.lane.to(consumers) if consumers else None
-        return Packed(obj, self.pool, self.origin, readers, lender, device_pool, inline, holders)
+        device_pool = self.device_channel.to(consumers) if consumers else None
+        payload = Packed(obj, self.pool, self.origin, num_readers, lender, device_pool, inline, holders)
+        if recorder.is_on:
+            payload.trace(about)
+        return payload
 
     def unpack(
         self, frames: Sequence[Any], *, borrow: bool = False, releases: list[Callable[[], None]] | None = None
@@ -409,7 +372,7 @@ class Service:
                 the item. By default the data is released at once.
         """
         fetch = functools.partial(self.fetch, in_place=borrow, releases=releases)
-        return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.lane.land, borrow=borrow)
+        return unpack(frames, self.endpoint["host"], self.mappings, fetch, self.device_channel.land, borrow=borrow)
 
     def _read(self, origin: Origin, path: str, size: int) -> memoryview:
         if origin.host == self.endpoint["host"]:
@@ -422,13 +385,13 @@ class Service:
 
     def stop(self) -> None:
         """Ends the thread and closes the sockets."""
-        self._stopping = True
+        self._is_stopping = True
         self._sockets.wake()
         self._thread.join(timeout=2)
         if threading.current_thread() is not self._thread:
             self.peers.close()
         self.pool.close()
-        self.lane.close()
+        self.device_channel.close()
         # `term` returns once all sockets are closed; threads that wait on one of them get an error
         threading.Thread(target=self.context.term, name=f"rlhpc-end-{self.name}", daemon=True).start()
 
@@ -438,7 +401,7 @@ class Service:
         try:
             self._serve()
         except Exception as error:
-            if self._stopping:
+            if self._is_stopping:
                 return
             log.exception("the service thread of %s has ended", self.name)
             if self._on_broken:
@@ -446,29 +409,29 @@ class Service:
 
     def _serve(self) -> None:
         pause_s = _MIN_SLEEP_S
-        while not self._stopping:
+        while not self._is_stopping:
             if self._num_waiting:
                 # Sleep longer each time, as long as other threads run the loop; a thread sets the event after a long wait.
-                pause_s = _MIN_SLEEP_S if self._unparked.wait(pause_s) else min(2 * pause_s, 0.1)
-                self._unparked.clear()
+                pause_s = _MIN_SLEEP_S if self._resume_event.wait(pause_s) else min(2 * pause_s, 0.1)
+                self._resume_event.clear()
                 continue
             pause_s = _MIN_SLEEP_S
             with self._loop:
                 self._leader = threading.get_ident()
-                while not self._num_waiting and not self._stopping:
-                    self._iterate(max(0.0, self._next_tick - time.monotonic()))
+                while not self._num_waiting and not self._is_stopping:
+                    self._run_iteration(max(0.0, self._next_tick - time.monotonic()))
                 self._leader = None
         with self._loop:
             self._sockets.close()
             self.peers.close()
 
-    def _iterate(self, timeout: float) -> bool:
+    def _run_iteration(self, timeout_s: float) -> bool:
         """Runs one iteration of the event loop; returns False if no event occurred."""
-        was_active = self._sockets.run_once(timeout)
+        was_active = self._sockets.run_once(timeout_s)
         if time.monotonic() >= self._next_tick:
             self._next_tick = time.monotonic() + self._tick_s
             self._sockets.check_ports()
-            self.lane.settle()
+            self.device_channel.free_read_buffers()
             if self._on_tick:
                 self._on_tick(self)
         return was_active
@@ -493,23 +456,23 @@ class Service:
     # -- requests of other processes, on the thread that runs the loop --------------------------------------------
 
     def _on_put(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
-        name, key, nbytes, weight, segment, should_wait = pickle.loads(frames[0])
+        name, key, num_bytes, weight, segment, should_wait = pickle.loads(frames[0])
         with self.lock:
-            state = self.channel(name)
-            answer.estimate = state.estimate(key)
-            state.put(key, frames[1:], nbytes, weight, segment, answer)
-            if not should_wait and state.cancel(lambda a: a is answer):
+            channel_state = self.channel(name)
+            answer.estimate = channel_state.estimate(key)
+            channel_state.put(key, frames[1:], num_bytes, weight, segment, answer)
+            if not should_wait and channel_state.cancel(lambda a: a is answer):
                 answer(Refusal("full"))
 
     def _on_get(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         name, key, target, should_wait, consumer, owner = pickle.loads(frames[0])
         with self.lock:
-            state = self.channel(name)
-            state.record_consumer(key, ConsumerLocation(*consumer))
-            if not should_wait and not state.count(key):
+            channel_state = self.channel(name)
+            channel_state.record_consumer(key, ConsumerLocation(*consumer))
+            if not should_wait and not channel_state.count(key):
                 answer(Refusal("empty"))
             else:
-                state.get(key, (owner, answer.connection_name, answer.request_name), target, answer)
+                channel_state.get(key, (owner, answer.connection_name, answer.request_name), target, answer)
 
     def _on_ack(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         name, item_ids = pickle.loads(frames[0])
@@ -519,8 +482,8 @@ class Service:
     def _on_stat(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         name, key = pickle.loads(frames[0])
         with self.lock:
-            state = self.channel(name)
-            answer.frames(pickle.dumps((state.count(key), state.full(key))))
+            channel_state = self.channel(name)
+            answer.frames(pickle.dumps((channel_state.count(key), channel_state.full(key))))
 
     def _on_open(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         self.open_channel(*pickle.loads(frames[0]))
@@ -530,12 +493,12 @@ class Service:
         name = RemoteAnswer(answer.reply, answer.peer, frames[0]).request_name
         with self.lock:
             self.withdraw(lambda a: isinstance(a, RemoteAnswer) and a.request_name == name)
-            for state in self.channels.values():
-                state.consumer_died(name)  # requeues the items of an answer that was already sent
+            for channel_state in self.channels.values():
+                channel_state.consumer_died(name)  # requeues the items of an answer that was already sent
 
     def _on_store(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         op, key, *arguments = (bytes(frame) for frame in frames)
-        if op == b"wait":  # answered once the key has been set
+        if op == b"wait":  # answered once the keys have been set
             self.store.when_set(key, answer.frames)
         else:
             answer.frames(self.store.execute(op, key, *arguments))
@@ -545,14 +508,38 @@ class Service:
 
         This is a rare request, and the only one that copies data on the service thread.
         """
-        path, spans = self.pool.write([memoryview(self.lane.pool.to_host(*pickle.loads(frames[0])).numpy())])
+        path, spans = self.pool.write([memoryview(self.device_channel.pool.to_host(*pickle.loads(frames[0])).numpy())])
         answer.frames(pickle.dumps((path, spans[0][0])))
 
     def _on_doing(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         answer.frames(pickle.dumps(self.doing()))
 
+    def _on_trace(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        """Starts or ends the recording of this process's trace, as the driver asks (`TraceControl`)."""
+        request = pickle.loads(frames[0])
+        answer.frames()
+        if not request["on"]:
+            recorder.stop()
+            return
+        header = {name: request[name] for name in ("group", "rank", "host", "pid")} | {"host_id": self.endpoint["host"]}
+        driver = request["driver"]
+        is_here = driver["host"] == self.endpoint["host"]
+        sample = None if is_here else functools.partial(self._sample_clock, choose(driver))
+        recorder.start(os.path.join(request["folder"], f"{header['group']}-{header['rank']}.jsonl"), header, sample)
+
+    def _sample_clock(self, driver: str) -> ClockSample:
+        """Returns a sample of the driver's clock; called on the recorder's thread."""
+        sent_ns = recorder.now_ns()
+        reply = self.peers.request(driver, b"CLOCK", [], _CLOCK_TIMEOUT_S, "the driver's clock")
+        received_ns = recorder.now_ns()
+        there_ns = int(reply[0])
+        return sent_ns, there_ns, there_ns, received_ns
+
+    def _on_clock(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
+        answer.frames(b"%d" % recorder.now_ns())
+
     def _on_abort(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
-        self.aborted = int(frames[0])
+        self.abort_recovery = int(frames[0])
 
     def _on_sync(self, answer: RemoteAnswer, frames: list[bytes]) -> None:
         answer.frames()  # all earlier messages of the same connection have been handled
@@ -588,4 +575,6 @@ _OPERATIONS: dict[bytes, Callable[[Service, RemoteAnswer, list[bytes]], None]] =
     b"ABORT": Service._on_abort,
     b"DOING": Service._on_doing,
     b"TO_HOST": Service._on_to_host,
+    b"TRACE": Service._on_trace,
+    b"CLOCK": Service._on_clock,
 }

@@ -13,7 +13,14 @@ import zmq
 
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
 from rlhpc.runtime.comm.unix_sockets import Listener, UnixConnection
-from rlhpc.runtime.comm.zmq_sockets import TcpPort, ZapAuthenticator, divided, join_pieces, readable, shut_crowded_ports
+from rlhpc.runtime.comm.zmq_sockets import (
+    TcpPort,
+    ZapAuthenticator,
+    divide_frames,
+    join_pieces,
+    readable,
+    shut_crowded_ports,
+)
 
 #: Sender of a message: a connection on this host, or the ZeroMQ identity of a process of another host.
 Peer = UnixConnection | bytes
@@ -49,11 +56,11 @@ class ServiceSockets:
         self._outbox: collections.deque[tuple[Peer, list[Any]]] = collections.deque()
         self._connections: dict[int, UnixConnection] = {}
         self._ports: dict[int, TcpPort] = {}
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # `close` does not close the eventfd: another thread may still write to it, and the number may belong to another file
-        weakref.finalize(self, os.close, self._wake)
+        weakref.finalize(self, os.close, self._wake_fd)
         self._epoll = select.epoll()
-        for fd in (listener.sock.fileno(), self._wake, int(zap.socket.FD)):
+        for fd in (listener.sock.fileno(), self._wake_fd, int(zap.socket.FD)):
             self._epoll.register(fd, select.EPOLLIN)
         if router:
             self._epoll.register(int(router.FD), select.EPOLLIN)
@@ -75,23 +82,23 @@ class ServiceSockets:
 
     def wake(self) -> None:
         """Wakes the thread that waits in `run_once`."""
-        os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake_fd, 1)
 
-    def run_once(self, timeout: float) -> bool:
-        """Waits at most `timeout` seconds for an event, handles the arrived messages, and sends the queued messages.
+    def run_once(self, timeout_s: float) -> bool:
+        """Waits at most `timeout_s` seconds for an event, handles the arrived messages, and sends the queued messages.
 
         Returns False if no event occurred.
         """
-        events = self._epoll.poll(timeout)
+        events = self._epoll.poll(timeout_s)
         for fd, event in events:
             if fd in self._connections:
                 self._serve(fd, event)
-            elif fd == self._wake:
-                os.eventfd_read(self._wake)
+            elif fd == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
             elif fd == self._listener.sock.fileno():
-                while (accepted := self._listener.accept(self._token)) is not None:
-                    self._connections[accepted.sock.fileno()] = accepted
-                    self._epoll.register(accepted.sock.fileno(), select.EPOLLIN)
+                while (accepted_connection := self._listener.accept(self._token)) is not None:
+                    self._connections[accepted_connection.sock.fileno()] = accepted_connection
+                    self._epoll.register(accepted_connection.sock.fileno(), select.EPOLLIN)
             elif self._bulk and fd == self._bulk.sock.fileno():
                 self._bulk.accept()
             elif fd in self._ports:
@@ -132,7 +139,7 @@ class ServiceSockets:
                 peer, frames = self._outbox.popleft()
                 if isinstance(peer, bytes):
                     assert router is not None
-                    router.send_multipart([peer, *divided(frames)])
+                    router.send_multipart([peer, *divide_frames(frames)])
                 elif not peer.closed and peer.send(frames):
                     self._epoll.modify(peer.sock.fileno(), select.EPOLLIN | select.EPOLLOUT)
 

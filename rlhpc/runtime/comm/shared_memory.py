@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.runtime.devices import locked, locks_pages
+from rlhpc.runtime.devices import locked_tensor, locks_pages
 from rlhpc.runtime.host import has_ended, pid_namespace, process_id
 from rlhpc.runtime.scratch import Scratch
 
@@ -63,35 +63,45 @@ def unlink(path: str) -> None:
         os.unlink(path)
 
 
-def capacity_of(size: int) -> int:
-    """Returns the capacity of a segment for `size` bytes.
+def capacity_of(num_bytes: int) -> int:
+    """Returns the capacity of a segment for `num_bytes` bytes.
 
     The size is rounded up in steps of about an eighth of it, so that data of similar size can reuse the segment.
     """
-    step = max(mmap.PAGESIZE, 1 << max(0, size.bit_length() - 4))
-    return -(-size // step) * step
+    step = _find_capacity_step(num_bytes)
+    return -(-num_bytes // step) * step
 
 
-def spans_of(sizes: Iterable[int]) -> list[tuple[int, int]]:
+def largest_size_within(capacity: int) -> int:
+    """Returns the largest size for which `capacity_of` returns at most `capacity`; 0 below a page."""
+    step = _find_capacity_step(capacity)
+    return capacity // step * step
+
+
+def _find_capacity_step(num_bytes: int) -> int:
+    return max(mmap.PAGESIZE, 1 << max(0, num_bytes.bit_length() - 4))
+
+
+def spans_of(buffer_sizes: Iterable[int]) -> list[tuple[int, int]]:
     """Returns (offset, size) in a segment for buffers of these sizes, aligned to 64 bytes."""
     spans, offset = [], HEADER
-    for size in sizes:
-        spans.append((offset, size))
-        offset += size + -size % ALIGN
+    for buffer_size in buffer_sizes:
+        spans.append((offset, buffer_size))
+        offset += buffer_size + -buffer_size % ALIGN
     return spans
 
 
 def layout(buffers: Sequence[Any]) -> tuple[list[tuple[int, int]], int]:
     """Returns (offset, length) of each buffer in a segment, and their total size including padding."""
     spans = spans_of(len(buffer) for buffer in buffers)
-    return spans, sum(length + -length % ALIGN for _, length in spans)
+    return spans, sum(buffer_bytes + -buffer_bytes % ALIGN for _, buffer_bytes in spans)
 
 
-def await_readers(page: mmap.mmap, readers: int, keep: bool = False) -> None:
+def await_readers(page: mmap.mmap, num_readers: int, keeps_segment: bool = False) -> None:
     """Marks readers 0 to `readers - 1` as awaited; called by the writer while no process reads the segment."""
-    tracks = b"\1" if readers <= MAX_TRACKED else FREE
-    page[_TRACKS:HEADER] = tracks + (RETAINED if keep else FREE)
-    page[:readers] = WRITTEN * readers
+    tracks = b"\1" if num_readers <= MAX_TRACKED else FREE
+    page[_TRACKS:HEADER] = tracks + (RETAINED if keeps_segment else FREE)
+    page[:num_readers] = WRITTEN * num_readers
 
 
 def begin_use(page: mmap.mmap, reader: int) -> None:
@@ -106,16 +116,16 @@ def end_use(page: mmap.mmap, reader: int) -> None:
     page[reader : reader + 1] = FREE
 
 
-def awaited_readers(page: mmap.mmap, readers: int) -> list[bool]:
+def awaited_readers(page: mmap.mmap, num_readers: int) -> list[bool]:
     """Returns for each reader whether it still has to map the segment."""
-    return [state == WRITTEN[0] for state in page[:readers]]
+    return [reader_state == WRITTEN[0] for reader_state in page[:num_readers]]
 
 
-def free_ended(page: mmap.mmap, readers: int) -> None:
+def free_ended(page: mmap.mmap, num_readers: int) -> None:
     """Frees data that was in use by readers whose processes have ended; called by the writer."""
     if not page[_TRACKS]:
         return
-    for reader in range(readers):
+    for reader in range(num_readers):
         if page[reader] == USED[0]:
             pid, namespace = _PROCESS.unpack_from(page, _TABLE + _PROCESS.size * reader)
             if has_ended(f"{pid}.{namespace}") and page[reader] == USED[0]:
@@ -123,7 +133,7 @@ def free_ended(page: mmap.mmap, readers: int) -> None:
 
 
 class ShmSegment:
-    """Shared-memory segment as its writer sees it.
+    """Shared-memory segment of the process that writes it.
 
     Attributes:
         path: Path of its file.
@@ -132,15 +142,15 @@ class ShmSegment:
         holders: For each reader, the reader's process or the process that stores its message (`host.process_key`); "" if the
             process is unknown. When the process ends, the data is free for this reader.
         last_check: Time (`time.monotonic`) at which the writer last checked whether readers have ended.
-        pooled: Whether the segment may be reused; a segment on disk may not.
+        is_pooled: Whether the segment may be reused; a segment on disk may not.
         write_time: Time (`time.monotonic`) at which the current data was written.
         locked: Page-locked tensor over the memory, which must live as long as the segment.
     """
 
     __slots__ = ("capacity", "holders", "last_check", "locked", "memory", "path", "pooled", "readers", "write_time")
 
-    def __init__(self, path: str, capacity: int, memory: mmap.mmap, pooled: bool) -> None:
-        self.path, self.capacity, self.memory, self.pooled = path, capacity, memory, pooled
+    def __init__(self, path: str, capacity: int, memory: mmap.mmap, is_pooled: bool) -> None:
+        self.path, self.capacity, self.memory, self.pooled = path, capacity, memory, is_pooled
         self.readers, self.write_time, self.last_check = 0, 0.0, 0.0
         self.holders: Sequence[str] = ()
         self.locked: Any = None
@@ -206,30 +216,31 @@ def _segments(folder: Path) -> Iterator[tuple[str, str, bytes, bool]]:
         if (name := _NAME.fullmatch(dir_entry.name)) is not None:
             with contextlib.suppress(OSError), open(dir_entry.path, "rb") as file:
                 page = file.read(HEADER).ljust(HEADER, FREE)
-                states = page[:MAX_TRACKED] if page[_TRACKS] else page[:_TRACKS]
-                yield dir_entry.path, name[1], states, page[-1:] == RETAINED
+                reader_states = page[:MAX_TRACKED] if page[_TRACKS] else page[:_TRACKS]
+                yield dir_entry.path, name[1], reader_states, page[-1:] == RETAINED
 
 
 def bytes_in_use(folder: Path) -> int:
     """Returns the total size in bytes of a folder's segments whose data is still in use."""
     num_bytes = 0
-    for path, _, states, is_kept in _segments(folder):
+    for path, _, reader_states, is_kept in _segments(folder):
         with contextlib.suppress(OSError):
-            num_bytes += os.stat(path).st_size if is_kept or states.strip(FREE) else 0
+            num_bytes += os.stat(path).st_size if is_kept or reader_states.strip(FREE) else 0
     return num_bytes
 
 
-def segments_in_use(folder: Path, process: str) -> int:
+def segments_in_use(folder: Path, process_id: str) -> int:
     """Returns the number of segments that a process has written and whose data is still in use."""
     return sum(
-        writer == process and (is_kept or bool(states.strip(FREE))) for _, writer, states, is_kept in _segments(folder)
+        writer == process_id and (is_kept or bool(reader_states.strip(FREE)))
+        for _, writer, reader_states, is_kept in _segments(folder)
     )
 
 
 def remove_idle_of_the_dead(folder: Path) -> None:
     """Removes idle segments left by processes that were killed on this host."""
-    for path, writer, states, _ in _segments(folder):
-        if not states.strip(FREE) and has_ended(writer):
+    for path, writer, reader_states, _ in _segments(folder):
+        if not reader_states.strip(FREE) and has_ended(writer):
             unlink(path)
 
 
@@ -246,57 +257,57 @@ _jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 _copy_threads: list[threading.Thread] = []
 
 
-def copy_into(memory: mmap.mmap, pieces: Iterable[tuple[int, Any]]) -> None:
+def copy_into(memory: mmap.mmap, placed_buffers: Iterable[tuple[int, Any]]) -> None:
     """Copies buffers to offsets in `memory`; uses several threads for large data.
 
     Args:
         memory: Memory to write to.
-        pieces: Pairs (offset, buffer); buffers are flat and contiguous.
+        placed_buffers: Pairs (offset, buffer); buffers are flat and contiguous.
     """
     target, large_buffers = np.frombuffer(memory, np.uint8), list[tuple[int, np.ndarray]]()
-    for start, buffer in pieces:
-        if (size := len(buffer)) > _MAX_SINGLE_COPY:
-            large_buffers.append((start, np.frombuffer(buffer, np.uint8)))
+    for buffer_start, buffer in placed_buffers:
+        if (buffer_size := len(buffer)) > _MAX_SINGLE_COPY:
+            large_buffers.append((buffer_start, np.frombuffer(buffer, np.uint8)))
         else:
-            memory[start : start + size] = buffer
+            memory[buffer_start : buffer_start + buffer_size] = buffer
     threads = (
         min(len(os.sched_getaffinity(0)), _MAX_THREADS)
-        if sum(len(source) for _, source in large_buffers) >= _MIN_THREADED_BYTES
+        if sum(len(source_view) for _, source_view in large_buffers) >= _MIN_THREADED_BYTES
         else 1
     )
     if threads == 1:
-        for start, source in large_buffers:
-            target[start : start + len(source)] = source
+        for buffer_start, source_view in large_buffers:
+            target[buffer_start : buffer_start + len(source_view)] = source_view
         return
     chunks = [
-        (start + offset, source[offset : offset + _COPY_BYTES])
-        for start, source in large_buffers
-        for offset in range(0, len(source), _COPY_BYTES)
+        (buffer_start + offset, source_view[offset : offset + _COPY_BYTES])
+        for buffer_start, source_view in large_buffers
+        for offset in range(0, len(source_view), _COPY_BYTES)
     ]
-    next_chunk, finished = itertools.count(), threading.Semaphore(0)
+    next_chunk, finished_threads = itertools.count(), threading.Semaphore(0)
 
-    def work() -> None:
+    def copy_chunks() -> None:
         # Threads take chunks under the GIL; the copies themselves release it.
         while (chunk_index := next(next_chunk)) < len(chunks):
-            start, source = chunks[chunk_index]
-            target[start : start + len(source)] = source
+            chunk_start, source_view = chunks[chunk_index]
+            target[chunk_start : chunk_start + len(source_view)] = source_view
 
-    def help_out() -> None:
+    def help_to_copy() -> None:
         try:
-            work()
+            copy_chunks()
         finally:
-            finished.release()
+            finished_threads.release()
 
     while len(_copy_threads) < threads - 1:
         _copy_threads.append(threading.Thread(target=_run_jobs, name="rlhpc-copy", daemon=True))
         _copy_threads[-1].start()
     for _ in range(threads - 1):
-        _jobs.put(help_out)
+        _jobs.put(help_to_copy)
     try:
-        work()
+        copy_chunks()
     finally:
         for _ in range(threads - 1):
-            finished.acquire()
+            finished_threads.acquire()
 
 
 def _run_jobs() -> None:
@@ -319,7 +330,7 @@ class Mappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._mapped: dict[str, mmap.mmap] = {}
+        self._mappings: dict[str, mmap.mmap] = {}
         self._pages: dict[str, Any] = {}  # tensors that keep the pages of a segment locked
         self._sweep_at = 16
 
@@ -335,13 +346,13 @@ class Mappings:
         Raises:
             SegmentGone: The segment no longer exists.
         """
-        shared = self._map(path)
-        begin_use(shared, reader)
-        memory = shared if in_place else map_private(path)
+        shared_segment = self._map(path)
+        begin_use(shared_segment, reader)
+        memory = shared_segment if in_place else map_private(path)
         # The finalizer runs when the last tensor, array or slice of this view is deleted.
-        view = np.frombuffer(memory, np.uint8)
-        weakref.finalize(view, end_use, shared, reader).atexit = False
-        return view.data
+        memory_view = np.frombuffer(memory, np.uint8)
+        weakref.finalize(memory_view, end_use, shared_segment, reader).atexit = False
+        return memory_view.data
 
     def lock(self, path: str) -> None:
         """Page-locks a mapped segment, so that this process's accelerator copies from it by DMA.
@@ -350,24 +361,24 @@ class Mappings:
         process uses no accelerator.
         """
         with self._lock:
-            memory = self._mapped.get(path)
+            memory = self._mappings.get(path)
             if memory is not None and path not in self._pages and locks_pages():
-                self._pages[path] = locked(memory)
+                self._pages[path] = locked_tensor(memory)
 
     def _map(self, path: str) -> mmap.mmap:
         with self._lock:
-            memory = self._mapped.get(path)
+            memory = self._mappings.get(path)
             if memory is None:
-                if len(self._mapped) >= self._sweep_at:
+                if len(self._mappings) >= self._sweep_at:
                     self._sweep()
-                memory = self._mapped[path] = map_segment(path, mmap.MAP_SHARED | POPULATE)
+                memory = self._mappings[path] = map_segment(path, mmap.MAP_SHARED | POPULATE)
             return memory
 
     def _sweep(self) -> None:
         """Forgets removed segments, so that their memory is freed once no view refers to it."""
-        self._mapped = {path: memory for path, memory in self._mapped.items() if os.path.exists(path)}
-        self._pages = {path: pages for path, pages in self._pages.items() if path in self._mapped}
-        self._sweep_at = max(16, 2 * len(self._mapped))
+        self._mappings = {path: memory for path, memory in self._mappings.items() if os.path.exists(path)}
+        self._pages = {path: pages for path, pages in self._pages.items() if path in self._mappings}
+        self._sweep_at = max(16, 2 * len(self._mappings))
 
 
 log = logging.getLogger(__name__)
@@ -397,22 +408,22 @@ class SegmentPool:
         self._scratch, self._patience = scratch, patience
         self._max_idle = default_idle(scratch) if max_idle is None else max_idle
         self._lock = threading.Lock()
-        self._idle: dict[int, list[ShmSegment]] = {}
+        self._idle_segments: dict[int, list[ShmSegment]] = {}
         self._idle_bytes = 0
-        self._busy: collections.deque[ShmSegment] = collections.deque()
+        self._busy_segments: collections.deque[ShmSegment] = collections.deque()
         self._by_path: dict[str, ShmSegment] = {}
         self._has_warned = False
         #: Processes that ended most recently: data written for them is freed at once.
         self._ended_processes: dict[str, None] = {}
 
     def write(
-        self, buffers: Sequence[Any], readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()
+        self, buffers: Sequence[Any], num_readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()
     ) -> tuple[str, list[tuple[int, int]]]:
         """Copies buffers into a segment with the layout of `spans_of`.
 
         Args:
             buffers: Flat, contiguous buffers.
-            readers: Number of readers; they are numbered from 0.
+            num_readers: Number of readers; they are numbered from 0.
             keep: Keep the segment until `drop`, for readers that arrive later.
             holders: For each reader, a process; when this process ends, the data is free for the reader. See `ShmSegment`.
 
@@ -422,18 +433,20 @@ class SegmentPool:
         Raises:
             OSError: Neither the shared memory nor the spill folder has enough space.
         """
-        if readers > _MAX_READERS:
-            raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {readers}")
-        spans, size = layout(buffers)
-        capacity = capacity_of(size)
+        if num_readers > _MAX_READERS:
+            raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {num_readers}")
+        spans, num_bytes = layout(buffers)
+        capacity = capacity_of(num_bytes)
         if (segment := self._take_free(capacity)) is None:
-            segment = self._create(capacity, size, buffers)
+            segment = self._create(capacity, num_bytes, buffers)
         else:
-            copy_into(segment.memory, zip((start for start, _ in spans), buffers, strict=True))
-        self._mark_in_use(segment, readers, keep, holders)
+            copy_into(segment.memory, zip((span_start for span_start, _ in spans), buffers, strict=True))
+        self._mark_in_use(segment, num_readers, keep, holders)
         return segment.path, spans
 
-    def reserve(self, size: int, readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()) -> ShmSegment:
+    def reserve(
+        self, size: int, num_readers: int = 1, *, keep: bool = False, holders: Sequence[str] = ()
+    ) -> ShmSegment:
         """Returns a segment for `size` bytes, which the caller writes to the segment's `memory` from offset `HEADER` on.
 
         The other arguments are as in `write`.
@@ -443,15 +456,15 @@ class SegmentPool:
         """
         capacity = capacity_of(size)
         segment = self._take_free(capacity) or self._create(capacity, size, None)
-        self._mark_in_use(segment, readers, keep, holders)
+        self._mark_in_use(segment, num_readers, keep, holders)
         return segment
 
-    def _mark_in_use(self, segment: ShmSegment, readers: int, keep: bool, holders: Sequence[str]) -> None:
-        segment.readers, segment.holders, segment.write_time = readers, holders, time.monotonic()
-        await_readers(segment.memory, readers, keep)
+    def _mark_in_use(self, segment: ShmSegment, num_readers: int, is_retained: bool, holders: Sequence[str]) -> None:
+        segment.readers, segment.holders, segment.write_time = num_readers, holders, time.monotonic()
+        await_readers(segment.memory, num_readers, is_retained)
         with self._lock:
-            if not keep:
-                self._busy.append(segment)
+            if not is_retained:
+                self._busy_segments.append(segment)
             self._by_path[segment.path] = segment
             for slot, holder in enumerate(holders):
                 if holder in self._ended_processes:
@@ -475,23 +488,23 @@ class SegmentPool:
             del self._by_path[path]
         unlink(path)
 
-    def forget_process(self, process: str) -> None:
+    def forget_process(self, process_id: str) -> None:
         """Frees all segments written for a process that has ended (`host.process_key`).
 
         These segments are not reused, so that their data stays unchanged if the process is alive after all.
         """
         with self._lock:
-            self._ended_processes[process] = None
+            self._ended_processes[process_id] = None
             if len(self._ended_processes) > _MAX_ENDED:
                 del self._ended_processes[next(iter(self._ended_processes))]
             for segment in list(self._by_path.values()):
-                slots = [slot for slot, holder in enumerate(segment.holders) if holder == process]
+                slots = [slot for slot, holder in enumerate(segment.holders) if holder == process_id]
                 for slot in slots:
                     if segment.memory[slot : slot + 1] != FREE:
                         end_use(segment.memory, slot)
                         segment.pooled = False
-                if slots and segment.free() and segment in self._busy:
-                    self._busy.remove(segment)
+                if slots and segment.free() and segment in self._busy_segments:
+                    self._busy_segments.remove(segment)
                     self._make_idle(segment)
 
     def release(self, path: str, reader: int) -> None:
@@ -504,30 +517,34 @@ class SegmentPool:
     def close(self) -> None:
         """Removes the segments that are not in use. The removal of the session's folder removes the other segments."""
         with self._lock:
-            for segment in itertools.chain(self._by_path.values(), *self._idle.values()):
+            for segment in itertools.chain(self._by_path.values(), *self._idle_segments.values()):
                 if segment.free():
                     unlink(segment.path)
-            self._busy.clear()
+            self._busy_segments.clear()
             self._by_path.clear()
-            self._idle.clear()
+            self._idle_segments.clear()
 
     # -- reusing a segment ----------------------------------------------------------------------------------------
 
     def _take_free(self, capacity: int) -> ShmSegment | None:
         """Returns a free segment of exactly this capacity; None if the pool has no such segment."""
         with self._lock:
-            for _ in range(len(self._busy) if len(self._busy) > _MAX_BUSY else min(_MAX_CHECKED, len(self._busy))):
-                if self._idle.get(capacity):
+            for _ in range(
+                len(self._busy_segments)
+                if len(self._busy_segments) > _MAX_BUSY
+                else min(_MAX_CHECKED, len(self._busy_segments))
+            ):
+                if self._idle_segments.get(capacity):
                     break
                 self._check_oldest()
-            if self._idle.get(capacity):
+            if self._idle_segments.get(capacity):
                 self._idle_bytes -= capacity
-                return self._idle[capacity].pop()
+                return self._idle_segments[capacity].pop()
         return None
 
     def _check_oldest(self) -> None:
         """Checks the segment at the front of the queue of segments in use: recycles, forgets or requeues it."""
-        segment = self._busy.popleft()
+        segment = self._busy_segments.popleft()
         now = time.monotonic()
         if now - max(segment.write_time, segment.last_check) > _CHECK_S:
             segment.last_check = now
@@ -538,14 +555,14 @@ class SegmentPool:
         has_awaited = segment.awaited()
         is_expired = segment.readers > 1 and now - segment.write_time > self._patience
         if (
-            (len(self._busy) >= _MAX_BUSY and not has_awaited)
+            (len(self._busy_segments) >= _MAX_BUSY and not has_awaited)
             or (not segment.pooled and not has_awaited)
             or (has_awaited and is_expired)
         ):
             del self._by_path[segment.path]
             unlink(segment.path)
         else:
-            self._busy.append(segment)
+            self._busy_segments.append(segment)
 
     def _make_idle(self, segment: ShmSegment) -> None:
         """Adds a free segment to the idle segments. While these exceed `max_idle` bytes, removes the oldest of the largest."""
@@ -553,23 +570,23 @@ class SegmentPool:
         if not segment.pooled:
             unlink(segment.path)
             return
-        self._idle.setdefault(segment.capacity, []).append(segment)
+        self._idle_segments.setdefault(segment.capacity, []).append(segment)
         self._idle_bytes += segment.capacity
         while self._idle_bytes > self._max_idle:
-            largest = max(capacity for capacity, segments in self._idle.items() if segments)
-            unlink(self._idle[largest].pop(0).path)
-            self._idle_bytes -= largest
+            largest_capacity = max(capacity for capacity, segments in self._idle_segments.items() if segments)
+            unlink(self._idle_segments[largest_capacity].pop(0).path)
+            self._idle_bytes -= largest_capacity
 
     # -- creating a segment ---------------------------------------------------------------------------------------
 
-    def _create(self, capacity: int, size: int, buffers: Sequence[Any] | None) -> ShmSegment:
+    def _create(self, capacity: int, num_bytes: int, buffers: Sequence[Any] | None) -> ShmSegment:
         """Creates a segment that contains the buffers. Without `buffers`, only allocates and maps the pages.
 
         Writes the data to the file instead of copying it into a mapping. The kernel then does not zero the pages first, and a
         full /dev/shm causes an error instead of a SIGBUS.
         """
-        padded = ((buffer, b"\0" * (-len(buffer) % ALIGN)) for buffer in buffers or ())
-        chunks = [b"\0" * HEADER, *itertools.chain.from_iterable(padded)]
+        padded_buffers = ((buffer, b"\0" * (-len(buffer) % ALIGN)) for buffer in buffers or ())
+        chunks = [b"\0" * HEADER, *itertools.chain.from_iterable(padded_buffers)]
         name = f"{process_id()}-{next(_counter)}"
         for folder in (self._scratch.shm, self._scratch.spill):
             path, is_spilled = str(folder / name), folder == self._scratch.spill
@@ -577,12 +594,12 @@ class SegmentPool:
             try:
                 with open(fd, "wb", closefd=False) as file:
                     file.writelines(chunks)
-                written = HEADER + (0 if buffers is None else size)
-                length = HEADER + (size if is_spilled else capacity)
-                if length > written:
-                    os.posix_fallocate(fd, written, length - written)
+                written_bytes = HEADER + (0 if buffers is None else num_bytes)
+                file_length = HEADER + (num_bytes if is_spilled else capacity)
+                if file_length > written_bytes:
+                    os.posix_fallocate(fd, written_bytes, file_length - written_bytes)
                 flags = mmap.MAP_SHARED | (POPULATE if buffers is None else 0)
-                return ShmSegment(path, capacity, mmap.mmap(fd, length, flags=flags), pooled=not is_spilled)
+                return ShmSegment(path, capacity, mmap.mmap(fd, file_length, flags=flags), is_pooled=not is_spilled)
             except OSError as error:
                 os.unlink(path)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or is_spilled:
@@ -600,17 +617,17 @@ class SegmentPool:
     def _remove_idle(self) -> None:
         """Removes all idle segments, because other data needs the memory."""
         with self._lock:
-            for segments in self._idle.values():
+            for segments in self._idle_segments.values():
                 for segment in segments:
                     unlink(segment.path)
                 segments.clear()
             self._idle_bytes = 0
 
 
-def default_idle(scratch: Scratch) -> int:
+def default_idle(session_scratch: Scratch) -> int:
     """Returns the default bytes of free segments that a pool retains: a sixteenth of the shared memory, at most 2 GiB."""
     try:
-        fs_stats = os.statvfs(scratch.shm)
+        fs_stats = os.statvfs(session_scratch.shm)
     except OSError:
         return 256 << 20
     return min(2 << 30, fs_stats.f_blocks * fs_stats.f_frsize // 16)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rlhpc.runtime.comm.payload import owned
+from rlhpc.runtime.comm.payload import copy_shared
 from rlhpc.runtime.registry import CurveKeys
 
 _COUNT = struct.Struct("<I")
@@ -35,18 +35,18 @@ _PAUSE_S = 0.02
 _CHECK_MS = 200
 
 
-def token_of(keys: CurveKeys) -> bytes:
+def token_of(curve_keys: CurveKeys) -> bytes:
     """Returns the token with which a process proves that it knows the generation's secret."""
-    return hashlib.sha256(b"rlhpc unix " + keys.secret).digest()
+    return hashlib.sha256(b"rlhpc unix " + curve_keys.secret).digest()
 
 
 def encode(frames: list[Any]) -> list[Any]:
     """Encodes a message as buffers for `sendmsg`; small messages become one buffer."""
-    sizes = [len(f) if isinstance(f, (bytes, bytearray)) else memoryview(f).nbytes for f in frames]
-    header = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
-    if sum(sizes) < 16384:
+    frame_sizes = [len(f) if isinstance(f, (bytes, bytearray)) else memoryview(f).nbytes for f in frames]
+    header = struct.pack(f"<I{len(frame_sizes)}Q", len(frame_sizes), *frame_sizes)
+    if sum(frame_sizes) < 16384:
         return [b"".join([header, *frames])]
-    return [header, *(f for f, size in zip(frames, sizes, strict=True) if size)]
+    return [header, *(f for f, frame_size in zip(frames, frame_sizes, strict=True) if frame_size)]
 
 
 class Decoder:
@@ -65,22 +65,22 @@ class Decoder:
         self._buffer += data
         messages = []
         while len(self._buffer) >= self._num_required:
-            (count,) = _COUNT.unpack_from(self._buffer)
-            if count > _MAX_FRAMES:
-                raise ConnectionError(f"a message of {count} frames is not one of ours")
-            header_bytes = _COUNT.size + 8 * count
+            (num_frames,) = _COUNT.unpack_from(self._buffer)
+            if num_frames > _MAX_FRAMES:
+                raise ConnectionError(f"a message of {num_frames} frames is not one of ours")
+            header_bytes = _COUNT.size + 8 * num_frames
             if len(self._buffer) < header_bytes:
                 self._num_required = header_bytes
                 break
-            sizes = struct.unpack_from(f"<{count}Q", self._buffer, _COUNT.size)
-            message_bytes = header_bytes + sum(sizes)
+            frame_sizes = struct.unpack_from(f"<{num_frames}Q", self._buffer, _COUNT.size)
+            message_bytes = header_bytes + sum(frame_sizes)
             if len(self._buffer) < message_bytes:
                 self._num_required = message_bytes
                 break
             frames, frame_offset = [], header_bytes
-            for size in sizes:
-                frames.append(bytes(self._buffer[frame_offset : frame_offset + size]))
-                frame_offset += size
+            for frame_size in frame_sizes:
+                frames.append(bytes(self._buffer[frame_offset : frame_offset + frame_size]))
+                frame_offset += frame_size
             del self._buffer[:message_bytes]
             self._num_required = _COUNT.size
             messages.append(frames)
@@ -89,9 +89,9 @@ class Decoder:
 
 def send_all(sock: socket.socket, buffers: list[Any]) -> None:
     """Sends all buffers over a blocking socket."""
-    views = deque(memoryview(buffer).cast("B") for buffer in buffers)
-    while views:
-        _drop_bytes(views, sock.sendmsg(itertools.islice(views, _MAX_BUFFERS)))
+    buffer_views = deque(memoryview(buffer).cast("B") for buffer in buffers)
+    while buffer_views:
+        _drop_bytes(buffer_views, sock.sendmsg(itertools.islice(buffer_views, _MAX_BUFFERS)))
 
 
 def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryview], int]:
@@ -107,45 +107,45 @@ def send_message(sock: socket.socket, frames: list[Any]) -> tuple[deque[memoryvi
         except BlockingIOError:
             num_sent = 0
         return deque() if num_sent == len(buffers[0]) else deque([memoryview(buffers[0])[num_sent:]]), num_sent
-    views = deque(memoryview(buffer).cast("B") for buffer in buffers)
-    return views, send_some(sock, views)
+    buffer_views = deque(memoryview(buffer).cast("B") for buffer in buffers)
+    return buffer_views, send_some(sock, buffer_views)
 
 
-def send_some(sock: socket.socket, views: deque[memoryview]) -> int:
-    """Sends from the front of `views` over a non-blocking socket until nothing remains or the socket takes no more.
+def send_some(sock: socket.socket, buffer_views: deque[memoryview]) -> int:
+    """Sends from the front of `buffer_views` over a non-blocking socket until nothing remains or the socket takes no more.
 
-    Removes the sent bytes from `views`; returns their number.
+    Removes the sent bytes from `buffer_views`; returns their number.
     """
     num_sent_total = 0
-    while views:
+    while buffer_views:
         try:
-            num_sent = sock.sendmsg(itertools.islice(views, _MAX_BUFFERS))
+            num_sent = sock.sendmsg(itertools.islice(buffer_views, _MAX_BUFFERS))
         except BlockingIOError:
             break
         num_sent_total += num_sent
-        _drop_bytes(views, num_sent)
+        _drop_bytes(buffer_views, num_sent)
     return num_sent_total
 
 
-def _drop_bytes(views: deque[memoryview], sent: int) -> None:
-    while views and sent >= len(views[0]):
-        sent -= len(views.popleft())
-    if sent:
-        views[0] = views[0][sent:]
+def _drop_bytes(buffer_views: deque[memoryview], num_bytes: int) -> None:
+    while buffer_views and num_bytes >= len(buffer_views[0]):
+        num_bytes -= len(buffer_views.popleft())
+    if num_bytes:
+        buffer_views[0] = buffer_views[0][num_bytes:]
 
 
-def _peer_uid(sock: socket.socket) -> int:
+def _read_peer_uid(sock: socket.socket) -> int:
     return int(_CRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CRED.size))[1])
 
 
-def _open_socket(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
+def _open_socket(path: str, curve_keys: CurveKeys, timeout_s: float) -> socket.socket:
     """Connects to a listener of this user and sends the token; returns the non-blocking socket.
 
     Raises:
         OSError: No process listens, or the listener belongs to another user; `BlockingIOError` if its queue stayed full.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout_s
     try:
         while True:
             try:
@@ -155,9 +155,9 @@ def _open_socket(path: str, keys: CurveKeys, timeout: float) -> socket.socket:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_PAUSE_S)
-        if (uid := _peer_uid(sock)) != os.getuid():
+        if (uid := _read_peer_uid(sock)) != os.getuid():
             raise PermissionError(f"{path} belongs to user {uid}")
-        (hello,) = encode([b"hello", token_of(keys)])
+        (hello,) = encode([b"hello", token_of(curve_keys)])
         sock.send(hello)  # the first bytes of a new connection always fit
     except OSError:
         sock.close()
@@ -199,13 +199,13 @@ class Client:
             check: Called before each wait for the other process to read; raises an exception to give up.
         """
         self.in_step = False
-        views, num_sent = send_message(self._sock, frames)
-        while views:
+        unsent_views, num_sent = send_message(self._sock, frames)
+        while unsent_views:
             self.in_step = not num_sent
             check()
             self._writable_poll.poll(_CHECK_MS)
             self.in_step = False
-            num_sent += send_some(self._sock, views)
+            num_sent += send_some(self._sock, unsent_views)
         self.in_step = True
 
     def receive(self, timeout: float) -> list[bytes] | None:
@@ -217,10 +217,10 @@ class Client:
         if not self._messages:
             if not self._readable_poll.poll(timeout * 1000):
                 return None
-            data = self._sock.recv(_CHUNK)
-            if not data:
+            received_bytes = self._sock.recv(_CHUNK)
+            if not received_bytes:
                 raise ConnectionError("the other process is gone")
-            self._messages.extend(self._decoder.feed(data))
+            self._messages.extend(self._decoder.feed(received_bytes))
         return self._messages.popleft() if self._messages else None
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class Listener:
             sock, _ = self.sock.accept()
         except (BlockingIOError, ConnectionError):
             return None
-        if _peer_uid(sock) != os.getuid():
+        if _read_peer_uid(sock) != os.getuid():
             sock.close()
             return None
         sock.setblocking(False)
@@ -273,13 +273,13 @@ class UnixConnection:
         Sets `closed` if the connection has ended or the peer does not know the secret.
         """
         try:
-            data = self.sock.recv(_CHUNK)
-            messages = self._decoder.feed(data)
+            received_bytes = self.sock.recv(_CHUNK)
+            messages = self._decoder.feed(received_bytes)
         except BlockingIOError:
             return []
         except OSError:
-            data, messages = b"", []
-        self.closed = self.closed or not data
+            received_bytes, messages = b"", []
+        self.closed = self.closed or not received_bytes
         if not self.welcome and messages:
             hello = messages.pop(0)
             if len(hello) != 2 or hello[0] != b"hello" or not hmac.compare_digest(hello[1], self._token):
@@ -294,16 +294,16 @@ class UnixConnection:
         The caller may change the memory of the frames afterwards.
         """
         if self._unsent:
-            self._unsent.extend(memoryview(buffer).cast("B") for buffer in owned(encode(frames)))
+            self._unsent.extend(memoryview(buffer).cast("B") for buffer in copy_shared(encode(frames)))
             return True
         try:
-            views, _ = send_message(self.sock, frames)
+            unsent_views, _ = send_message(self.sock, frames)
         except OSError:
             self.closed = True
             return False
-        if views:
-            self._unsent.extend(map(memoryview, owned(views)))
-        return bool(views)
+        if unsent_views:
+            self._unsent.extend(map(memoryview, copy_shared(unsent_views)))
+        return bool(unsent_views)
 
     def close(self) -> None:
         """Closes the socket and drops queued data."""

@@ -1,8 +1,8 @@
 """Zero-copy sending: other hosts read directly from the sender's tensors, instead of from a copy, while the sender waits.
 
-This is faster if a receiver is already waiting. Before the sender continues, `settle` waits for active readers and copies the
-data to a segment for readers that have not started. Until every reader has released the data, the data exists in the sender's
-tensors or in that segment, so the failure of a reader loses no data.
+This is faster if a receiver is already waiting. Before the sender continues, `finish_reads` waits for active readers and
+copies the data to a segment for readers that have not started. Until every reader has released the data, the data exists
+in the sender's tensors or in that segment, so the failure of a reader loses no data.
 
 The second half of the module stores data that a process has received and forwards to further hosts.
 """
@@ -41,73 +41,76 @@ class LentBuffers:
         spans: (offset, length) of each buffer.
         size: Total bytes of the buffers, with padding.
         segment: Path of the segment with a copy; None if there is no copy.
-        pending: Numbers of the readers that have not released the data.
+        pending_readers: Numbers of the readers that have not released the data.
         holders: For each reader, a process; when this process ends, the data is released for the reader. See
             `shared_memory.ShmSegment`.
     """
 
     def __init__(
-        self, buffers: Sequence[Any], readers: int, changed: threading.Condition, holders: Sequence[str] = ()
+        self, buffers: Sequence[Any], num_readers: int, condition: threading.Condition, holders: Sequence[str] = ()
     ) -> None:
         self.name = f"{PREFIX}{process_id()}-{next(_numbers)}"
         self.spans, self.size = layout(buffers)
         self._views: list[memoryview] | None = [memoryview(buffer).cast("B") for buffer in buffers]
         self.segment: str | None = None
-        self.pending, self._readers, self.holders = set(range(readers)), readers, holders
-        self._changed = changed
+        self.pending_readers, self._readers, self.holders = set(range(num_readers)), num_readers, holders
+        self._condition = condition
         self._reading, self._has_started, self._has_failed, self._last_activity = 0, False, False, 0.0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[memoryview] | None]:
-        """Yields the buffers, which do not change inside the block; yields None if `settle` has already ended the access."""
-        with self._changed:
-            views = self._views
-            if views is not None:
+        """Yields the buffers, which do not change inside the block; yields None if `finish_reads` has ended the access."""
+        with self._condition:
+            lent_views = self._views
+            if lent_views is not None:
                 self._reading += 1
                 self._has_started = True
         try:
-            yield views
+            yield lent_views
         except OSError:
             self._has_failed = True
             raise
         finally:
-            with self._changed:
-                self._reading -= views is not None
+            with self._condition:
+                self._reading -= lent_views is not None
                 self._last_activity = time.monotonic()
-                self._changed.notify_all()
+                self._condition.notify_all()
 
     def pieces(self, views: list[memoryview], start: int, count: int) -> list[memoryview]:
         """Returns bytes `start` to `start + count` of the equivalent segment, as views of the buffers and of padding."""
-        pieces = []
-        for (offset, length), view in zip(self.spans, views, strict=True):
-            for view_offset, source_view in ((offset, view), (offset + length, _PADDING[: -length % 64])):
+        buffer_pieces = []
+        for (offset, span_length), lent_view in zip(self.spans, views, strict=True):
+            for view_offset, source_view in (
+                (offset, lent_view),
+                (offset + span_length, _PADDING[: -span_length % 64]),
+            ):
                 first_byte, last_byte = max(start - view_offset, 0), min(start + count - view_offset, len(source_view))
                 if first_byte < last_byte:
-                    pieces.append(source_view[first_byte:last_byte])
-        return pieces
+                    buffer_pieces.append(source_view[first_byte:last_byte])
+        return buffer_pieces
 
-    def settle(self, handed: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
+    def finish_reads(self, is_delivered: bool, pool: SegmentPool, check: Callable[[], None]) -> None:
         """Waits for readers, and copies the data to a segment for the remaining readers. Then no reader uses the buffers.
 
         Args:
-            handed: Whether all readers were already waiting for the message.
+            is_delivered: Whether all readers were already waiting for the message.
             pool: Pool in which the copy is made.
             check: Called while waiting; raises when the run has failed.
         """
         self._last_activity = time.monotonic()
         while True:
-            with self._changed:
-                patience = _READER_TIMEOUT_S if handed or self._has_started else self.size / _COPY_RATE / 2
-                remaining_s = 0.0 if self._has_failed else self._last_activity + patience - time.monotonic()
-                if not self.pending or not (self._reading or remaining_s > 0):
+            with self._condition:
+                patience_s = _READER_TIMEOUT_S if is_delivered or self._has_started else self.size / _COPY_RATE / 2
+                remaining_s = 0.0 if self._has_failed else self._last_activity + patience_s - time.monotonic()
+                if not self.pending_readers or not (self._reading or remaining_s > 0):
                     break
-                self._changed.wait(_CHECK_S if self._reading else min(remaining_s, _CHECK_S))
+                self._condition.wait(_CHECK_S if self._reading else min(remaining_s, _CHECK_S))
             check()
-        with self._changed:
-            views, self._views = self._views, None
-            if self.pending and views is not None:
-                self.segment, _ = pool.write(views, self._readers, holders=self.holders)
-                for reader in set(range(self._readers)) - self.pending:
+        with self._condition:
+            lent_views, self._views = self._views, None
+            if self.pending_readers and lent_views is not None:
+                self.segment, _ = pool.write(lent_views, self._readers, holders=self.holders)
+                for reader in set(range(self._readers)) - self.pending_readers:
                     pool.release(self.segment, reader)
 
 
@@ -116,12 +119,12 @@ class Lender:
 
     def __init__(self, pool: SegmentPool) -> None:
         self._pool = pool
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._lent_buffers: dict[str, LentBuffers] = {}
 
-    def lend(self, buffers: Sequence[Any], readers: int, holders: Sequence[str] = ()) -> LentBuffers:
+    def lend(self, buffers: Sequence[Any], num_readers: int, holders: Sequence[str] = ()) -> LentBuffers:
         """Registers buffers that other hosts read in place; see `LentBuffers`."""
-        lent_buffers = LentBuffers(buffers, readers, self._changed, holders)
+        lent_buffers = LentBuffers(buffers, num_readers, self._condition, holders)
         self._lent_buffers[lent_buffers.name] = lent_buffers
         return lent_buffers
 
@@ -133,11 +136,11 @@ class Lender:
         """Returns the mapped memory of a segment of this process; None if the pool does not track it."""
         return self._pool.memory(path)
 
-    def forget_process(self, process: str) -> None:
+    def forget_process(self, process_id: str) -> None:
         """Releases the buffers of a process (`host.process_key`) that has ended."""
         for name, lent_buffers in list(self._lent_buffers.items()):
             for reader, holder in enumerate(lent_buffers.holders):
-                if holder == process:
+                if holder == process_id:
                     self.release(name, reader)
 
     def release(self, path: str, reader: int) -> None:
@@ -146,13 +149,13 @@ class Lender:
         if lent_buffers is None:
             self._pool.release(path, reader)
             return
-        with self._changed:
-            lent_buffers.pending.discard(reader)
+        with self._condition:
+            lent_buffers.pending_readers.discard(reader)
             if lent_buffers.segment is not None:
                 self._pool.release(lent_buffers.segment, reader)
-            if not lent_buffers.pending:
+            if not lent_buffers.pending_readers:
                 self._lent_buffers.pop(path, None)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
 
 #: Maximum number of concurrent offers; a further offer withdraws the oldest.
@@ -169,18 +172,18 @@ class ForwardedData:
     """Registry of received data that this process offers to other hosts, by name. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._offered: dict[str, tuple[memoryview, int]] = {}
-        self._withdrawn: collections.deque[str] = collections.deque(maxlen=_MAX_WITHDRAWN)
+        self._condition = threading.Condition()
+        self._offers: dict[str, tuple[memoryview, int]] = {}
+        self._withdrawn_names: collections.deque[str] = collections.deque(maxlen=_MAX_WITHDRAWN)
 
-    def put(self, name: str, memory: memoryview, times: int) -> None:
-        """Offers memory until `times` readers have read it. The memory must not change; a reader may use it longer."""
+    def put(self, name: str, memory: memoryview, count: int) -> None:
+        """Offers memory until `count` readers have read it. The memory must not change; a reader may use it longer."""
         expired_offers = []
-        with self._changed:
-            self._offered[name] = memory, times
-            while len(self._offered) > _MAX_OFFERS:
-                expired_offers.append(self._withdraw(next(iter(self._offered))))
-            self._changed.notify_all()
+        with self._condition:
+            self._offers[name] = memory, count
+            while len(self._offers) > _MAX_OFFERS:
+                expired_offers.append(self._end_offer(next(iter(self._offers))))
+            self._condition.notify_all()
         # `expired_offers` keeps the withdrawn memory until this lock is released, because its pool has another lock.
 
     def find(self, name: str, timeout: float) -> memoryview | None:
@@ -190,25 +193,25 @@ class ForwardedData:
             Withdrawn: The data is no longer offered.
         """
         deadline = time.monotonic() + timeout
-        with self._changed:
-            while name not in self._offered:
-                if name in self._withdrawn:
+        with self._condition:
+            while name not in self._offers:
+                if name in self._withdrawn_names:
                     raise Withdrawn(name)
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                if not self._condition.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     return None
-            return self._offered[name][0]
+            return self._offers[name][0]
 
     def finish_read(self, name: str) -> None:
         """Registers that a reader has read all data of an offer."""
         memory: memoryview | None  # keeps the memory until the lock is released, as in `put`
-        with self._changed:
-            memory, num_reads = self._offered.get(name, (None, 0))
+        with self._condition:
+            memory, num_reads = self._offers.get(name, (None, 0))
             if memory is not None and num_reads > 1:
-                self._offered[name] = memory, num_reads - 1
+                self._offers[name] = memory, num_reads - 1
             elif memory is not None:
-                self._withdraw(name)
+                self._end_offer(name)
 
-    def _withdraw(self, name: str) -> memoryview:
+    def _end_offer(self, name: str) -> memoryview:
         """Ends an offer; returns its memory."""
-        self._withdrawn.append(name)
-        return self._offered.pop(name)[0]
+        self._withdrawn_names.append(name)
+        return self._offers.pop(name)[0]

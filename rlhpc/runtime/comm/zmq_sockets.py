@@ -48,41 +48,43 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27
 _DROP = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 
-def make_socket(context: zmq.Context[Any], kind: int, keys: CurveKeys, server: bool) -> zmq.Socket[Any]:
+def make_socket(context: zmq.Context[Any], socket_type: int, curve_keys: CurveKeys, server: bool) -> zmq.Socket[Any]:
     """Creates a socket that communicates only with processes that have the generation's key."""
-    socket = context.socket(kind)
+    socket = context.socket(socket_type)
     socket.linger = 0
     socket.set_hwm(0)
     socket.maxmsgsize = PIECE + _OVERHEAD
     socket.handshake_ivl = _HANDSHAKE_MS
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    socket.curve_publickey, socket.curve_secretkey = curve_keys.public, curve_keys.secret
     if server:
         socket.curve_server = True
         socket.zap_domain = b"rlhpc"
     else:
-        socket.curve_serverkey = keys.public
+        socket.curve_serverkey = curve_keys.public
     return socket
 
 
-def divided(frames: Sequence[Any]) -> Sequence[Any]:
+def divide_frames(frames: Sequence[Any]) -> Sequence[Any]:
     """Returns the frames to send. If a frame is longer than `PIECE`, these are the lengths of all frames and their pieces."""
-    lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
-    if max(lengths, default=0) <= PIECE:
+    frame_lengths = [len(f) if isinstance(f, bytes) else memoryview(f).nbytes for f in frames]
+    if max(frame_lengths, default=0) <= PIECE:
         return frames
-    pieces: list[Any] = [_DIVIDED, struct.pack(_LENGTHS % len(lengths), *lengths)]
-    for frame, length in zip(frames, lengths, strict=True):
+    frame_pieces: list[Any] = [_DIVIDED, struct.pack(_LENGTHS % len(frame_lengths), *frame_lengths)]
+    for frame, frame_length in zip(frames, frame_lengths, strict=True):
         frame_bytes = memoryview(frame).cast("B")
-        pieces += [frame_bytes[start : start + PIECE] for start in range(0, length, PIECE)]
-    return pieces
+        frame_pieces += [
+            frame_bytes[piece_start : piece_start + PIECE] for piece_start in range(0, frame_length, PIECE)
+        ]
+    return frame_pieces
 
 
 def join_pieces(frames: list[bytes]) -> list[bytes]:
-    """Joins the frames that `divided` split into pieces."""
+    """Joins the frames that `divide_frames` split into pieces."""
     if not frames or frames[0] != _DIVIDED:
         return frames
-    pieces, joined_frames = iter(frames[2:]), []
-    for length in struct.unpack(_LENGTHS % (len(frames[1]) // 8), frames[1]):
-        joined_frames.append(b"".join(itertools.islice(pieces, -(-length // PIECE))))
+    piece_iterator, joined_frames = iter(frames[2:]), []
+    for frame_length in struct.unpack(_LENGTHS % (len(frames[1]) // 8), frames[1]):
+        joined_frames.append(b"".join(itertools.islice(piece_iterator, -(-frame_length // PIECE))))
     return joined_frames
 
 
@@ -151,14 +153,14 @@ class ZapAuthenticator:
         self.socket = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind("inproc://zeromq.zap.01")
-        self._allowed = z85.decode(keys.public)
-        self.refused = 0
+        self._allowed_key = z85.decode(keys.public)
+        self.num_refused = 0
 
     def answer(self) -> None:
         """Answers one request; call it when the socket is readable."""
         version, request_id, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
-        is_allowed = mechanism == b"CURVE" and credentials[:1] == [self._allowed]
-        self.refused += not is_allowed
+        is_allowed = mechanism == b"CURVE" and credentials[:1] == [self._allowed_key]
+        self.num_refused += not is_allowed
         self.socket.send_multipart(
             [version, request_id, b"200" if is_allowed else b"400", b"", b"rlhpc" if is_allowed else b"", b""]
         )
@@ -176,14 +178,14 @@ def _convert_termination() -> Iterator[None]:
 class _ZmqClient:
     """Connection to a service on another host."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: CurveKeys) -> None:
+    def __init__(self, context: zmq.Context[Any], endpoint: str, curve_keys: CurveKeys) -> None:
         self.in_step = True
-        self._socket = make_socket(context, zmq.DEALER, keys, server=False)
+        self._socket = make_socket(context, zmq.DEALER, curve_keys, server=False)
         self._socket.connect(endpoint)
 
     def send(self, frames: list[Any], check: Callable[[], None]) -> None:
         with _convert_termination():  # copies to an unbounded queue, so it never blocks
-            self._socket.send_multipart(divided(frames))
+            self._socket.send_multipart(divide_frames(frames))
 
     def receive(self, timeout: float) -> list[bytes] | None:
         with _convert_termination():
@@ -206,13 +208,13 @@ class _ThreadConnections(threading.local):
 
     Attributes:
         clients, bulk: Connections for messages, and for large data, by endpoint.
-        unconfirmed: Endpoints to which the thread has sent a `PUT` since their last reply, each with its process's key.
+        unconfirmed_endpoints: Endpoints to which the thread has sent a `PUT` since their last reply, with the process keys.
     """
 
     def __init__(self) -> None:
         self.clients: dict[str, unix_sockets.Client | _ZmqClient] = {}
         self.bulk: dict[str, BulkClient] = {}
-        self.unconfirmed: dict[str, str] = {}
+        self.unconfirmed_endpoints: dict[str, str] = {}
 
 
 class Peers:
@@ -239,12 +241,12 @@ class Peers:
                 raise ChannelError(f"cannot reach the process behind {endpoint}: {error}") from None
         return clients[endpoint]
 
-    def _unreachable(self, endpoint: str, purpose: str) -> ChannelError:
+    def _unreachable(self, endpoint: str, wait_purpose: str) -> ChannelError:
         self._thread.clients.pop(endpoint).close()
         self._await_reported_failure()
-        return ChannelError(f"the process behind {endpoint} died while this one waited for {purpose}")
+        return ChannelError(f"the process behind {endpoint} died while this one waited for {wait_purpose}")
 
-    def knows_ended(self, record: Mapping[str, Any]) -> bool:
+    def has_ended(self, record: Mapping[str, Any]) -> bool:
         """Returns whether the process that published `record` has certainly ended.
 
         This is the case if the process was on this host and no process listens on its socket any more.
@@ -277,7 +279,9 @@ class Peers:
         except OSError:
             raise self._unreachable(endpoint, purpose) from None
         except DeadlineExceeded:
-            self._thread.unconfirmed.pop(endpoint, None)  # the caller learns of the failure from the exception
+            self._thread.unconfirmed_endpoints.pop(
+                endpoint, None
+            )  # the caller learns of the failure from the exception
             raise
         finally:
             if not client.in_step and self._thread.clients.get(endpoint) is client:
@@ -304,14 +308,14 @@ class Peers:
         """
         self._send(endpoint, [b"", op, *frames], timeout, purpose or op.decode())
         if op == b"PUT":
-            self._thread.unconfirmed[endpoint] = process
+            self._thread.unconfirmed_endpoints[endpoint] = process
 
     def forget_unconfirmed(self) -> None:
         """Clears the list of endpoints from which `confirm` requests a confirmation.
 
         Called after the call that sent the messages has failed, because their receivers may have ended.
         """
-        self._thread.unconfirmed.clear()
+        self._thread.unconfirmed_endpoints.clear()
 
     def confirm(self, timeout: float) -> None:
         """Waits until the receivers have handled all `PUT` requests that this thread has sent with `post`.
@@ -319,11 +323,11 @@ class Peers:
         Raises:
             ChannelError: A process refused an item. The end of a process raises no error here, because the driver reports it.
         """
-        while self._thread.unconfirmed:
-            endpoint, process = self._thread.unconfirmed.popitem()
+        while self._thread.unconfirmed_endpoints:
+            endpoint, process = self._thread.unconfirmed_endpoints.popitem()
             try:
-                pending = self.begin(endpoint, b"SYNC", [], f"{endpoint} to confirm what was put", timeout)
-                self.reply_to(pending, timeout, lambda process=process: process in self.ended_processes)  # type: ignore[misc]
+                pending_request = self.begin(endpoint, b"SYNC", [], f"{endpoint} to confirm what was put", timeout)
+                self.reply_to(pending_request, timeout, lambda process=process: process in self.ended_processes)  # type: ignore[misc]
             except ChannelError:
                 if endpoint in self._thread.clients:  # else the connection has ended
                     raise
@@ -336,8 +340,8 @@ class Peers:
             ChannelError: The other side replied with an error, or has ended.
         """
         deadline = time.monotonic() + timeout
-        pending = self.begin(endpoint, op, frames, purpose, timeout)
-        return self.reply_to(pending, max(0.0, deadline - time.monotonic()))
+        pending_request = self.begin(endpoint, op, frames, purpose, timeout)
+        return self.reply_to(pending_request, max(0.0, deadline - time.monotonic()))
 
     def begin(self, endpoint: str, op: bytes, frames: Sequence[Any], purpose: str, timeout: float = POST_S) -> Pending:
         """Sends a request and returns at once. The same thread must call `reply_to` before its next request to this endpoint.
@@ -350,16 +354,18 @@ class Peers:
         self._send(endpoint, [request_id, op, *frames], timeout, purpose)
         return Pending(endpoint, request_id, purpose)
 
-    def reply_to(self, pending: Pending, timeout: float, has_ended: Callable[[], bool] = lambda: False) -> list[bytes]:
+    def reply_to(
+        self, pending_request: Pending, timeout: float, has_ended: Callable[[], bool] = lambda: False
+    ) -> list[bytes]:
         """Waits for the reply to a request and returns it; raises the same errors as `request`.
 
         Args:
-            pending: The request.
+            pending_request: The request.
             timeout: Seconds to wait.
             has_ended: Returns whether the other side is known to have ended. If a process on another host ends, its
                 connections may stay open.
         """
-        endpoint, request_id, purpose = pending
+        endpoint, request_id, wait_purpose = pending_request
         client = self._client(endpoint)
         try:
             deadline = time.monotonic() + timeout
@@ -368,16 +374,16 @@ class Peers:
                 if reply is None:
                     self._check()
                     if has_ended():
-                        raise self._unreachable(endpoint, purpose)
+                        raise self._unreachable(endpoint, wait_purpose)
                     if time.monotonic() > deadline:
                         self._cancel(endpoint, request_id)
-                        raise DeadlineExceeded(f"waited {timeout:.1f} s for {purpose}")
+                        raise DeadlineExceeded(f"waited {timeout:.1f} s for {wait_purpose}")
                 elif reply[0] == request_id:
                     break
                 # else: a late reply to an abandoned request; CANCEL has returned its items to their queue
         except (ConnectionError, BrokenPipeError):
-            raise self._unreachable(endpoint, purpose) from None
-        self._thread.unconfirmed.pop(endpoint, None)
+            raise self._unreachable(endpoint, wait_purpose) from None
+        self._thread.unconfirmed_endpoints.pop(endpoint, None)
         if reply[1] == b"ok":
             return reply[2:]
         raise _REFUSALS.get(bytes(reply[1]), ChannelError)(reply[2].decode())
@@ -409,9 +415,9 @@ class Peers:
         clients = self._thread.bulk
         while True:
             is_new = endpoint not in clients
-            client = self._bulk_client(endpoint)
+            client = self._find_bulk_client(endpoint)
             try:
-                return client.fetch(path, start, target, forwarded=forwarded)
+                return client.fetch(path, start, target, is_forwarded=forwarded)
             except OSError as error:
                 if not is_new and not client.is_receiving:
                     continue  # the connection was idle, and a firewall between the hosts may have dropped it
@@ -424,7 +430,7 @@ class Peers:
                 if not client.in_step:
                     clients.pop(endpoint).close()
 
-    def _bulk_client(self, endpoint: str) -> BulkClient:
+    def _find_bulk_client(self, endpoint: str) -> BulkClient:
         if endpoint not in self._thread.bulk:
             self._thread.bulk[endpoint] = BulkClient(endpoint, self._keys, self._check)
         return self._thread.bulk[endpoint]
@@ -437,7 +443,7 @@ class Peers:
         clients = self._thread.bulk
         for _ in range(2 if endpoint in clients else 1):  # a firewall may have dropped an idle connection
             try:
-                self._bulk_client(endpoint).release(path, reader)
+                self._find_bulk_client(endpoint).release(path, reader)
             except (OSError, ChannelError):
                 if endpoint in clients:
                     clients.pop(endpoint).close()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhpc.runtime.imports import python_path
+from rlhpc.runtime.start_phases import ENVIRONMENT, Phases, RankPhases
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster, Node
@@ -15,12 +16,12 @@ if TYPE_CHECKING:
     from rlhpc.runtime.worker_spec import WorkerSpec
 
 
-def rank_environment(environ: Mapping[str, str], threads: int, *, foreign: bool = False) -> dict[str, str]:
+def rank_environment(environ: Mapping[str, str], num_threads: int, *, foreign: bool = False) -> dict[str, str]:
     """Returns the environment in which a rank's interpreter starts.
 
     Args:
         environ: Environment to extend; its settings of libraries take precedence over those of this function.
-        threads: Number of OpenMP threads.
+        num_threads: Number of OpenMP threads.
         foreign: Whether the interpreter is another Python with separate packages (`imports.import_paths`).
     """
     return {
@@ -29,14 +30,24 @@ def rank_environment(environ: Mapping[str, str], threads: int, *, foreign: bool 
         # A check for GPUs then does not initialize CUDA, so that the process can still be forked.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         **environ,
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(num_threads),
         "PYTHONPATH": python_path(foreign),
     }
 
 
+#: Fields of a rank's record in the table of all ranks.
+_TABLE_COLUMNS = ("group", "rank", "node", "pid", "host", "log_out", "log_err", "incarnation")
+
+
+#: Name, in the registry's folder `ranks`, of the record with what all ranks use.
+USAGE = "usage"
+#: Processor cores, bytes of memory, bytes of the accelerator's memory, and percent of time in which the accelerator is busy.
+Usage = tuple[float, float, float | None, float | None]
+
+
 @dataclass(eq=False)
 class Member:
-    """Rank as the driver sees it.
+    """Record of a rank on the driver.
 
     Attributes:
         spec: Specification of the rank.
@@ -44,11 +55,15 @@ class Member:
         pid: Process id; 0 until it is known.
         state: "starting", "ready", "stopping" or "ended". A rank that the run has abandoned is "ended" at once.
         record: The rank's record in the registry; empty until the rank is ready.
-        alive: Time (`time.monotonic`) of the last heartbeat.
+        last_heartbeat: Time (`time.monotonic`) of the last heartbeat.
         suspect: Whether the rank has been silent for longer than usual.
-        leave_reason: Reason of the rank's notice to leave; "" without a notice.
-        leaving: Whether the rank waits for permission to leave.
+        leave_reason: Reason of the rank's notice to leave; "" if there is no notice.
+        asks_to_leave: Whether the rank waits for permission to leave.
         has_exited: Whether the rank's process is known to have ended; until then no successor may be started.
+        phases: Phases of the rank's start (`start_phases`).
+        has_departed: Whether the rank has left while its group continues.
+        log_positions: Sizes of the rank's logs, as it has reported them (`log_sizes`).
+        usage: What the rank uses, as it has reported it; None before its first report.
     """
 
     spec: WorkerSpec
@@ -56,11 +71,33 @@ class Member:
     pid: int = 0
     state: str = "starting"
     record: dict[str, Any] = field(default_factory=dict)
-    alive: float = field(default_factory=time.monotonic)
+    last_heartbeat: float = field(default_factory=time.monotonic)
     suspect: bool = False
     leave_reason: str = ""
-    leaving: bool = False
+    asks_to_leave: bool = False
     has_exited: bool = False
+    phases: Phases = field(default_factory=lambda: [(ENVIRONMENT, time.time())])
+    has_departed: bool = False
+    log_positions: tuple[int, int] = (0, 0)
+    usage: Usage | None = None
+
+    def start_phases(self) -> RankPhases:
+        """Returns the phases of the rank's start so far."""
+        return RankPhases(self.spec.group, self.spec.rank, tuple(self.phases))
+
+    def table_row(self) -> dict[str, Any]:
+        """Returns the rank's row in the table of all ranks, which other commands read."""
+        worker_spec = self.spec
+        row = self.record or {
+            "group": worker_spec.group, "rank": worker_spec.rank, "node": worker_spec.node, "pid": self.pid,
+            "log_out": worker_spec.log_out,
+            "log_err": worker_spec.log_err, "incarnation": worker_spec.incarnation,
+        }  # fmt: skip
+        state_names = {"starting": "starting", "ended": "left" if self.has_departed else "ended"}
+        return {
+            **{name: row[name] for name in _TABLE_COLUMNS if name in row},
+            "state": state_names.get(self.state, "running"),
+        }
 
 
 class Launcher(Protocol):
@@ -95,7 +132,7 @@ class Launcher(Protocol):
         """Asks ranks to end at once."""
 
     def kill(self, members: Sequence[Member]) -> None:
-        """Kills the processes of ranks, also of abandoned ranks; reports the end of each process."""
+        """Kills the processes of ranks, including abandoned ranks; reports the end of each process."""
 
     def early_output(self, member: Member) -> str:
         """Returns the output of a rank that has not opened its log; "" if the rank has printed nothing."""
@@ -103,24 +140,24 @@ class Launcher(Protocol):
     def arrival_report(self, members: Sequence[Member]) -> list[str]:
         """Returns information about ranks that do not become ready, one line per item."""
 
-    def close(self, clear: bool) -> None:
+    def close(self, clears_folders: bool) -> None:
         """Frees the launcher's resources after all ranks have ended.
 
         Args:
-            clear: Also remove the files that killed ranks may have left on other nodes.
+            clears_folders: Also remove the files that killed ranks may have left on other nodes.
         """
 
 
 class Reports(Protocol):
     """Interface of the receiver of a launcher's reports, which arrive on the launcher's threads."""
 
-    def started(self, member: Member, pid: int) -> None:
+    def record_start(self, member: Member, pid: int) -> None:
         """Registers that a rank's process has started."""
 
-    def exited(self, member: Member, status: int) -> None:
+    def record_exit(self, member: Member, status: int) -> None:
         """Registers that a rank's process has ended with this wait status."""
 
-    def all_ended(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, members: Sequence[Member]) -> list[Member]:
         """Registers that all these ranks have ended; returns the ranks that ended unexpectedly."""
 
     def fail(self, failure: RlhpcError) -> None:

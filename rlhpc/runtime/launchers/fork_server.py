@@ -22,20 +22,13 @@ from typing import Any
 
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.imports import run_module
-from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, readable
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, kill_group, readable, reaped_children
 from rlhpc.runtime.scratch import Scratch
-from rlhpc.runtime.worker_spec import WorkerSpec
+from rlhpc.runtime.worker_spec import BEHIND_PREFIX, WorkerSpec
 
 GRACE_S = 2.0
 #: Seconds between two checks for ended children, in case a SIGCHLD is lost; normally SIGCHLD wakes the server.
 _CHECK_S = 10.0
-
-
-def _kill_group(pid: int, number: int) -> None:
-    """Signals a worker and the processes it has started (each worker leads its own session)."""
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(pid, number)
 
 
 class ForkServer:
@@ -60,36 +53,36 @@ class ForkServer:
         reader.setblocking(False)
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._inherited = (reader, writer)
+        self._inherited_ends = (reader, writer)
         pickle_stream.send(self.control, {"event": "ready", "pid": os.getpid()})
         while True:
-            ready = readable([self.control.fileno(), reader.fileno()], _CHECK_S)
-            if reader.fileno() in ready:
+            ready_fds = readable([self.control.fileno(), reader.fileno()], _CHECK_S)
+            if reader.fileno() in ready_fds:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)
             self.reap()
-            if self.control.fileno() in ready:
+            if self.control.fileno() in ready_fds:
                 request = pickle_stream.receive(self.control)
                 if request is None or request["op"] == "stop":
-                    self.end(remove=True)
+                    self.end(removes_folder=True)
                     return
                 if request["op"] == "start":
                     self.start(request["spec"])
                 elif request["op"] == "kill":
                     for pid, rank in self.children.items():
                         if rank in request["ranks"]:
-                            _kill_group(pid, request["signal"])
+                            kill_group(pid, request["signal"])
 
     def start(self, body: bytes) -> None:
         """Starts one worker and reports its pid."""
-        spec: WorkerSpec = pickle.loads(body)
+        worker_spec: WorkerSpec = pickle.loads(body)
         try:
-            pid = self._spawn(spec, body) if spec.interpreter else self._fork(spec)
+            pid = self._spawn(worker_spec, body) if worker_spec.interpreter else self._fork(worker_spec)
         except OSError as error:
-            pickle_stream.send(self.control, {"event": "refused", "rank": spec.identity, "error": f"{error}"})
+            pickle_stream.send(self.control, {"event": "refused", "rank": worker_spec.identity, "error": f"{error}"})
             return
-        self.children[pid] = spec.identity
-        pickle_stream.send(self.control, {"event": "started", "rank": spec.identity, "pid": pid})
+        self.children[pid] = worker_spec.identity
+        pickle_stream.send(self.control, {"event": "started", "rank": worker_spec.identity, "pid": pid})
 
     def _fork(self, spec: WorkerSpec) -> int:
         server = os.getpid()
@@ -102,7 +95,7 @@ class ForkServer:
             die_with_parent(server)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for inherited_socket in (self.control, *self._inherited):
+            for inherited_socket in (self.control, *self._inherited_ends):
                 inherited_socket.close()
             module, _, name = self.entry.partition(":")
             status = getattr(importlib.import_module(module), name)(spec)
@@ -113,16 +106,27 @@ class ForkServer:
                 sys.stderr.flush()
             os._exit(status)
 
-    def _spawn(self, spec: WorkerSpec, body: bytes) -> int:
+    def _spawn(self, worker_spec: WorkerSpec, body: bytes) -> int:
         """Starts a rank in a new interpreter, for groups with a different Python or engines that cannot be forked."""
-        with open(spec.log_err, "ab", buffering=0) as stderr_log, open(spec.log_out, "ab", buffering=0) as stdout_log:
+        with (
+            open(worker_spec.log_err, "ab", buffering=0) as stderr_log,
+            open(worker_spec.log_out, "ab", buffering=0) as stdout_log,
+        ):
+            parent = BEHIND_PREFIX if worker_spec.command_prefix else str(os.getpid())
             child = subprocess.Popen(
-                run_module(self.entry.partition(":")[0], str(os.getpid()), python=spec.interpreter),
+                [
+                    *worker_spec.command_prefix,
+                    *run_module(self.entry.partition(":")[0], parent, python=worker_spec.interpreter),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=stdout_log,
                 stderr=stderr_log,
                 start_new_session=True,
-                env={**os.environ, **spec.env, "PYTHONPATH": os.pathsep.join(p for p in spec.sys_path if p)},
+                env={
+                    **os.environ,
+                    **worker_spec.env,
+                    "PYTHONPATH": os.pathsep.join(p for p in worker_spec.sys_path if p),
+                },
             )
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -133,34 +137,28 @@ class ForkServer:
 
     def reap(self) -> None:
         """Reaps and reports every child that has ended, and kills the processes that the child has started."""
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        for pid, status in reaped_children():
             rank = self.children.pop(pid, None)
             if rank is None:
                 continue
-            _kill_group(pid, signal.SIGKILL)
+            kill_group(pid, signal.SIGKILL)
             with contextlib.suppress(OSError):
                 pickle_stream.send(self.control, {"event": "exit", "rank": rank, "status": status})
 
-    def end(self, remove: bool) -> None:
+    def end(self, removes_folder: bool) -> None:
         """Ends all children with SIGTERM, and after `GRACE_S` seconds with SIGKILL.
 
         Args:
-            remove: Remove the session's scratch folders afterwards.
+            removes_folder: Remove the session's scratch folders afterwards.
         """
-        for signal_number, grace in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
+        for signal_number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 5.0)):
             for pid in list(self.children):
-                _kill_group(pid, signal_number)
-            deadline = time.monotonic() + grace
+                kill_group(pid, signal_number)
+            deadline = time.monotonic() + grace_s
             while self.children and time.monotonic() < deadline:
                 self.reap()
                 time.sleep(0.01)
-        if remove:
+        if removes_folder:
             self.scratch.remove()
 
 
@@ -186,7 +184,7 @@ def _end_imports(control: socket.socket) -> None:
 
 def main() -> None:
     """Runs the server: `python -m rlhpc.runtime.launchers.fork_server FD TOKEN DRIVER_PID ENTRY MODULE…`."""
-    fd, token, driver, entry_point, *modules = sys.argv[1:]
+    fd, token, driver_pid, entry_point, *modules = sys.argv[1:]
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)  # a signal to the job's process group must not end the ranks
     adopt_orphans()
@@ -195,10 +193,11 @@ def main() -> None:
     control = socket.socket(fileno=int(fd))
     server = ForkServer(control, token, entry_point)
     _end_while_importing(control, token)
-    if os.getppid() != int(driver):
-        server.end(remove=True)
+    if os.getppid() != int(driver_pid):
+        server.end(removes_folder=True)
         return
     import_errors: dict[str, Any] = {}
+    gc.disable()  # the imports create a million objects that stay, and the collector would walk them again and again
     for module in modules:
         try:
             importlib.import_module(module)
@@ -206,6 +205,7 @@ def main() -> None:
             import_errors[module] = str(error)  # the rank that needs it reports this in its log
     _end_imports(control)
     gc.collect()
+    gc.enable()
     gc.freeze()  # forked ranks share these pages permanently, so the garbage collector must not write to them
     server.serve()
 

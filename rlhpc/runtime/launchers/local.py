@@ -61,10 +61,10 @@ class ForkServerProcess:
         return server
 
     @classmethod
-    def _discard(cls, owner: int) -> None:
+    def _discard(cls, owner_pid: int) -> None:
         """Ends the prewarmed server of a process that never started a session. The server may still be importing."""
         server = cls._prewarmed
-        if server is not None and owner == os.getpid():
+        if server is not None and owner_pid == os.getpid():
             server.process.kill()
             server.process.wait()
             server.control.close()
@@ -121,11 +121,11 @@ class ForkLauncher:
                 self._state = "serving"
             else:
                 self._handle_event(event)
-        started, self._state = self._state == "serving", "ended"
-        unexpected = self._reports.all_ended(list(self._members.values()))
-        if unexpected:
-            self._fail_server_lost(
-                unexpected[0], "and its workers with it" if started else "before it had started a rank"
+        was_serving, self._state = self._state == "serving", "ended"
+        unexpected_members = self._reports.record_ends(list(self._members.values()))
+        if unexpected_members:
+            self._report_server_lost(
+                unexpected_members[0], "and its workers with it" if was_serving else "before it had started a rank"
             )
 
     def _handle_event(self, event: dict[str, Any]) -> None:
@@ -134,14 +134,14 @@ class ForkLauncher:
         if member is None:
             return
         if event["event"] == "started":
-            self._reports.started(member, event["pid"])
+            self._reports.record_start(member, event["pid"])
         elif event["event"] == "refused":
-            spec = member.spec
-            self._reports.fail(SubmitError(f"cannot start {spec.name} on {spec.node}: {event['error']}"))
+            worker_spec = member.spec
+            self._reports.fail(SubmitError(f"cannot start {worker_spec.name} on {worker_spec.node}: {event['error']}"))
         elif event["event"] == "exit":
-            self._reports.exited(member, event["status"])
+            self._reports.record_exit(member, event["status"])
 
-    def _fail_server_lost(self, member: Member, moment: str) -> None:
+    def _report_server_lost(self, member: Member, moment_text: str) -> None:
         """Reports the end of the server as a failure that no rank has caused."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.process.wait(1.0)  # the output is complete after the end of the process
@@ -150,7 +150,7 @@ class ForkLauncher:
             path.write_text(output)
         node = member.spec.node
         self._reports.fail(WorkerFailed(
-            f"the fork server of node {node} died, {moment} (log {path}){tail(str(self.server.output_file))}", node=node,
+            f"the fork server of node {node} died, {moment_text} (log {path}){tail(str(self.server.output_file))}", node=node,
             log_path=str(path),
         ))  # fmt: skip
 
@@ -160,17 +160,17 @@ class ForkLauncher:
                 f"node {node.name} is not this machine: rank {spec.rank} of {spec.group!r} needs a job step"
             )
         if node.visible_devices:
-            mask = ",".join(str(node.visible_devices[i]) for i in spec.device_mask)
-            spec.env.setdefault("CUDA_VISIBLE_DEVICES", mask)
-        if not fork and not spec.interpreter:
+            mask_text = ",".join(str(node.visible_devices[i]) for i in spec.device_mask)
+            spec.env.setdefault("CUDA_VISIBLE_DEVICES", mask_text)
+        if (not fork or spec.command_prefix) and not spec.interpreter:
             spec.interpreter = sys.executable
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
         self._members = {identity: m for identity, m in self._members.items() if not m.has_exited}
         self._members.update({member.spec.identity: member for member in members})
         if self._state == "ended":
-            self._reports.all_ended(members)
-            self._fail_server_lost(members[0], "and can start no more ranks")
+            self._reports.record_ends(members)
+            self._report_server_lost(members[0], "and can start no more ranks")
             return
         for member in members:
             self._send_request(op="start", spec=pickle.dumps(member.spec))
@@ -201,7 +201,7 @@ class ForkLauncher:
         self.server.process.kill()
         return True
 
-    def close(self, clear: bool) -> None:
+    def close(self, clears_folders: bool) -> None:
         self._send_request(op="stop")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.process.wait(timeout=10)

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from rlhpc.runtime.allocation import expand_range
-from rlhpc.runtime.errors import ConfigError, StepFailed, WorkerFailed
+from rlhpc.runtime.errors import ConfigError, PlacementError, StepFailed, WorkerFailed, log_errors
 from rlhpc.runtime.launchers import Member, Reports, rank_environment
 from rlhpc.runtime.launchers.srun_commands import SrunStep, clearing_step, job_steps, killing_step, step_environment
 from rlhpc.runtime.os_resources import start_bound_to_parent
-from rlhpc.runtime.reporting import logged
 from rlhpc.runtime.slurm import ask
 from rlhpc.runtime.text import tail
 from rlhpc.runtime.worker_spec import for_input
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from rlhpc.runtime.worker_spec import WorkerSpec
 
 _TASK_ENDED = re.compile(r"^srun: error: (\S+?): tasks? ([\d,\- ]+): (.*)$")
-_SIGNALS = {signal.strsignal(number): number for number in range(1, 32)}
+_SIGNALS = {signal.strsignal(signal_number): signal_number for signal_number in range(1, 32)}
 _MAX_LINES = 40
 #: Seconds that a step that kills a rank may take, and seconds to wait after a failure before the next attempt.
 _KILL_TIMEOUT_S, _RETRY_S = 30.0, 30.0
@@ -40,14 +39,16 @@ _STEP_END_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def task_status(words: str) -> int | None:
+def task_status(status_text: str) -> int | None:
     """Returns the wait status of a task from srun's message, such as `Killed` or `Exited with exit code 3`.
 
-    Returns None for any other message.
+    Returns None for any other message. An exit code of 128 + n is signal n: shells and container runtimes end so after a
+    program that a signal ended.
     """
-    message = words.strip()
-    if match := re.match(r"Exited with exit code (\d+)", message):
-        return int(match[1]) << 8
+    message = status_text.strip()
+    if exit_match := re.match(r"Exited with exit code (\d+)", message):
+        exit_code = int(exit_match[1])
+        return exit_code - 128 if exit_code - 128 in _SIGNALS.values() else exit_code << 8
     if message.lower().startswith("out of memory"):
         return int(signal.SIGKILL)
     return _SIGNALS.get(message.removesuffix("(core dumped)").strip())
@@ -60,40 +61,51 @@ class SrunLauncher:
         log_dir: Folder for the steps' logs.
         scratch: The session's folders on each node.
         reports: Receiver of the ranks' events.
+        preload: Modules that the tasks of a step on a node import before their ranks are forked.
     """
 
     #: Seconds that srun may take to end a step before Slurm's controller has to end it, and seconds in total.
     grace_s = 5.0
     limit_s = 15.0
 
-    def __init__(self, log_dir: Path, scratch: Scratch, reports: Reports) -> None:
+    def __init__(self, log_dir: Path, scratch: Scratch, reports: Reports, preload: Sequence[str] = ()) -> None:
         self._log_dir, self._scratch, self._reports = log_dir, scratch, reports
+        self._preload = list(preload)
         self._steps: dict[str, JobStep] = {}
-        self._components = 1
+        self._num_components = 1
+        self._srun_options: tuple[str, ...] = ()
         #: Ranks that are being killed one by one; the value is True once srun has reported the end of the rank's task.
         self._being_killed: dict[Member, bool] = {}
         self._being_killed_lock = threading.Lock()
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
-        """Does nothing, because a task reads its device mask from its environment and is never forked."""
+        """Sets the modules that a node imports once; a task reads its device mask from its environment."""
+        forks = fork and not spec.command_prefix and spec.local_world_size > 1
+        spec.preload = [*self._preload, *spec.preload] if forks else []
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
         components = [node.het_group or 0 for node in cluster.nodes]
-        self._components = len(set(components))
+        self._num_components, self._srun_options = len(set(components)), cluster.srun
         member_by_rank = {member.spec.rank: member for member in members}
-        spec, steps = members[0].spec, []
+        worker_spec, steps = members[0].spec, []
+        if len(interpreters := sorted({member.spec.interpreter for member in members})) > 1:
+            raise PlacementError(
+                f"{worker_spec.group}: its node groups have different Pythons ({', '.join(filter(None, interpreters))}), "
+                "and a job step has one; launch a group for each"
+            )
         try:
             for step_plan in job_steps(
-                spec.group, [member.spec for member in members], cluster, components,
-                [node.name for node in cluster.nodes], spec.interpreter or None,
+                worker_spec.group, [member.spec for member in members], cluster, components,
+                [node.name for node in cluster.nodes], worker_spec.interpreter or None,
+                worker_spec.command_prefix,
             ):  # fmt: skip
-                name = f"{spec.group}-{step_plan.component}" if self._components > 1 else spec.group
+                name = f"{worker_spec.group}-{step_plan.component}" if self._num_components > 1 else worker_spec.group
                 steps.append(JobStep(
                     step_plan, [member_by_rank[rank] for rank in step_plan.ranks], self._log_dir / f"{name}.step.err",
-                    self._exited, self._on_step_end,
+                    self._report_exit, self._on_step_end,
                 ))  # fmt: skip
         except OSError as error:
-            self._reports.fail(StepFailed(f"cannot start srun: {error}", node=spec.node))
+            self._reports.fail(StepFailed(f"cannot start srun: {error}", node=worker_spec.node))
             return
         self._steps = {name: step for name, step in self._steps.items() if step.running}
         for step in steps:
@@ -101,40 +113,44 @@ class SrunLauncher:
         for step in steps:  # `_steps` must be complete before a step reports an event
             step.listen()
 
-    def _exited(self, member: Member, status: int) -> None:
+    def _report_exit(self, member: Member, status: int) -> None:
         """Reports the end of a task, but not of a rank that `_kill_task` is killing, because its children may still run."""
         with self._being_killed_lock:
             if member in self._being_killed:
                 self._being_killed[member] = True
                 return
-        self._reports.exited(member, status)
+        self._reports.record_exit(member, status)
 
-    def _on_step_end(self, step: JobStep, code: int) -> None:
+    def _on_step_end(self, step: JobStep, exit_code: int) -> None:
         """Registers that srun and thus all ranks of its step have ended; reports ranks that ended unexpectedly."""
-        unexpected = self._reports.all_ended(step.members)
-        if not unexpected:
+        unexpected_members = self._reports.record_ends(step.members)
+        if not unexpected_members:
             return
-        spec, srun_output = unexpected[0].spec, step.last_output or "(it said nothing)"
-        ranks_text = f"{spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected)})"
-        exit_text = f"with exit code {code}" if code else "before its ranks had"
+        worker_spec, srun_output = unexpected_members[0].spec, step.last_output or "(it said nothing)"
+        ranks_text = f"{worker_spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected_members)})"
+        exit_text = f"with exit code {exit_code}" if exit_code else "before its ranks had"
         message = f"srun ended {exit_text}:\n{srun_output}\n  log: {step.log_err}"
-        if unexpected[0].record:
+        if unexpected_members[0].record:
             self._reports.fail(WorkerFailed(
-                f"the job step of {ranks_text} on node {spec.node} ended; {message}{tail(spec.log_err)}",
-                group=spec.group, rank=spec.rank, node=spec.node, log_path=spec.log_err,
+                f"the job step of {ranks_text} on node {worker_spec.node} ended; {message}{tail(worker_spec.log_err)}",
+                group=worker_spec.group, rank=worker_spec.rank, node=worker_spec.node, log_path=worker_spec.log_err,
             ))  # fmt: skip
         else:
-            srun_output = f"the job step of {ranks_text} did not start on node {spec.node}: {message}"
-            for member in unexpected:  # an elastic group may continue without ranks that cannot be started again
-                self._reports.fail(StepFailed(srun_output, group=spec.group, rank=member.spec.rank, node=spec.node))
+            srun_output = f"the job step of {ranks_text} did not start on node {worker_spec.node}: {message}"
+            for (
+                member
+            ) in unexpected_members:  # an elastic group may continue without ranks that cannot be started again
+                self._reports.fail(
+                    StepFailed(srun_output, group=worker_spec.group, rank=member.spec.rank, node=worker_spec.node)
+                )
 
-    def _steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
+    def _list_steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
         """Returns the running steps whose ranks are all in `members` or have ended. These steps can end as a whole."""
-        ending = set(members)
+        ending_members = set(members)
         return {
             step
             for member in members
-            if (step := self._step_of(member)) and all(o in ending or o.state == "ended" for o in step.members)
+            if (step := self._step_of(member)) and all(o in ending_members or o.state == "ended" for o in step.members)
         }
 
     def _step_of(self, member: Member) -> JobStep | None:
@@ -143,12 +159,12 @@ class SrunLauncher:
         return step if step is not None and step.running and member in step.members else None
 
     def end(self, members: Sequence[Member]) -> None:
-        for step in self._steps_only_of(members):
+        for step in self._list_steps_only_of(members):
             step.end()
 
     def kill(self, members: Sequence[Member]) -> None:
         """Kills complete steps if all their ranks have to end; otherwise kills each rank's processes on its node."""
-        steps = self._steps_only_of(members)
+        steps = self._list_steps_only_of(members)
         for whole_step in steps:
             whole_step.kill()
         for member in members:
@@ -162,18 +178,23 @@ class SrunLauncher:
 
     def _kill_task(self, step: JobStep, member: Member) -> None:
         """Kills a single rank of a step and reports its end. Runs on a separate thread, because a node may not answer."""
-        task, spec = step.members.index(member), member.spec
-        argv = killing_step(step.planned.component, self._components, step.planned.hosts[task], step.mark, task)
-        srun_output = ask(*argv, timeout_s=_KILL_TIMEOUT_S, environment=step_environment(os.environ), apart=True)
+        task, worker_spec = step.members.index(member), member.spec
+        node = step.planned.hosts[task]
+        argv = killing_step(step.planned.component, self._num_components, node, step.mark, task, self._scratch.sockets,
+                            self._srun_options)  # fmt: skip
+        srun_output = ask(*argv, timeout_s=_KILL_TIMEOUT_S, environment=step_environment(os.environ), has_session=True)
         if not srun_output.ok:
             log.warning(
-                "%s on node %s was given up and could not be killed: %s", spec.name, spec.node, srun_output.words
+                "%s on node %s was given up and could not be killed: %s",
+                worker_spec.name,
+                worker_spec.node,
+                srun_output.words,
             )
             time.sleep(_RETRY_S)
         with self._being_killed_lock:
             has_exited = self._being_killed.pop(member)
         if has_exited or srun_output.ok:
-            self._reports.exited(member, int(signal.SIGKILL))
+            self._reports.record_exit(member, int(signal.SIGKILL))
 
     def early_output(self, member: Member) -> str:
         step = self._steps.get(member.spec.name)
@@ -184,13 +205,14 @@ class SrunLauncher:
             f"srun said: {output}" for output in sorted({self.early_output(member) for member in members}) if output
         ]
 
-    def close(self, clear: bool) -> None:
+    def close(self, clears_folders: bool) -> None:
         """Removes the session's folders on nodes where ranks were killed before they could do so themselves."""
         nodes: dict[int, set[str]] = {}
-        for step in set(self._steps.values()) if clear else ():
+        for step in set(self._steps.values()) if clears_folders else ():
             nodes.setdefault(step.planned.component, set()).update(step.planned.hosts)
-        for component, names in nodes.items():
-            argv = clearing_step(component, self._components, names, list(map(str, self._scratch.folders)))
+        for component, node_names in nodes.items():
+            folders = list(map(str, self._scratch.folders))
+            argv = clearing_step(component, self._num_components, node_names, folders, self._srun_options)
             ask(*argv, timeout_s=10, environment=step_environment(os.environ))
 
 
@@ -207,31 +229,33 @@ class JobStep:
 
     def __init__(
         self,
-        planned: SrunStep,
+        planned_step: SrunStep,
         members: Sequence[Member],
         log_err: Path,
         on_exit: Callable[[Member, int], None],
         on_end: Callable[[JobStep, int], None],
     ) -> None:
-        self.planned, self.members, self.log_err = planned, list(members), log_err
+        self.planned, self.members, self.log_err = planned_step, list(members), log_err
         self._on_exit, self._on_end = on_exit, on_end
         self._output_lines: list[str] = []
-        self._killed = False
+        self._is_killed = False
         self._host_file = log_err.with_suffix(f".{time.time_ns():x}.hosts")
-        self._host_file.write_text("".join(f"{host}\n" for host in planned.hosts))
+        self._host_file.write_text("".join(f"{host}\n" for host in planned_step.hosts))
         # Job id of the component: in a task, SLURM_JOB_ID is the id of the whole job, to which this step does not belong.
-        job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned.component}") or os.environ.get("SLURM_JOB_ID", "")
-        mark = f"{planned.group}-{time.time_ns():x}"
+        job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{planned_step.component}") or os.environ.get("SLURM_JOB_ID", "")
+        step_mark = f"{planned_step.group}-{time.time_ns():x}"
         #: Environment variable that only the processes of this step have.
-        self.mark = f"RLHPC_STEP={mark}"
-        spec = members[0].spec
-        environment = rank_environment(step_environment(os.environ), spec.threads, foreign=bool(spec.interpreter))
-        environment |= {"SLURM_HOSTFILE": str(self._host_file), "RLHPC_STEP_JOB": job, "RLHPC_STEP": mark}
+        self.mark = f"RLHPC_STEP={step_mark}"
+        worker_spec = members[0].spec
+        environment = rank_environment(
+            step_environment(os.environ), worker_spec.threads, foreign=bool(worker_spec.interpreter)
+        )
+        environment |= {"SLURM_HOSTFILE": str(self._host_file), "RLHPC_STEP_JOB": job, "RLHPC_STEP": step_mark}
         self.process = start_bound_to_parent(
-            planned.argv, signal.SIGTERM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            planned_step.argv, signal.SIGTERM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env=environment, start_new_session=True,
         )  # fmt: skip
-        threading.Thread(target=self._send_specs, name=f"rlhpc-srun-{planned.group}", daemon=True).start()
+        threading.Thread(target=self._send_specs, name=f"rlhpc-srun-{planned_step.group}", daemon=True).start()
 
     def listen(self) -> None:
         """Starts reporting the step's events."""
@@ -254,23 +278,23 @@ class JobStep:
                 with contextlib.suppress(OSError):
                     if file is not None:
                         file.write(line)
-                with logged(f"cannot make out what srun says: {line!r}"):
+                with log_errors(f"cannot make out what srun says: {line!r}"):
                     self._handle_line(line.decode(errors="replace").rstrip())
-        code = self.process.wait()
-        if self._killed:
+        exit_code = self.process.wait()
+        if self._is_killed:
             self._await_end_of_step()
         with contextlib.suppress(OSError):
             self._host_file.unlink(missing_ok=True)
-        self._on_end(self, code)
+        self._on_end(self, exit_code)
 
     def _handle_line(self, line: str) -> None:
         self._output_lines = [*self._output_lines[1 - _MAX_LINES :], line]
-        match = _TASK_ENDED.match(line)
-        status = task_status(match[3]) if match else None
-        if match is None or status is None:
+        end_match = _TASK_ENDED.match(line)
+        status = task_status(end_match[3]) if end_match else None
+        if end_match is None or status is None:
             return
         with contextlib.suppress(ConfigError):
-            for range_text in match[2].replace(" ", "").split(","):
+            for range_text in end_match[2].replace(" ", "").split(","):
                 for task in expand_range(range_text, line):
                     if int(task) < len(self.members):
                         self._on_exit(self.members[int(task)], status)
@@ -307,7 +331,7 @@ class JobStep:
 
     def kill(self) -> None:
         """Kills the step with scancel, because srun may hang; then kills srun."""
-        self._killed = True
+        self._is_killed = True
         if self._step_id:
             ask("scancel", "--signal=KILL", self._step_id, timeout_s=10)
         with contextlib.suppress(ProcessLookupError):

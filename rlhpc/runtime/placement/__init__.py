@@ -16,8 +16,8 @@ from rlhpc.runtime.placement.components import (
     ComponentPlacementStrategy,
     HybridComponentPlacement,
     ModelParallelComponentPlacement,
+    parse_placement,
 )
-from rlhpc.runtime.placement.grammar import parse_placement
 from rlhpc.runtime.placement.strategies import (
     FlexiblePlacementStrategy,
     NodePlacementStrategy,

@@ -78,7 +78,12 @@ CASES = [
     override("word for a switch", "algorithm.anneal_lr=maybe", "must be bool"),
     override("number for a list", "actor.model.hidden_sizes=64", "list[int]"),
     override("word in a list of numbers", "actor.model.hidden_sizes=[a]", "list[int]"),
-    override("number for a section", "actor.optim=5", "actor.optim is 5", "is a section with the keys name, lr"),
+    override(
+        "number for a section",
+        "actor.optim=5",
+        "actor.optim is 5",
+        "is a section with the keys value_lr, critic_warmup_steps, name, lr",
+    ),
     override("mapping for a number", "runner.seed={a: 1}", "runner.seed is {'a': 1}", "must be int"),
     override("key below a number", "runner.seed.x=1", "runner.seed", "must be int"),
     override("null for a count", "env.train.num_envs=null", "must be int"),

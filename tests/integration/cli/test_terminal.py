@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.status import run_state
+from rlhpc.jobs.state import run_state
 from rlhpc.runtime.os_resources import readable
 from tests import warm
 
@@ -116,7 +116,7 @@ def test_a_failure_is_shown_with_its_logs(tmp_path: Path) -> None:
 def test_a_mistake_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     for words in (["runner.max_step=2"], ["--profile", "no/such"]):
         done = warm.run([*RLHPC, "run", QUICKSTART, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert done.returncode == 2 and done.stderr.count("rlhpc: error:") == 1, done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -1,10 +1,14 @@
-"""What the tests of LeRobot's policies run in its Python: `make FOLDER`, `hold RELEASED CHECKPOINT`, `read DATASET …`."""
+"""What the tests of LeRobot's policies run in its Python: `make FOLDER`, `hold RELEASED CHECKPOINT`, `read DATASET …`,
+`film FOLDER`, `frames DATASET OUTPUT`, `openpi RELEASED`."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +36,7 @@ from lerobot.policies.rtc.configuration_rtc import RTCConfig
 from lerobot.policies.rtc.modeling_rtc import RTCProcessor
 from lerobot.policies.smolvla.configuration_smolvla import SmolVLAConfig
 from lerobot.processor import TokenizerProcessorStep
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
     PreTrainedTokenizerFast,
@@ -48,6 +52,8 @@ from rlhpc.embodied.export import load_exported
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.models.base import Guide, overlap_weights
 from rlhpc.embodied.models.lerobot import openpi
+from rlhpc.embodied.models.normalization import AlohaJoints
+from rlhpc.runtime.errors import ConfigError
 
 #: What stands in a folder as its vision-language model, or tokenizer, and the folder that is taken for it.
 HUB = {
@@ -157,7 +163,7 @@ def hold_steps(policy: Any) -> None:
     """Mean and deviation of each denoising step are those of diffusers' DDPM, before the least deviation."""
     ddpm = DDPMScheduler.from_config(policy.inner.diffusion.noise_scheduler.config)
     ddpm.set_timesteps(policy.steps)
-    seen, x = torch.randn(2, policy.value_inputs()), torch.randn(2, 4, 2)
+    seen, x = torch.randn(2, policy.value_input_size()), torch.randn(2, 4, 2)
     with torch.no_grad():
         for t in policy._times:
             predicted, noise = (
@@ -165,7 +171,7 @@ def hold_steps(policy: Any) -> None:
                 torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(t)),
             )
             theirs = ddpm.step(predicted, t, x, generator=torch.Generator().manual_seed(t)).prev_sample
-            mine = policy._posterior_mean(seen, x, t) + policy._coefficients(t)[2] ** 0.5 * noise
+            mine = policy._compute_posterior_mean(seen, x, t) + policy._compute_coefficients(t)[2] ** 0.5 * noise
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -237,6 +243,130 @@ def hold_openpi(family: str) -> None:
     slopes = [value.grad.norm() for value in policy.parameters() if value.grad is not None]
     found = (float(played.abs().sum()), loss.item(), float(torch.stack(slopes).norm()))
     np.testing.assert_allclose(found, OPENPI[family], rtol=1e-4)
+
+
+#: What openpi's own code made of statistics, prompts and names (tests/data/openpi/record.py).
+RECORDED = Path(__file__).parents[2] / "data/openpi/openpi.json"
+
+
+def make_openpi(source: Path, target: Path) -> None:
+    """A folder in openpi's layout with the weights of a tiny policy of LeRobot, some of them in bfloat16, as in openpi."""
+    recorded, family = json.loads(RECORDED.read_text()), source.name
+    (target / "assets/robot").mkdir(parents=True)
+    openpi.patch_lerobot()
+    config = PreTrainedConfig.from_pretrained(source)
+    config.image_resolution = (224, 224)  # openpi's, which the eye is built for
+    policy = get_policy_class(family)(config)
+    tied = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
+    weights = {name.removeprefix("model."): value for name, value in policy.state_dict().items()}
+    del weights[tied]  # openpi's file has it as lm_head
+    layers = {name for name in recorded[family]["weights"] if not any(f".{i}." in name for i in range(2, 27))}
+    vision = {name for name in layers if ".encoder.layers.1." in name}  # this eye has one layer
+    pooled = {name for name in weights if ".vision_model.head." in name}  # which PaliGemma's eye does not have
+    assert weights.keys() - pooled == layers - vision, weights.keys() ^ (layers - vision)
+    low = {name for name in weights if "mlp" in name and "time" not in name}
+    save_file({name: value.bfloat16() if name in low else value.clone() for name, value in weights.items()},
+              target / "model.safetensors")  # fmt: skip
+    config = {"action_dim": 4, "action_horizon": 4, "paligemma_variant": "gemma_2b",
+              "action_expert_variant": "gemma_300m", "precision": "bfloat16"}  # fmt: skip
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    statistics = {name: {key: row[:2] if name == "state" else row[5:] for key, row in column.items()}
+                  for name, column in recorded["statistics"].items()}  # fmt: skip
+    (target / "assets/robot/norm_stats.json").write_text(json.dumps({"norm_stats": statistics}))
+
+
+def hold_openpi_folder(source: Path) -> None:
+    """Reads openpi's folder, normalises and words the state as openpi's code did, and writes the same folder again."""
+    recorded, family = json.loads(RECORDED.read_text()), source.name
+    folder, again = Path(f"openpi_{family}"), Path(f"openpi_{family}_again")
+    make_openpi(source, folder)
+    parts = {key: Box(0, 255, rows.shape[1:], np.uint8) for key, rows in observations().items()}
+    parts["state"] = Box(-1, 1, (2,), np.float32)
+    section = ModelConfig(model_type="lerobot", model_path=str(folder), num_action_chunks=2, kwargs={"vlm": VLM})
+    policy = build_model(section, Dict(parts), Box(-1, 1, (2,), np.float32))
+    for name, value in load_file(folder / "model.safetensors").items():
+        assert torch.equal(policy.inner.state_dict()[f"model.{name}"], value.float()), name
+    texts = recorded[family]["texts"]
+    state = torch.tensor(recorded["values"]["state"])[:2, :2].float()
+    obs = {"rgb": torch.zeros(2, 16, 16, 3, dtype=torch.uint8), "state": state,
+           "instruction": torch.from_numpy(np.stack([encode_text(text, 40) for text in texts]))}  # fmt: skip
+    actions = torch.tensor(recorded["values"]["actions"])[:, 5:].float()
+    batch = policy.batch(obs, actions[:2, None].expand(-1, 4, -1))
+    expected = torch.tensor(recorded[family]["normalised"]["actions"])[:2, None, 5:].float().expand(-1, 4, -1)
+    torch.testing.assert_close(batch["action"], expected, rtol=1e-5, atol=1e-5)
+    expected = torch.tensor(recorded[family]["normalised"]["state"])[:2, :2].float()
+    torch.testing.assert_close(batch[STATE], expected, rtol=1e-5, atol=1e-5)
+    expected = torch.tensor(recorded[family]["unnormalised"]["actions"])[:, 5:].float()
+    torch.testing.assert_close(policy.processors.postprocess(actions), expected, rtol=1e-5, atol=1e-5)
+    assert policy.inner.config.image_features.keys() == {"observation.images.base_0_rgb"}
+    tokens, mask = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    for i, prompt in enumerate(recorded[family]["prompts"]):  # the tokens of this tokenizer are bytes
+        words = bytes(tokens[i][mask[i].bool()].tolist()).decode()
+        prompt = prompt.removeprefix("<bos>")
+        if family == "pi05":  # recorded with eight numbers, of which this policy sees two
+            task, numbers = prompt.split(", State: ")
+            numbers, rest = numbers.split(";")
+            prompt = f"{task}, State: {' '.join(numbers.split()[:2])};{rest}"
+        assert words == prompt, (words, prompt)
+    hold_options(section, parts, batch_of=(obs, actions[:2, None].expand(-1, 4, -1)), texts=texts)
+    torch.manual_seed(0)
+    times = policy.inner.model.sample_time(200_000, torch.device("cpu")).sort().values
+    np.testing.assert_allclose(times[:: len(times) // 20], recorded["time_quantiles"], atol=0.01)
+    again.mkdir()
+    policy.release(again, 0)
+    for file in ("config.json", "assets/robot/norm_stats.json"):
+        assert (again / file).read_bytes() == (folder / file).read_bytes(), file
+    kept, written = load_file(folder / "model.safetensors"), load_file(again / "model.safetensors")
+    assert kept.keys() == written.keys()
+    for name, value in kept.items():
+        assert value.dtype == written[name].dtype and torch.equal(value, written[name]), name
+    print("equal")
+
+
+def hold_options(section: Any, parts: dict[str, Any], batch_of: Any, texts: list[str]) -> None:
+    """A frozen PaliGemma, shorter chunks, and prompts of another length or without the state, as RLinf sets them by openpi's
+    configuration; what is released has them, too."""
+    family = Path(section.model_path).name.removeprefix("openpi_")
+    kwargs = {
+        **section.kwargs, "train_expert_only": True, "action_horizon": 2, "discrete_state_input": False, "prompt_tokens": 99,
+    }  # fmt: skip
+    policy = build_model(replace(section, kwargs=kwargs), Dict(parts), Box(-1, 1, (2,), np.float32))
+    inner = policy.inner.model.paligemma_with_expert
+    assert not any(each.requires_grad for each in inner.paligemma.parameters())
+    assert all(each.requires_grad for each in inner.gemma_expert.parameters())
+    assert policy.state_shape[0] == policy.horizon == 2
+    obs, actions = batch_of
+    batch = policy.batch(obs, actions[:, :2])
+    tokens, mask = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+    assert tokens.shape[1] == 99
+    for row, shown, text in zip(tokens, mask, texts, strict=True):
+        words = bytes(row[shown.bool()].tolist()).decode()
+        assert words == f"{text.strip().replace('_', ' ').replace(chr(10), ' ')}\n", words
+    loss = policy.bc_loss({"obs": obs, "actions": actions[:, :2]}).mean()
+    loss.backward()
+    assert all(each.grad is None for each in inner.paligemma.parameters()) and loss > 0
+    released = Path(f"{section.model_path}_options")
+    released.mkdir()
+    policy.release(released, 0)
+    assert json.loads((released / "config.json").read_text())["action_horizon"] == 2
+    if family == "pi0":
+        with refused("π0 takes the state as numbers"):
+            build_model(
+                replace(section, kwargs={**kwargs, "discrete_state_input": True}),
+                Dict(parts),
+                Box(-1, 1, (2,), np.float32),
+            )
+
+
+@contextmanager
+def refused(words: str) -> Iterator[None]:
+    """Holds a message of the configuration, without pytest, which this Python does not have."""
+    try:
+        yield
+    except ConfigError as error:
+        assert words in str(error), error
+        return
+    raise AssertionError(f"nothing said {words!r}")
 
 
 def hold_real_time(mine: Any, obs: dict[str, torch.Tensor]) -> None:
@@ -311,6 +441,150 @@ def hold(released: Path, checkpoint: Path) -> None:
     print("equal")
 
 
+def build_pi(folder: Path, **kwargs: Any) -> Any:
+    """A policy of a folder with a value head, and options."""
+    section = ModelConfig(
+        model_type="lerobot", model_path=str(folder), num_action_chunks=2, add_value_head=True,
+        kwargs={"vlm": VLM, **kwargs},
+    )  # fmt: skip
+    parts = {key: Box(0, 255, rows.shape[1:], np.uint8) for key, rows in observations().items()}
+    parts["state"] = Box(-1, 1, (2,), np.float32)
+    torch.manual_seed(0)
+    policy = build_model(section, Dict(parts), Box(-1, 1, (2,), np.float32))
+    for parameter in policy.value_head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return policy
+
+
+def hold_heads(folder: Path) -> None:
+    """Value heads and noise of π_RL, as RLinf's openpi_action_model.py computes them, and openpi's DeltaActions."""
+    obs, drawn = observations(), torch.Generator()
+    plain = build_pi(folder)
+    with torch.no_grad():
+        batch = plain.batch(obs)
+        tokens, shown = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
+        assert folder.name == "pi05" or not shown.all(), "the prompts are padded"
+        seen: list[torch.Tensor] = []
+        inner = plain.inner.model.paligemma_with_expert
+        forward = inner.forward
+        inner.forward = lambda **given: [seen.append(out := forward(**given)), out][1]
+        plain.encode(obs)
+        prefix = seen[0][0][0]
+    assert prefix.shape[1] > tokens.shape[1]
+    for kind, expected in (("mean_token", prefix.mean(1)), ("first_token", prefix[:, 0])):
+        policy = build_pi(folder, value_input=kind, value_hidden=[16, 8])
+        with torch.no_grad():
+            torch.testing.assert_close(policy.value(obs), policy.value_head(expected))
+    for noise_method in ("flow_sde", "flow_noise"):
+        for step_logprobs in ("sum", "mean"):
+            policy = build_pi(
+                folder, value_input="action_expert", value_hidden=[16, 8], noise_method=noise_method,
+                step_logprobs=step_logprobs, detach_value_input=True,
+            )  # fmt: skip
+            with torch.no_grad():
+                noise = policy.sample_noise((4,), drawn.manual_seed(1))
+                actions, extras = policy.predict_action_batch(obs, "train", noise)
+            outputs = policy.default_forward({"obs": obs, "actions": actions, **extras["inputs"]}, True, True, True)
+            torch.testing.assert_close(outputs["logprobs"], extras["prev_logprobs"])
+            torch.testing.assert_close(outputs["values"], extras["prev_values"])
+            chain, hidden, means, stds = extras["inputs"]["chain"], [], [], []
+            policy.inner.model.action_out_proj.register_forward_pre_hook(
+                lambda _, args, into=hidden: into.append(args[0])
+            )
+            velocity = policy.encode(obs)[0]
+            for k in range(policy.steps):
+                t = 1 - k / policy.steps
+                v = velocity(chain[:, k], torch.full((4,), t))
+                if noise_method == "flow_noise":
+                    low, high = (2 * np.log(std) for std in (0.08, 0.16))
+                    raw = torch.tanh(policy.noise_head.layers(hidden[-1]))
+                    means.append(chain[:, k] - v / policy.steps)
+                    stds.append((0.5 * (low + (high - low) * (raw + 1) / 2)).exp())
+                else:
+                    mean, std = policy.flow.moments(chain[:, k], v, t)
+                    means.append(mean)
+                    stds.append(torch.full_like(mean, std))
+            steps = [torch.distributions.Normal(*each) for each in zip(means, stds, strict=True)]
+            logprobs = [each.log_prob(chain[:, k + 1]) for k, each in enumerate(steps)]
+            start = torch.distributions.Normal(torch.zeros_like(chain[:, 0]), torch.ones_like(chain[:, 0]))
+            logprobs, entropy = (
+                [start.log_prob(chain[:, 0]), *logprobs],
+                [start.entropy(), *(s.entropy() for s in steps)],
+            )
+            for name, terms in (("logprobs", logprobs), ("entropy", entropy)):
+                total = torch.stack(terms).mean(0) if step_logprobs == "mean" else torch.stack(terms[1:]).sum(0)
+                torch.testing.assert_close(outputs[name], total[:, :2, :2].sum((1, 2)))
+            values = torch.stack([policy.value_head(each.mean(1)) for each in hidden]).mean(0)
+            torch.testing.assert_close(outputs["values"], values)
+            assert policy.value(obs).shape == (4,)
+            torch.testing.assert_close(
+                policy.value({key: rows[2:] for key, rows in obs.items()}), policy.value(obs)[2:]
+            )
+            policy.zero_grad()
+            outputs["values"].sum().backward()
+            inner_slopes = [each.grad for each in policy.inner.parameters() if each.grad is not None]
+            assert not any(slope.any() for slope in inner_slopes), "the critic's input is detached"
+    noise = plain.sample_noise((4,), drawn.manual_seed(1))
+    relative = build_pi(folder, delta_actions=[1])
+    with torch.no_grad():
+        absolute, shifted = (policy.predict_action_batch(obs, "train", noise)[0] for policy in (plain, relative))
+    torch.testing.assert_close(
+        shifted - absolute, torch.stack([torch.zeros(4), obs["state"][:, 1]], 1)[:, None].expand(4, 2, 2)
+    )
+    actions, losses = torch.rand(4, 4, 2), []
+    for policy, target in (
+        (relative, actions),
+        (plain, actions - torch.stack([torch.zeros(4), obs["state"][:, 1]], 1)[:, None]),
+    ):
+        torch.manual_seed(2)
+        losses.append(policy.bc_loss({"obs": obs, "actions": target}).mean())
+    torch.testing.assert_close(*losses)
+    # ALOHA's joints, here of a robot with one joint and one gripper.
+    AlohaJoints.width, AlohaJoints._grippers, AlohaJoints._flipped_joints = 2, (1,), (0,)
+    adapted = build_pi(folder, adapt_to_pi=True)
+    in_pi = {**obs, "state": AlohaJoints.state_to_pi(obs["state"])}
+    with torch.no_grad():
+        expected = AlohaJoints.actions_from_pi(plain.predict_action_batch(in_pi, "train", noise)[0])
+        torch.testing.assert_close(adapted.predict_action_batch(obs, "train", noise)[0], expected)
+    losses = []
+    for policy, seen_obs, target in ((adapted, obs, actions), (plain, in_pi, AlohaJoints.actions_to_pi(actions))):
+        torch.manual_seed(2)
+        losses.append(policy.bc_loss({"obs": seen_obs, "actions": target}).mean())
+    torch.testing.assert_close(*losses)
+    print("equal")
+
+
+def film(folder: Path) -> None:
+    """A dataset of two cameras as videos, recorded by LeRobot, whose images tell camera, episode and time."""
+    features: dict[str, Any] = {
+        name: {"dtype": "float32", "shape": (2,), "names": ["x", "y"]} for name in (STATE, "action")
+    }
+    names = ["height", "width", "channels"]
+    features |= {
+        f"observation.images.{camera}": {"dtype": "video", "shape": (64, 64, 3), "names": names}
+        for camera in ("front", "wrist")
+    }
+    data = LeRobotDataset.create("tiny/filmed", 10, features, root=folder, use_videos=True)
+    for episode, length in enumerate((7, 12, 5)):
+        for t in range(length):
+            values = np.array([episode, t], np.float32)
+            levels = {"front": 30 + 60 * episode + 4 * t, "wrist": 225 - 60 * episode - 4 * t}
+            frames = {
+                f"observation.images.{camera}": np.full((64, 64, 3), level, np.uint8)
+                for camera, level in levels.items()
+            }
+            data.add_frame({STATE: values, "action": values, **frames, "task": "look"})
+        data.save_episode()
+    data.finalize()
+
+
+def frames(folder: Path, output: Path) -> None:
+    """Writes the images that LeRobot's loader gives, `[n, H, W, 3]`, without its transforms."""
+    found = LeRobotDataset("local/set", root=folder)
+    images = [row[PICTURE].mul(255).round().to(torch.uint8).permute(1, 2, 0).numpy() for row in found]
+    np.save(output, np.stack(images))
+
+
 def read(*folders: Path) -> None:
     """Says what LeRobot finds in datasets: a line each, with all frames."""
     for folder in folders:
@@ -325,4 +599,8 @@ def read(*folders: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"make": make, "hold": hold, "read": read}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    programs = {
+        "make": make, "hold": hold, "heads": hold_heads, "read": read, "film": film, "frames": frames,
+        "openpi": hold_openpi_folder,
+    }  # fmt: skip
+    programs[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -64,3 +64,21 @@ class Near(MLPPolicy):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         begin(os.environ.get(ADDRESS, "one"))
+
+
+class SharedDevice(StandIn):
+    """Stand-in for an accelerator on which all of this process's tensors are."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        del tensor
+        return True
+
+
+class Shared(MLPPolicy):
+    """Computes on the accelerator that the process was given, which it may share with another process."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        card = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if card and FOLDER in os.environ and device_memory.current_device() is None:
+            device_memory.use(SharedDevice(Path(os.environ[FOLDER]), f"card {card}"))

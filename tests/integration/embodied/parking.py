@@ -27,12 +27,12 @@ class ParkingTrainer(ReplicatedBackend):
         super().__init__(*given)
 
     def offload(self) -> None:
-        if not self.away:
-            self.park()
+        if not self.is_offloaded:
+            self.move_to_host()
             note("actor", False)
 
     def reload(self) -> None:
-        if self.away:
+        if self.is_offloaded:
             note("actor", True)
         super().reload()
 

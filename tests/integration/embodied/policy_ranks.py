@@ -21,7 +21,11 @@ SPACES = {
     "mlp": (spaces.Box(-1, 1, (3,), np.float32), spaces.Box(-1, 1, (2,), np.float32)),
     "openvla": (spaces.Box(0, 255, (32, 32, 3), np.uint8), spaces.Box(-1, 1, (2,), np.float32)),
     "vla": (spaces.Box(0, 255, (32, 32, 3), np.uint8), spaces.Box(-1, 1, (2,), np.float32)),
+    "resnet10": (spaces.Box(0, 255, (32, 32, 3), np.uint8), spaces.Box(-1, 1, (2,), np.float32)),
+    "flow": (spaces.Box(0, 255, (32, 32, 3), np.uint8), spaces.Box(-1, 1, (2,), np.float32)),
 }
+#: Denoising steps of the flow policies.
+STEPS = 2
 
 
 def make_config(changes: dict[str, Any]) -> Any:
@@ -56,6 +60,7 @@ def rollout(kind: str, number: int) -> TrainBatch:
         advantages=draw(ROWS) * 2 + 1,
         returns=draw(ROWS),
         mask=mask,
+        inputs={"inputs.chain": 0.3 * draw(ROWS, STEPS + 1, 1, 2)} if kind == "flow" else {},
     )
 
 
@@ -81,12 +86,12 @@ class PolicyTrainer(PolicyTrainer[Any]):
         self.cfg = make_config(changes)
         self.set_up_device()
         kind = str(self.cfg.actor.model.model_type)
-        backend = self.build_backend(self.cfg.actor, SPACES[kind], look=True)
+        backend = self.build_backend(self.cfg.actor, SPACES[kind], reads_norm=True)
         if load:
             self.load(load)
         update = PolicyUpdate(
             self.cfg.algorithm, backend, batch_size=BATCH, micro_batch=5, seed=1, reduce=self.all_reduce,
-            gather=self.all_gather_object, rank=self.rank, ranks=self.world_size,
+            gather=self.all_gather_object, rank=self.rank, num_ranks=self.world_size,
         )  # fmt: skip
         held = range(ROWS * self.rank // self.world_size, ROWS * (self.rank + 1) // self.world_size)
         metrics = []

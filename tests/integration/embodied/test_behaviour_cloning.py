@@ -79,6 +79,21 @@ def test_any_number_of_ranks_and_a_resume_make_the_same_policy(here: Path) -> No
         assert (value == weights("again")[name]).all(), name
 
 
+def test_a_run_that_stops_within_a_pass_continues_there(here: Path) -> None:
+    """Steps of three minibatches of a streamed LeRobot dataset, on two ranks; a step is a tenth of a pass or less."""
+    need_extra("embodied")
+    assert run("data", "convert", "demos.h5", "--to", "lerobot", "--fps", "10", "--output", "set") == 0
+    words = ["demos.path=set", "demos.memory_mb=1", "algorithm.minibatches_per_step=3", "actor.global_batch_size=32"]
+    words += ["runner.max_steps=6", "runner.save_interval=2", "cluster.component_placement={actor: '0:0-1'}"]
+    assert run("train", "bc.yaml", "runner.name=whole", *words) == 0
+    assert [row["train/samples"] for row in rows("whole")] == [96 * step for step in range(1, 7)]
+    start = "runner.resume_dir=" + str(here / "runs/whole/checkpoints/global_step_4")
+    assert run("train", "bc.yaml", "runner.name=resumed", *words, start) == 0
+    for name, value in weights("whole", 6).items():
+        assert (value == weights("resumed", 6)[name]).all(), name
+    assert [row["train/loss"] for row in rows("whole")][4:] == [row["train/loss"] for row in rows("resumed")][-2:]
+
+
 def test_ppo_starts_from_the_clone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`runner.init_from` gives a fresh run the weights, whichever folder holds them; provenance.json says which."""
     assert run("train", "bc.yaml") == 0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import yaml
 
-from rlhpc.embodied.data.replay_buffer import StoredReplay
+from rlhpc.embodied.data.stored_replay import StoredReplay
 from tests import warm
 
 pytestmark = pytest.mark.long

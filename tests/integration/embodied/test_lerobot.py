@@ -15,6 +15,8 @@ import yaml
 from safetensors.torch import load_file
 
 from rlhpc import cli
+from rlhpc.embodied.data.frames import FramePool
+from rlhpc.embodied.data.lerobot_reader import LeRobotEpisodes
 from rlhpc.embodied.data.trajectories import read_trajectories
 from tests.extras import find_python, needs_python
 
@@ -90,7 +92,8 @@ def test_from_a_folder_to_a_folder(here: Path, family: str) -> None:
     """Cloned, reinforced, resumed bit for bit, evaluated, released, and loaded by LeRobot: nothing of it is imported here."""
     model, cloning = [f"actor.model.model_path={family}"], "statistics: data"
     if family in WORDS:  # whose words are the environment's; LeRobot's dataset is shown without
-        model += ["actor.model.kwargs={vlm: vlm}", "env.train.wrappers=[]"]
+        noise_steps = "one" if family == "pi0" else "all"
+        model += [f"actor.model.kwargs={{vlm: vlm, noise_steps: {noise_steps}}}", "env.train.wrappers=[]"]
         cloning += ", vlm: vlm, task: go to the square"
     cloned = [f"actor.model.model_path={family}", f"actor.model.kwargs={{{cloning}}}"]
     if family == "diffusion":  # which sees two observations; LeRobot's dataset has one a step
@@ -175,3 +178,43 @@ def test_recorded_as_lerobot_reads_it(here: Path, capsys: pytest.CaptureFixture[
     assert [len(each["actions"]) for each in filmed] == [len(each["actions"]) for each in played]
     features = json.loads(Path("filmed/meta/info.json").read_text())["features"]
     assert features["observation.images.rgb"]["dtype"] == "video"
+
+
+def shuffled(source: LeRobotEpisodes) -> list[np.ndarray]:
+    """The images of all episodes, without the repeated last one, read step by step in random order."""
+    pool, frames = FramePool(max_open=1), [source.episode(number)["obs"]["rgb"] for number in range(len(source))]
+    images = [np.empty(each.shape, each.dtype) for each in frames]
+    rows = [(number, step) for number, each in enumerate(frames) for step in range(len(each))]
+    for number, step in np.random.default_rng(0).permutation(rows):
+        pool.read([(frames[number], [step], images[number][step : step + 1])])
+    pool.close()
+    return [each[:-1] for each in images]
+
+
+@needs_python("lerobot")
+def test_streamed_frames_are_those_of_lerobots_loader(here: Path) -> None:
+    """Images of a table equal those that its loader gives. Its videos have several episodes a file; which frame is which
+    tells their brightness, because the loader of this version needs a decoder that torchvision no longer has."""
+    program("frames", "data", "frames.npy")
+    found = np.concatenate(shuffled(LeRobotEpisodes(here / "data")))
+    np.testing.assert_array_equal(found, np.load("frames.npy"))
+    program("film", "films")
+    for episode, (images, length) in enumerate(zip(shuffled(LeRobotEpisodes(here / "films")), (7, 12, 5), strict=True)):
+        steps = np.arange(length)
+        levels = np.stack([30 + 60 * episode + 4 * steps, 225 - 60 * episode - 4 * steps], 1)
+        np.testing.assert_allclose(images.reshape(length, -1, 2, 3).mean((1, 3)), levels, atol=1.5)
+
+
+@needs_python("lerobot")
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+@pytest.mark.long
+def test_critics_and_noise_of_pi_rl(here: Path, family: str) -> None:
+    assert program("heads", family).endswith("equal\n")
+
+
+@needs_python("lerobot")
+@pytest.mark.parametrize("family", ["pi0", "pi05"])
+@pytest.mark.long
+def test_openpis_own_folders(here: Path, family: str) -> None:
+    """Read with openpi's names, statistics and state words, and written again as they were."""
+    assert program("openpi", family).endswith("equal\n")

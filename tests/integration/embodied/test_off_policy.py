@@ -17,7 +17,7 @@ from tiny_run import ROOT, TinyRun, kill_tree, wait_until
 
 from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.cli import main
-from rlhpc.embodied.data.replay_buffer import StoredReplay
+from rlhpc.embodied.data.stored_replay import StoredReplay
 from rlhpc.embodied.export import load_exported
 
 RANKS = 'cluster.component_placement={actor: "0:0-1", rollout: "0:0-1", env: "0:0-1"}'
@@ -298,6 +298,20 @@ def test_a_flow_that_acts_at_random_is_steered_upright(tmp_path):
         assert main(["eval", "--run", str(root), "--episodes", "20", "--output", str(tmp_path / f"{name}.json")]) == 0
         found.append(json.loads((tmp_path / f"{name}.json").read_text())["return_mean"])
     assert found[0] < -1000 and found[1] > -400
+
+
+def test_weights_are_sent_at_intervals_while_the_rollout_runs_ahead(tmp_path):
+    """Weights of step 2 reach the rollout before step 4, which it plays while step 3 is trained on."""
+    run = SacRun(
+        tmp_path,
+        "runner.max_steps=6",
+        "runner.save_interval=-1",
+        "algorithm.max_staleness=1",
+        "runner.weight_sync_interval=2",
+    )
+    run.train()
+    rows = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/version"] for row in rows] == [0, 0, 0, 2, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from rlhpc.embodied.config import EnvSideConfig
 from rlhpc.embodied.envs import make_env
-from rlhpc.embodied.envs.observations import decode_text, oriented
+from rlhpc.embodied.envs.observations import decode_text, orient
 from rlhpc.runtime.errors import ConfigError
 from tests import warm
 from tests.extras import find_python, need_extra, needs_python
@@ -145,7 +145,7 @@ def test_libero_shows_what_lerobot_shows(tmp_path: Path) -> None:
 @needs_python("lerobot")
 def test_metaworld_turns_pictures_as_lerobot_does(tmp_path: Path) -> None:
     outside = lerobot_shows("metaworld", METAWORLD, tmp_path)
-    np.testing.assert_array_equal(oriented(outside["raw"], "rotate_180"), outside["shown"])
+    np.testing.assert_array_equal(orient(outside["raw"], "rotate_180"), outside["shown"])
     shown = []
     for kwargs in ({}, {"image_orientation": "raw"}):
         env = build("metaworld", "reach-v3", METAWORLD, num_envs=1, kwargs=kwargs)
@@ -168,6 +168,20 @@ def lerobot_shows(name: str, python: str, folder: Path) -> dict[str, np.ndarray]
     env = {**os.environ, "PYTHONPATH": root}
     subprocess.run([LEROBOT, str(script), name, packages, str(file)], check=True, timeout=400, env=env)
     return dict(np.load(file))
+
+
+@needs_python("libero")
+def test_the_tasks_of_liberos_suites() -> None:
+    spatial, everything = (
+        build("libero", name, LIBERO, num_envs=1, simulators=1) for name in ("libero_spatial", "libero_130")
+    )
+    try:
+        assert len(everything.task_names) == len(set(everything.task_names)) == 130
+        assert everything.task_names[:10] == spatial.task_names
+        assert everything.observation_space == spatial.observation_space
+    finally:
+        spatial.close()
+        everything.close()
 
 
 @needs_python("libero")

@@ -13,6 +13,7 @@ import yaml
 from rlhpc import cli
 from rlhpc.embodied.envs.base import VectorEnv
 from tests.extras import need_extra
+from tests.stderr import error_lines
 
 CONFIG: dict[str, Any] = {
     "runner": {"name": "pole", "max_steps": 1},
@@ -99,7 +100,7 @@ def test_a_window_that_is_closed_ends_it(
 ])  # fmt: skip
 def test_what_is_wrong_is_said_once(run: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["play", str(run), *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = error_lines(capsys.readouterr().err)
     assert said in line
 
 
@@ -114,5 +115,5 @@ def test_nothing_to_show_is_one_sentence(
 
         monkeypatch.setattr(GymnasiumVectorEnv, "render", VectorEnv.render)
     assert cli.main(["play", str(run), "--episodes", "1"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = error_lines(capsys.readouterr().err)
     assert ("PyAV" if why == "no PyAV" else "CartPole-v1 cannot be rendered here") in line

@@ -81,7 +81,7 @@ def test_every_update_is_the_single_process_loops(run, monkeypatch):
             obs = torch.as_tensor(following).clone()
         seen, actions, logprobs, values, rewards, ended = (torch.stack(column) for column in zip(*columns, strict=True))
         with torch.no_grad():
-            advantages = reference.advantages_of(args, rewards, values, ended, agent.critic(obs).squeeze(-1))
+            advantages = reference.compute_advantages(args, rewards, values, ended, agent.critic(obs).squeeze(-1))
         orders = iter([permutation(SLOTS * ROLLOUT, SEED, step, epoch) for epoch in range(args.epochs)])
         with monkeypatch.context() as patched:
             patched.setattr(reference.torch, "randperm", lambda count, orders=orders: next(orders))
@@ -89,7 +89,7 @@ def test_every_update_is_the_single_process_loops(run, monkeypatch):
                 column.transpose(0, 1).flatten(0, 1)
                 for column in (seen, actions, logprobs, advantages, advantages + values, values)
             ]
-            reference.update(args, agent, optimizer, flat)
+            reference.run_update(args, agent, optimizer, flat)
         before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
         policy.load_state_dict(expected)
         for mine, theirs in pairs(agent, policy.state_dict()):

@@ -101,3 +101,56 @@ def test_chunks_and_groups_learn_the_same_on_other_ranks(whole: Path, kind: str)
     if kind != "ppo":  # one episode a slot and step
         assert [row["train/episodes"] for row in rows] == [4, 8, 12, 16]
         assert {row["train/value_loss"] for row in rows} == {0.0}
+
+
+#: Policies that see pictures and numbers, from pretrained weights that stay as they are.
+SEEING = {
+    "resnet10": {},
+    "flow": {
+        "encoder": "resnet10", "num_steps": 2, "noise_method": "flow_noise",
+        "network": "transformer", "width": 16, "heads": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", SEEING)
+def test_a_policy_that_sees_is_resumed_exported_and_evaluated(model_type: str, tmp_path: Path) -> None:
+    """A resumed run goes on bit for bit; evaluation and export need the checkpoint alone."""
+    from rlhpc.embodied.export import export_checkpoint, load_exported
+    from rlhpc.embodied.models.resnet10 import ResNet10
+
+    torch.manual_seed(0)
+    pretrained = ResNet10().state_dict()
+    weights = tmp_path / "weights.pt"
+    torch.save(pretrained, weights)
+    kwargs = {**SEEING[model_type], "weights": str(weights), "freeze": True}
+    changes = [
+        "env.train.wrappers=['square:Silent']", f"actor.model.model_type={model_type}", f"actor.model.kwargs={kwargs}",
+        "actor.model.num_action_chunks=2", "algorithm.logprob_type=action_level", "actor.model.value_per_action=true",
+        "algorithm.reward_type=action_level", "algorithm.rollout_steps=4", "algorithm.entropy_coef=0.01",
+        "actor.global_batch_size=8",
+    ]  # fmt: skip
+    rows = run(tmp_path, "whole", *changes)
+    assert all(row["train/entropy"] and row["train/value_loss"] > 0 for row in rows)
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    run(tmp_path, "resumed", *changes, f"runner.resume_dir={checkpoints / 'global_step_2'}")
+    first, last, resumed = (
+        load_tensors(folder / "model.safetensors")
+        for folder in (checkpoints / "global_step_2", checkpoints / "global_step_4",
+                       tmp_path / "resumed" / "checkpoints" / "global_step_4")
+    )  # fmt: skip
+    assert last.keys() == resumed.keys() and all(torch.equal(last[name], resumed[name]) for name in last)
+    changed = {name for name in last if not torch.equal(first[name], last[name])}
+    backbone = {name for name in last if ".backbone." in name}
+    assert changed and len(backbone) == len(pretrained) and not changed & backbone
+    weights.unlink()
+    done = warm.run(
+        [sys.executable, "-m", "rlhpc.cli", "eval", "--run", str(tmp_path / "whole"), "--step", "latest"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    policy = load_exported(export_checkpoint(checkpoints / "global_step_4", tmp_path / "export"))
+    obs = {"rgb": torch.zeros(3, 16, 16, 3, dtype=torch.uint8), "state": torch.zeros(3, 2)}
+    assert policy.predict_action_batch(obs, mode="eval")[0].shape == (3, 2, 2)

@@ -97,6 +97,51 @@ def test_ppo_is_that_of_one_rank_that_holds_all(ranks, backend: str) -> None:
         assert max(first["held"], second["held"]) < 0.7 * sum(tensor.numel() for tensor in expected["weights"].values())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_critics_learning_rate_is_that_of_one_rank_that_holds_all(ranks, backend: str) -> None:
+    given = {"actor.optim.value_lr": 3e-2}
+    plain, expected = PolicyTrainer().ppo({}), PolicyTrainer().ppo(given)
+    assert_same(ranks(2).ppo(on(backend, **given)).wait()[0], expected)
+    assert not torch.allclose(plain["weights"]["critic.2.weight"], expected["weights"]["critic.2.weight"], rtol=0.1)
+
+
+def test_a_critic_warm_up_leaves_the_policy_as_it_is_and_goes_on_after_a_resume(ranks, tmp_path: Path) -> None:
+    """An update has four optimizer steps; the fifth of six warm-up steps is the first after the resume."""
+    given = {"actor.optim.critic_warmup_steps": 6, "actor.optim.value_lr": 3e-2}
+    start, expected = PolicyTrainer().ppo({}, range(0)), PolicyTrainer().ppo(given)
+    early = PolicyTrainer().ppo(given, range(1), save=str(tmp_path / "local"))
+    for name, weight in early["weights"].items():
+        is_unchanged = torch.equal(weight, start["weights"][name])
+        assert is_unchanged == (not name.startswith("critic.")), name
+    resumed = PolicyTrainer().ppo(given, range(1, 3), load=str(tmp_path / "local"))
+    for name, weight in resumed["weights"].items():
+        assert torch.equal(weight, expected["weights"][name]), name
+    sharded = on("fsdp", **given)
+    found = ranks(2).ppo(sharded, save=str(tmp_path / "other")).wait()
+    assert_same(found[0], expected)
+    ranks(2).ppo(sharded, range(1), save=str(tmp_path / "fsdp")).wait()
+    again = ranks(2).ppo(sharded, range(1, 3), load=str(tmp_path / "fsdp")).wait()
+    for name, weight in again[0]["weights"].items():
+        assert torch.equal(weight, found[0]["weights"][name]), name
+
+
+#: Frozen weights beside trained ones, and the log-probs of a chain.
+FLOW = {
+    "num_steps": 2, "encoder": "resnet10", "freeze": True, "noise_method": "flow_noise",
+    "network": "transformer", "width": 8, "heads": 2,
+}  # fmt: skip
+PICTURES = {"resnet10": {"freeze": True}, "flow": FLOW}
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("model_type", PICTURES)
+def test_policies_that_see_train_as_on_one_rank(ranks, model_type: str, backend: str) -> None:
+    changes = {"actor.model.model_type": model_type, "actor.model.kwargs": PICTURES[model_type]}
+    expected = PolicyTrainer().ppo(changes, range(2))
+    for found in ranks(2).ppo(on(backend, **changes), range(2)).wait():
+        assert_same(found, expected, 1e-4)
+
+
 #: The openvla trains weights beside its adapters: the head that gives numbers.
 SHARDED = [
     ("fsdp", VLA, 2),
@@ -141,20 +186,28 @@ def test_cloning_is_that_of_one_rank_that_holds_all(ranks, demos, backend: str) 
     assert first["evaluation"]["return_mean"] == pytest.approx(expected["evaluation"]["return_mean"], rel=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["local", "fsdp", "zero2", "zero3"])
-def test_a_checkpoint_resumes_on_this_and_on_another_world_size(ranks, tmp_path, backend: str) -> None:
-    whole = ranks(2).ppo(on(backend)).wait()[0]
+VALUE_LR = {"actor.optim.value_lr": 3e-2}
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [*((backend, {}) for backend in ("local", "fsdp", "zero2", "zero3")), ("zero2", VALUE_LR), ("zero3", VALUE_LR)],
+)
+def test_a_checkpoint_resumes_on_this_and_on_another_world_size(
+    ranks, tmp_path, backend: str, options: dict[str, float]
+) -> None:
+    whole = ranks(2).ppo(on(backend, **options)).wait()[0]
     folder = str(tmp_path / "global_step_2")
-    ranks(2).ppo(on(backend), range(2), save=folder).wait()
+    ranks(2).ppo(on(backend, **options), range(2), save=folder).wait()
     # What evaluation, export and `runner.init_from` read has all weights, whoever trained.
     assert load_tensors(Path(folder) / "model.safetensors").keys() == whole["weights"].keys()
-    again = ranks(2).ppo(on(backend), range(2, 3), load=folder).wait()[0]
+    again = ranks(2).ppo(on(backend, **options), range(2, 3), load=folder).wait()[0]
     assert again["metrics"] == whole["metrics"][2:]
     assert all(torch.equal(value, whole["weights"][name]) for name, value in again["weights"].items())
     if backend == "local":
-        alone = PolicyTrainer().ppo(on(backend), range(2, 3), load=folder)
+        alone = PolicyTrainer().ppo(on(backend, **options), range(2, 3), load=folder)
     else:
-        alone = ranks(1).ppo(on(backend), range(2, 3), load=folder).wait()[0]
+        alone = ranks(1).ppo(on(backend, **options), range(2, 3), load=folder).wait()[0]
     assert_same(alone, {**whole, "metrics": whole["metrics"][2:]})
 
 

@@ -121,7 +121,7 @@ def test_ppo_learns_from_its_word(here: Path) -> None:
          "which sees Box(0, 255"),
         ("ppo", [SUCCESS], "a model of success does not act"),
         ("judge", [SUCCESS, "runner.val_check_interval=1"], "runner.val_check_interval"),
-        ("judge", [SUCCESS, "actor.model.kwargs.gain=1"], "allowed: channels, encoder"),
+        ("judge", [SUCCESS, "actor.model.kwargs.gain=1"], "allowed: weights, freeze, channels, encoder"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_a_mistake(

@@ -32,7 +32,7 @@ class Sharing(Worker):
 
         def step(number: int) -> dict[str, torch.Tensor]:
             micro = share(self, number)
-            trainer.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, entropy=True)
+            trainer.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, compute_entropy=True)
             trainer.optimizer_step(LR)
             return {name: tensor.detach().cpu().clone() for name, tensor in trainer.named_weights()}
 

@@ -29,9 +29,9 @@ class ZeroTrainer(Trainer):
     def accumulate_twice(self, cfg: Any) -> str:
         """What two calls of `forward_backward` before a step lead to."""
         backend = TokenTrainer(cfg, self)
-        backend.forward_backward(share(self, 0), loss_of(0), entropy=True)
+        backend.forward_backward(share(self, 0), loss_of(0), compute_entropy=True)
         try:
-            backend.forward_backward(share(self, 0), loss_of(0), entropy=True)
+            backend.forward_backward(share(self, 0), loss_of(0), compute_entropy=True)
         except RuntimeError as error:
             return str(error)
         return ""

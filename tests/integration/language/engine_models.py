@@ -12,7 +12,7 @@ import torch
 import transformers
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.engines import EngineConfig
 from rlhpc.language.config.run import LanguageActorConfig
 from rlhpc.language.engines import Completion, Request, RolloutBackend, SamplingParams
@@ -54,7 +54,7 @@ def config(backend: str, **rollout: Any) -> Any:
     """The sections of any run: what one on demonstrations has is enough, for it is evaluated by the same engines."""
     on_card = {"dtype": "float32", "gpu_memory_utilization": 0.2} if OTHERS_ON_CARD else {}
     engine = EngineConfig(rollout_backend=backend, **{"max_batch_size": 16, **on_card, **rollout})
-    return OmegaConf.create({"rollout": OmegaConf.structured(engine), "actor": untouched(LanguageActorConfig)})
+    return OmegaConf.create({"rollout": OmegaConf.structured(engine), "actor": default_section(LanguageActorConfig)})
 
 
 def requests_of(count: int, seed: int = 0, **fixed: Any) -> list[Request]:

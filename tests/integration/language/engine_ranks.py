@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from engine_models import DEVICE, config
 
-from rlhpc.checkpoint.tensor_slice import Box, cut, full_box
+from rlhpc.checkpoint.tensor_slice import TensorSlice, cut, full_slice
 from rlhpc.language.engines import RolloutBackend, make_rollout
 from rlhpc.language.engines.common import WeightUpdateError
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
@@ -98,31 +98,39 @@ class Several(Leader):
 def take_shards(engine: Any, version: int, weights: list[tuple[str, torch.Tensor]], layout: str) -> None:
     """What the routes from four ranks of a trainer bring to a rank of an engine."""
     held = [
-        [ShardMetadata(n, tuple(t.shape), 4, box) for n, t in weights for box in part_of(n, t.shape, rank, layout)]
+        [
+            ShardMetadata(n, tuple(t.shape), 4, tensor_slice)
+            for n, t in weights
+            for tensor_slice in part_of(n, t.shape, rank, layout)
+        ]
         for rank in range(4)
     ]
     routes, given = plan_transfer(held, engine.wants()), dict[str, torch.Tensor]()
     for piece in routes.slices:
         tensor = dict(weights)[piece.name]
         spoilt = given.setdefault(piece.name, torch.full_like(tensor, torch.nan))
-        cut(spoilt, piece.box).copy_(cut(tensor, piece.box))
+        cut(spoilt, piece.tensor_slice).copy_(cut(tensor, piece.tensor_slice))
     engine.update_shards(version, given.items())
 
 
-def part_of(name: str, shape: torch.Size, rank: int, layout: str) -> list[Box]:
+def part_of(name: str, shape: torch.Size, rank: int, layout: str) -> list[TensorSlice]:
     """What one of four ranks holds: `4`, rows over all; `2x2`, rows over pairs, and within each the rows or columns that
     tensor ranks have; `ep4`, whole experts, and rows of all else."""
     if layout == "ep4" and ".experts." in name:
-        return [full_box(shape)] if int(name.split(".experts.")[1].split(".")[0]) % 4 == rank else []
+        return [full_slice(shape)] if int(name.split(".experts.")[1].split(".")[0]) % 4 == rank else []
     rows = [(at, min(-(-shape[0] // 4), shape[0] - at)) for at in range(0, shape[0], -(-shape[0] // 4))]
     if layout != "2x2" or len(shape) == 1:
-        return [Box((rows[rank][0], *(0 for _ in shape[1:])), (rows[rank][1], *shape[1:]))] if rank < len(rows) else []
+        return (
+            [TensorSlice((rows[rank][0], *(0 for _ in shape[1:])), (rows[rank][1], *shape[1:]))]
+            if rank < len(rows)
+            else []
+        )
     half, pair = -(-shape[0] // 2), rank // 2
     if name.endswith(("o_proj.weight", "down_proj.weight")):
         column = shape[1] // 2
-        return [Box((pair * half, rank % 2 * column), (half, column))]
+        return [TensorSlice((pair * half, rank % 2 * column), (half, column))]
     quarter = shape[0] // 4  # FSDP cuts what a tensor rank has: its half of the rows, of which each pair has one half
-    return [Box((rank % 2 * half + pair * quarter, 0), (quarter, shape[1]))]
+    return [TensorSlice((rank % 2 * half + pair * quarter, 0), (quarter, shape[1]))]
 
 
 def engine_of(kind: str, folder: Path, seed: int = 3, **rollout: Any) -> RolloutBackend:

@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from rlhpc import Session, Worker
 from rlhpc.checkpoint import async_writer as beside
 from rlhpc.checkpoint.async_writer import HostBuffers, Writes
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig as Config
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.micro_batching import micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runtime import torch_adapter
+from rlhpc.training import fsdp
 from tests.accelerators import OTHERS_ON_CARD, cards, cluster_of, need, placed, same
 
 TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
@@ -28,7 +29,7 @@ TEMPERATURE, ENTROPY_COEF, LR = 0.8, 0.01, 3e-3
 
 def make_config(model: str | Path, **changes: Any) -> Any:
     """A configuration; `changes` are dotted keys below `actor`, with `__` for dots."""
-    cfg = untouched(Config)
+    cfg = default_section(Config)
     base = {"model.model_path": str(model), "optim.name": "adamw", "optim.weight_decay": 0.1, "optim.clip_grad": 1.0,
             "optim.lr": 3e-4, "optim.adam_eps": 1e-5}  # fmt: skip
     if OTHERS_ON_CARD:  # as on the CPU
@@ -112,26 +113,31 @@ def probe_batch() -> TokenBatch:
 
 def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None = None, **then: Any) -> dict[str, Any]:
     """Trains and tells: losses and norms by step, full weights, scores before and after; `then` names what follows:
-    save=folder, export=folder, adapter=folder. All tensors are the host's."""
+    save=folder, export=folder, adapter=folder. All tensors are the host's. `reductions` has, for each step, the numbers of
+    micro-batches and of FSDP's reductions of gradients."""
     torch_adapter._COMPILER = "aot_eager"  # code for the CPU takes a minute to be made
-    backend = TokenTrainer(cfg, worker, values=cfg.actor.model.value_head)
+    backend = TokenTrainer(cfg, worker, has_values=cfg.actor.model.value_head)
     if load is not None:
         backend.load(load)
     before = backend.forward(probe_batch(), temperature=TEMPERATURE).logprobs
-    losses, norms = [], []
+    losses, norms, scales, reductions = [], [], [backend.backend.loss_scale], []
     for step in steps:
         if then.get("offload"):
             backend.offload()
             backend.reload()
-        metrics = backend.forward_backward(share(worker, step), loss_of(step), temperature=TEMPERATURE, entropy=True)
+        batches = share(worker, step)
+        with mock.patch.object(fsdp, "_reduce_scatter", wraps=fsdp._reduce_scatter) as reduce:
+            metrics = backend.forward_backward(batches, loss_of(step), temperature=TEMPERATURE, compute_entropy=True)
+        reductions.append((len(batches), reduce.call_count))
         total = worker.all_reduce(torch.stack([m["loss"] for m in metrics]).double().sum())
         losses.append(float(total))
         norms.append(backend.optimizer_step(LR))
+        scales.append(backend.backend.loss_scale)
     scores = backend.forward(probe_batch(), temperature=TEMPERATURE)
     reference = backend.reference(probe_batch(), temperature=TEMPERATURE)
     writes = Writes(Path(then.get("save", ".")), HostBuffers())
     if "save" in then:
-        with mock.patch.object(beside, "_MIN_ASYNC_BYTES", 0), writes.collecting():  # copies all
+        with mock.patch.object(beside, "_MIN_ASYNC_BYTES", 0), writes.collect():  # copies all
             backend.save(Path(then["save"]))
     if "export" in then:
         backend.export(Path(then["export"]))
@@ -146,12 +152,14 @@ def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None =
     return {
         "losses": losses,
         "norms": norms,
+        "scales": scales,
         "weights": weights,
         "before": before.cpu(),
         "after": scores.logprobs.cpu(),
         "reference": reference.logprobs.cpu(),
         "values": None if scores.values is None else scores.values.cpu(),
         "trained": backend.parameters_trained,
+        "reductions": reductions,
     }
 
 
@@ -164,14 +172,38 @@ def poisoned(worker: Worker, cfg: Any) -> dict[str, Any]:
         return value * (float("nan") if worker.rank == worker.world_size - 1 else 1.0), metrics
 
     for step, loss in ((0, loss_of(0)), (0, broken), (1, loss_of(1))):
-        backend.forward_backward(share(worker, step), loss, temperature=TEMPERATURE, entropy=True)
+        backend.forward_backward(share(worker, step), loss, temperature=TEMPERATURE, compute_entropy=True)
         norms.append(backend.optimizer_step(LR))
     weights = {name: tensor.clone().cpu() for name, tensor in backend.named_weights()}
     return {"norms": norms, "weights": weights, "held": [name for name, _ in backend.local_tensors()]}
 
 
+def overflow(worker: Worker, cfg: Any) -> dict[str, Any]:
+    """Three steps; in the second the gradient of the last rank alone overflows. Scales, norms and weights after each."""
+    trainer, reports = TokenTrainer(cfg, worker), []
+
+    def large(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        value, metrics = loss_of(0)(scores, batch)
+        return value * (1e9 if worker.rank == worker.world_size - 1 else 1.0), metrics
+
+    for step, loss in ((0, loss_of(0)), (0, large), (1, loss_of(1))):
+        micro_batches = share(worker, step)
+        metrics = trainer.forward_backward(micro_batches, loss, temperature=TEMPERATURE, compute_entropy=True)
+        norm = trainer.optimizer_step(LR)
+        weights = {name: tensor.clone().cpu() for name, tensor in trainer.named_weights()}
+        is_finite = all(bool(m["loss"].isfinite()) for m in metrics)
+        reports.append(
+            (norm, trainer.backend.loss_scale, trainer.backend.overflowed, is_finite, weights, len(micro_batches))
+        )
+    return {"reports": reports, "held": [tensor.dtype for _, tensor in trainer.local_tensors()]}
+
+
 class Trainer(Worker):
     """A rank that trains."""
+
+    def overflow(self, cfg: Any) -> dict[str, Any]:
+        torch.set_num_threads(1)
+        return overflow(self, cfg)
 
     def poisoned(self, cfg: Any) -> dict[str, Any]:
         torch.set_num_threads(1)
@@ -188,12 +220,14 @@ class Trainer(Worker):
         backend: Any = trainer.backend
         losses, given, held = [], 0, 0
         for step in range(steps):
-            given = backend.park()
+            given = backend.move_to_host()
             here = [t for part in backend.offloadable_tensors() for t in part if t.device.type == backend.device.type]
             storages = [tensor.untyped_storage() for tensor in here]
             held = sum(storage.nbytes() for storage in storages if storage.resizable())
             backend.reload()
-            metrics = trainer.forward_backward(share(self, step), loss_of(step), temperature=TEMPERATURE, entropy=True)
+            metrics = trainer.forward_backward(
+                share(self, step), loss_of(step), temperature=TEMPERATURE, compute_entropy=True
+            )
             losses.append(float(self.all_reduce(torch.stack([m["loss"] for m in metrics]).double().sum())))
             trainer.optimizer_step(LR)
         return losses, given, held
@@ -202,7 +236,7 @@ class Trainer(Worker):
         """Parameters, and the bytes of the host that they go to with what belongs to them."""
         trainer = TokenTrainer(cfg, self)
         backend: Any = trainer.backend
-        backend.park()
+        backend.move_to_host()
         return trainer.parameters_trained, backend._host.nbytes
 
     def save_and_load_parked(self, cfg: Any, folder: str) -> dict[str, bool]:
@@ -210,11 +244,13 @@ class Trainer(Worker):
         torch.set_num_threads(1)
         trainer = TokenTrainer(cfg, self)
         backend: Any = trainer.backend
-        backend.offload = lambda: None if backend.away else backend.park()  # on a CPU it would give nothing away
+        backend.offload = lambda: (
+            None if backend.is_offloaded else backend.move_to_host()
+        )  # on a CPU it would give nothing away
 
         def step(number: int) -> None:
             micro = share(self, number)
-            trainer.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, entropy=True)
+            trainer.forward_backward(micro, loss_of(number), temperature=TEMPERATURE, compute_entropy=True)
             trainer.optimizer_step(LR)
 
         def weights() -> dict[str, torch.Tensor]:
@@ -227,7 +263,10 @@ class Trainer(Worker):
         sent = weights()
         trainer.export(Path(folder) / "exported")
         exported = load_file(Path(folder) / "exported" / "model.safetensors")
-        found = {"away again": backend.away, "sent": all(torch.equal(sent[name], before[name]) for name in before)}
+        found = {
+            "away again": backend.is_offloaded,
+            "sent": all(torch.equal(sent[name], before[name]) for name in before),
+        }
         found["exported"] = all(torch.equal(exported[name], before[name]) for name in before)
         backend.reload()
         step(1)
@@ -235,7 +274,7 @@ class Trainer(Worker):
         backend.offload()
         backend.load(Path(folder) / "parked")
         found |= {
-            "away after load": backend.away,
+            "away after load": backend.is_offloaded,
             "loaded": all(torch.equal(t, before[n]) for n, t in weights().items()),
         }
         backend.reload()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import TokenBatch
@@ -48,7 +48,7 @@ def _status() -> dict[str, int]:
 
 def make_cfg(changes: dict[str, Any]) -> Any:
     """A configuration; `changes` are keys below `actor`."""
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     base = {"model.dtype": "float32", "optim.name": "adamw", "optim.clip_grad": 1.0, "optim.lr": 3e-4}
     for key, value in {**base, **changes}.items():
         OmegaConf.update(cfg.actor, key, value)

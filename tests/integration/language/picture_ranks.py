@@ -47,7 +47,7 @@ def train(
         then: Saves to this folder, and exports to `export` below it.
         steps: So many.
     """
-    trainer = TokenTrainer(make_config(folder, **changes), rank, values=changes.get("model.value_head", False))
+    trainer = TokenTrainer(make_config(folder, **changes), rank, has_values=changes.get("model.value_head", False))
     backend: Any = trainer.backend
     if load:
         trainer.load(Path(load))
@@ -61,7 +61,7 @@ def train(
 
     found: dict[str, Any] = {"losses": [], "norms": [], "packed": trainer.packed, "before": said(trainer.forward)}
     for _ in range(steps):
-        backend.park()  # gives its memory away, as on an accelerator that others take in turn
+        backend.move_to_host()  # gives its memory away, as on an accelerator that others take in turn
         backend.reload()
         mine = [one for dealt in DEALT for one in dealt[rank.rank :: rank.world_size]]
         parts = [nothing if one is None else batch_of([samples[one]]) for one in mine]

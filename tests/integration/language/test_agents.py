@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.agents.registry import Agent, run_episodes
 from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
 from rlhpc.language.config.training import GrpoActorConfig as ActorConfig
@@ -37,7 +37,7 @@ def test_log_probs_over_all_turns(tmp_path, backend):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     sections = {
         "rollout": OmegaConf.structured(RolloutConfig(rollout_backend=backend, max_batch_size=4)),
-        "actor": untouched(ActorConfig),
+        "actor": default_section(ActorConfig),
     }
     engine = make_rollout(OmegaConf.create(sections), model_path=str(tmp_path), device="cpu", seed=0)
     sampling = SamplingParams(max_new_tokens=300)

@@ -137,7 +137,7 @@ def test_company_does_not_matter(folder: Path, kind: str, dtype: str) -> None:
     attention = "eager" if kind in ("softcap", "sinks", "alibi") else "sdpa"
     queue = requests(14, rng)
     engine = made(folder, 64, dtype, attention)
-    assert engine._forward.batched == MODELS[kind][2]
+    assert engine._forward.is_batched == MODELS[kind][2]
     alone = {request.id: said(engine.generate([request])[0]) for request in queue}
     assert len({tuple(tokens) for tokens, _ in alone.values()}) > 8
     for rows in (64, 3):
@@ -161,7 +161,7 @@ def test_threads_change_nothing_about_that(tmp_path: Path, threads: int) -> None
         engine = made(tmp_path, 64, "float32")
         queue = requests(48, random.Random(threads))
         together = engine.generate(queue)
-        assert engine._forward.batched or threads == 3
+        assert engine._forward.is_batched or threads == 3
         for completion in together[::12]:
             assert said(engine.generate([queue[completion.id]])[0]) == said(completion)
     finally:

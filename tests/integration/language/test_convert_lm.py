@@ -260,7 +260,9 @@ def test_each_parameter_goes_on_at_its_own_number_of_steps(model: Path, tmp_path
         for number in numbers:
             for name, parameter in trainer.backend.module.named_parameters():
                 parameter.requires_grad_("value_head" not in name or number in (1, 3))
-            trainer.forward_backward(share(Worker(), number), loss_of(number), temperature=TEMPERATURE, entropy=True)
+            trainer.forward_backward(
+                share(Worker(), number), loss_of(number), temperature=TEMPERATURE, compute_entropy=True
+            )
             for name, parameter in trainer.backend.module.named_parameters():
                 parameter.requires_grad_(True)
                 if "value_head" in name and number not in (1, 3):
@@ -268,10 +270,10 @@ def test_each_parameter_goes_on_at_its_own_number_of_steps(model: Path, tmp_path
             trainer.optimizer_step(1e-2)
         return {name: tensor.clone() for name, tensor in trainer.backend.local_tensors()}
 
-    straight = TokenTrainer(cfg, Worker(), values=True)
+    straight = TokenTrainer(cfg, Worker(), has_values=True)
     steps(straight, range(3))
     straight.save(tmp_path / "saved")
     expected = steps(straight, range(3, 5))
-    resumed = TokenTrainer(cfg, Worker(), values=True)
+    resumed = TokenTrainer(cfg, Worker(), has_values=True)
     resumed.load(tmp_path / "saved")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in steps(resumed, range(3, 5)).items())

@@ -345,7 +345,8 @@ def test_gradients_of_a_step_come_in_one_call(ranks, model) -> None:
 def test_ranks_write_no_banners(run, ranks, model, tmp_path) -> None:
     before = ranks(2).written().wait()
     for stage in STAGES:
-        cfg = configured(model, stage, **{"model.dtype": "bfloat16"})
+        # The tiny model has too few positions for the check of shared prefixes, which the log would say.
+        cfg = configured(model, stage, **{"model.dtype": "bfloat16", "share_prefixes": False})
         run(2, [cfg], steps=range(2), save=tmp_path / str(stage))
         run(1, [cfg], steps=range(2), load=tmp_path / str(stage))
     for (out, err), (out_before, err_before) in zip(ranks(2).written().wait(), before, strict=True):
@@ -385,7 +386,7 @@ def test_there_are_three_stages(model, stage: int) -> None:
 def test_what_the_user_adds_reaches_deepspeed(model) -> None:
     cfg = configured(model, 3, **{"model.dtype": "bfloat16", "deepspeed.cpu_offload": True, "optim.clip_grad": None})
     cfg.actor.deepspeed.config = {"zero_optimization": {"overlap_comm": False}, "communication_data_type": "bf16"}
-    made = deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"), parameters=1000)
+    made = deepspeed_config(cfg.actor, compute_dtype(cfg.actor.model, "cpu"), num_parameters=1000)
     zero = made["zero_optimization"]
     assert zero["overlap_comm"] is False and zero["stage"] == 3 and zero["reduce_bucket_size"] == 1000
     assert zero["offload_param"] == zero["offload_optimizer"] == {"device": "cpu"}

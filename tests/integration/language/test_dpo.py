@@ -22,6 +22,7 @@ from rlhpc.checkpoint.state import load_state, load_tensors
 from rlhpc.cli import main
 from rlhpc.language.data import PromptSampler
 from tests import warm
+from tests.stderr import error_lines
 
 pytestmark = pytest.mark.long(together=True)
 
@@ -305,7 +306,7 @@ def test_mistakes_end_with_a_message(
     monkeypatch.chdir(folder.path)
     monkeypatch.setenv("RLHPC_MODELS", str(folder.path / "models"))
     assert main(["train", "run.yaml", "runner.name=wrong", *words[0]]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    (line,) = error_lines(capsys.readouterr().err)[-1:]
     assert line.startswith("rlhpc: error: ") and words[1] in line
     assert not (folder.path / "runs" / "wrong").exists()
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_models import change, error_of, requests_of, run_out, save_model
 from transformers import AutoModelForCausalLM
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines import Completion, RolloutBackend, make_rollout
 from rlhpc.language.engines.common import WeightUpdateError
@@ -41,7 +41,7 @@ def built(
     """An engine, and the model that it starts from."""
     folder = tmp_path_factory.mktemp("model")
     save_model(folder)
-    cfg = typed(GrpoConfig, untouched(GrpoConfig))
+    cfg = typed(GrpoConfig, default_section(GrpoConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.gpu_memory_utilization = "vllm", 16, 0.3
     cfg.rollout.dtype, cfg.actor.offload_in_rollout = request.param, request.param == "float32"
     engine = make_rollout(cfg, model_path=str(folder), device=kind(), seed=3)

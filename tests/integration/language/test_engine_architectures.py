@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from rlhpc.language.engines import Completion
 from rlhpc.language.engines.common import WeightUpdateError
-from rlhpc.language.engines.vllm_weights import wanted_boxes
+from rlhpc.language.engines.vllm_weights import wanted_slices
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -45,7 +45,7 @@ def test_each_update_arrives(tmp_path: Path, kind: str, changes: dict[str, Any])
     requests = requests_of(10, seed=10)
     assert isinstance(engine, Several)
     whole, mine = sum(p.numel() for p in reference.parameters()), engine.own.wants()
-    assert sum(box.numel for boxes in mine.values() for box in boxes) < 0.6 * whole
+    assert sum(tensor_slice.numel for tensor_slices in mine.values() for tensor_slice in tensor_slices) < 0.6 * whole
     for version, layout in enumerate(("", "2x2", "4", "ep4", "")):
         change(reference, version)
         if layout:
@@ -97,10 +97,12 @@ def test_experts_divided_among_ranks_are_wanted_whole(tmp_path: Path) -> None:
     kwargs = {"enable_expert_parallel": True, "load_format": "dummy"}
     engine: Any = engine_of("vllm x 2", tmp_path, seed=0, max_batch_size=5, engine_kwargs=kwargs)
     shapes = {name: tuple(tensor.shape) for name, tensor in in_files(reference)}
-    found = engine.own._engine.collective_rpc(wanted_boxes, args=(shapes,))[0]
-    experts = {name: boxes for name, boxes in found.items() if ".experts." in name}
+    found = engine.own._engine.collective_rpc(wanted_slices, args=(shapes,))[0]
+    experts = {name: tensor_slices for name, tensor_slices in found.items() if ".experts." in name}
     assert {int(name.split(".experts.")[1].split(".")[0]) for name in experts} == {0, 1}
-    assert all(len(boxes) == 1 and boxes[0].sizes == shapes[name] for name, boxes in experts.items())
+    assert all(
+        len(tensor_slices) == 1 and tensor_slices[0].sizes == shapes[name] for name, tensor_slices in experts.items()
+    )
     halves = [name for name in found if "q_proj" in name]
     assert halves and all(found[name][0].sizes == (shapes[name][0] // 2, shapes[name][1]) for name in halves)
     engine.close()

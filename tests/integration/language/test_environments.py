@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gateway_things import Scripted, chat_tokenizer, run_all
 from test_reasoning import LanguageRun
 
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.agents.episodes import sample_of
 from rlhpc.language.agents.external import AgentOptions, OutsideEpisodes
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits
@@ -30,8 +32,10 @@ from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.envs.base import Environment, EnvResponse, Message, Step
 from rlhpc.language.envs.games import Guess, KuhnPoker, Proposer
 from rlhpc.language.envs.search import Search
+from rlhpc.language.envs.tools import ProblemTools
 from rlhpc.language.evaluation.evaluate import transcript
 from rlhpc.language.reporting.sample_pages import write_episodes_page
+from rlhpc.language.rewards.math_verifier import MathReward
 
 
 @contextmanager
@@ -230,3 +234,21 @@ def test_what_an_episode_left_is_on_a_page_as_it_was_and_foreign_text_stays_text
     assert html.count('<i title="log-prob -') == sum(
         len(p.get("drawn", [])) for s in left["episode"] for p in s["parts"]
     )
+
+
+def test_the_answer_after_a_tools_result_is_what_rewards_score() -> None:
+    problem = Prompt(0, ({"role": "user", "content": "What is 12 * 7?"},), "84")
+
+    def say(prompt: str) -> str:
+        if "<tool_response>" not in prompt:
+            return '<tool_call>{"arguments": {"code": "x = 12\\nx * 7"}, "name": "python"}</tool_call>'
+        result = prompt.split("<tool_response>")[1].split("</tool_response>")[0].strip()
+        return f"It is \\boxed{{{result}}}."
+
+    with played(Scripted(say), partial(ProblemTools, ["python"])) as generation:
+        episodes = run_all(generation, 3, prompt=problem)
+    for episode in episodes:
+        (sample,) = episode.samples
+        assert (episode.failed, sample.turns, episode.outcome.metrics["tool_calls"]) == (False, 2, 1.0)
+        scored = sample_of(problem, episode, chat_tokenizer(), has_finished=True)
+        assert scored.response == "It is \\boxed{84}." and MathReward()(scored) == 1.0

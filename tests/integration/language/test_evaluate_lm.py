@@ -21,7 +21,7 @@ from lm_ranks import make_config, train
 
 from rlhpc import Worker
 from rlhpc.checkpoint import CheckpointWriter
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.config.rewards import RewardTermConfig
 from rlhpc.language.config.run import GrpoConfig as Config
@@ -30,7 +30,7 @@ from rlhpc.language.export import export_language_model
 from rlhpc.language.models.tiny import make_tiny_model
 from rlhpc.language.reporting.eval_metrics import summarize
 from rlhpc.language.reporting.sample_pages import compare, read_samples
-from rlhpc.metrics.statistics import wilson
+from rlhpc.metrics.statistics import wilson_interval
 from rlhpc.runs.report import write_report
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
@@ -55,7 +55,7 @@ def problems(path: Path, answers: list[str]) -> Path:
 
 def config(model: Path, *suites: dict[str, Any], **changes: Any) -> Any:
     common = {"source": "jsonl", "level_key": "level", "chat_template": False}
-    cfg = OmegaConf.merge(untouched(Config), {
+    cfg = OmegaConf.merge(default_section(Config), {
         "runner": {"name": "test", "task_type": "reasoning", "seed": 3},
         "actor": {"model": {"model_path": str(model)}},
         "rollout": {"rollout_backend": "hf", "max_new_tokens": 6, "max_batch_size": 5},
@@ -82,7 +82,7 @@ def test_greedy_accuracy(model: Path, suite: Path, tmp_path: Path) -> None:
     result = evaluate_language_model(cfg, model, output=output)
     assert json.loads(output.read_text()) == result
     assert (result["n"], result["samples"], result["accuracy"]) == (12, 1, 5 / 12)
-    assert result["accuracy_ci95"] == list(wilson(5, 12))
+    assert result["accuracy_ci95"] == list(wilson_interval(5, 12))
     assert result["levels"]["level 1"]["accuracy"] == 0.5 and result["levels"]["level 2"]["accuracy"] == 2 / 6
     facts = {"suite": "default", "global_step": 0, "backend": "hf", "seed": 3, "temperature": 0.0, "failed": 0}
     assert {name: result[name] for name in facts} == facts and result["model"] == str(model)
@@ -211,8 +211,8 @@ def test_compare(model: Path, suite: Path, tmp_path: Path) -> None:
     assert (same["n"], same["same_text"], same["same_right"], same["difference"]) == (12, 1.0, 1.0, 0.0)
     assert same["accuracy"] == [5 / 12, 5 / 12] and same["examples"] == []
     assert same["difference_ci95"] == [
-        -wilson(0, 12)[1],
-        wilson(0, 12)[1],
+        -wilson_interval(0, 12)[1],
+        wilson_interval(0, 12)[1],
     ]  # 12 problems do not prove that none differs
     other = compare(tmp_path / "a.json", tmp_path / "c.json")
     assert other["same_text"] < 1 and other["difference"] == pytest.approx(other["accuracy"][1] - 5 / 12)

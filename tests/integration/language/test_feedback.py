@@ -59,7 +59,9 @@ def paid(generation: OutsideEpisodes, count: int) -> list[tuple[Any, Any]]:
 def test_whoever_has_the_scorers_key_says_once_what_a_completion_was_worth(tmp_path: Path) -> None:
     with episodes_of(Scripted(lambda prompt: "84"), TARGET, feedback_s=60.0, notes=str(tmp_path)) as generation:
         episodes = run_all(generation, 3)
-        assert all(episode.later and episode.outcome.reward is None and not episode.failed for episode in episodes)
+        assert all(
+            episode.has_delayed_reward and episode.outcome.reward is None and not episode.failed for episode in episodes
+        )
         url, key = generation.scorer["near"], generation.scorer["key"]
         first, second, third = notes_in(tmp_path)
         reward = {"id": first["id"], "reward": 0.5}
@@ -79,7 +81,7 @@ def test_whoever_has_the_scorers_key_says_once_what_a_completion_was_worth(tmp_p
         found = {before.id: (before, after) for before, after in paid(generation, 2)}
         for number, worth in ((0, 0.5), (2, -2.0)):
             before, after = found[number]
-            assert before is episodes[number] and not after.later and after.outcome.reward == worth
+            assert before is episodes[number] and not after.has_delayed_reward and after.outcome.reward == worth
             assert after.token_ids == before.token_ids and after.outcome.metrics["later"] == 1.0
             (sample,) = after.samples
             assert sample.rewards[-1] == worth, "the turn's own, too"
@@ -118,7 +120,7 @@ def test_a_reward_may_come_before_its_agent_is_done_and_no_reward_is_a_failure(t
 def test_what_cannot_come_is_not_waited_for(options: dict[str, Any], said: str, tmp_path: Path) -> None:
     with episodes_of(Scripted(lambda prompt: "84"), TARGET, notes=str(tmp_path), **options) as generation:
         (episode,) = run_all(generation, 1)
-    assert not episode.later and episode.failed and said in episode.outcome.error
+    assert not episode.has_delayed_reward and episode.failed and said in episode.outcome.error
 
 
 RUN = (

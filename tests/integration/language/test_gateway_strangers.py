@@ -96,7 +96,10 @@ def test_strangers_do_not_use_up_the_descriptors(served: Served, monkeypatch: py
         with contextlib.suppress(ConnectionError):  # before this side has seen that it was connected
             strangers.append(connect(served))
     assert all(is_closed(one, 60) for one in strangers)
-    assert psutil.Process().num_fds() <= before + len(strangers) + 1 and not served.gateway._connections[0]._remote
+    assert (
+        psutil.Process().num_fds() <= before + len(strangers) + 1
+        and not served.gateway._connections[0]._remote_connections
+    )
     mine.sendall(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n\r\n".encode())
     assert b" 200 " in mine.recv(4096), "whoever is of this user stays"
     for one in strangers:

@@ -22,15 +22,15 @@ from safetensors.torch import load_file
 from test_reasoning import LanguageRun, json_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.language.config.models import FrozenModelConfig, PretrainedConfig
 from rlhpc.language.data import PromptSampler, load_tokenizer
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.models.builtin import resolve_model
 from rlhpc.language.models.loading import load_causal_lm
 from rlhpc.language.models.value_head import add_value_head, load_scalar_model
+from rlhpc.language.preflight import open_prompts
 from rlhpc.language.rewards import Sample
-from rlhpc.language.rollout.preflight import open_prompts
 from rlhpc.language.training.prompt_dispatch import seed_of
 from rlhpc.runs.configuration import load_config
 from tests.classifiers import save_classifier
@@ -109,7 +109,7 @@ class FirstStep:
     def __init__(self, run: LanguageRun) -> None:
         cfg: Any = load_config(run.root / "config.yaml", [], training=False)
         self.folder = resolve_model(cfg.actor.model)
-        self.cfg: Any = changed(cfg, "actor.model.model_path", self.folder)
+        self.cfg: Any = with_value(cfg, "actor.model.model_path", self.folder)
         self.actor = load_causal_lm(FrozenModelConfig(model_path=self.folder))
 
     def samples(self) -> list[tuple[list[int], int, float]]:

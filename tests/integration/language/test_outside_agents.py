@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from gateway_things import QUESTION, Scripted, chat_model, chat_tokenizer, episodes_of, product, run_all
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.agents import agent_processes
 from rlhpc.language.agents.episodes import sample_of, tokens_of
 from rlhpc.language.config.engines import GrpoRolloutConfig as RolloutConfig
@@ -53,7 +53,7 @@ def test_an_agent_with_tools_in_a_process_of_its_own() -> None:
         assert sample.turns == 2 and tokens_of(episode) == sum(sample.loss_mask)
         text = chat_tokenizer().decode(sample.token_ids)
         assert text.count("<tool_response>\n84\n</tool_response>") == 1
-        judged = sample_of(QUESTION, episode, chat_tokenizer(), finished=True)
+        judged = sample_of(QUESTION, episode, chat_tokenizer(), has_finished=True)
         assert judged.response == "The product is  84 ,\n I think." and judged.meta["agent"]["reward"] == 1.0
     # The same seeds draw the same, whichever episode is the first to ask.
     with episodes_of(Scripted(product), "outside_agents:own_loop", processes=1) as generation:
@@ -206,7 +206,7 @@ def test_log_probs_are_those_of_each_tokens_own_version_over_an_update_in_flight
     need_extra("vllm" if backend == "vllm" else "llm")
     model = chat_model(tmp_path / "model")
     options = RolloutConfig(rollout_backend=backend, max_batch_size=16, max_model_len=1024, dtype="float32")
-    sections = {"rollout": OmegaConf.structured(options), "actor": untouched(ActorConfig)}
+    sections = {"rollout": OmegaConf.structured(options), "actor": default_section(ActorConfig)}
     engine = make_rollout(OmegaConf.create(sections), model_path=str(tmp_path / "model"), device="cpu", seed=0)
     noise = torch.Generator().manual_seed(1)
     new = {

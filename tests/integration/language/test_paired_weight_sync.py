@@ -28,7 +28,8 @@ def test_each_rank_hands_its_weights_to_the_engine_beside_it(
     groups: tuple[WorkerGroup, WorkerGroup], tmp_path: Path
 ) -> None:
     """On stand-ins for two accelerators, neither of which can read the other's memory. The first version finds receivers that
-    have not said yet where they compute; of each other one no byte is in the host's memory, though receivers come late."""
+    have not said yet where they compute; of each other one no byte is in the host's memory, though receivers come late, and
+    though a weight is larger than all buffers together."""
     trainer, near = groups
     session = Session.running()
     assert session is not None
@@ -39,6 +40,8 @@ def test_each_rank_hands_its_weights_to_the_engine_beside_it(
         handles = [trainer.send(version, 0.5), near.take_late(0.3)]
         sent, taken = [handle.wait() for handle in handles]
         assert taken == [(version, digest) for digest in sent]
+        roads = [{key: row[key] for key in row if key.startswith("time/weights_by_")} for row in near.roads().wait()]
+        assert roads == [{"time/weights_by_host" if version == 0 else "time/weights_by_ipc": 1.0}] * 2
         staged.append([number for number, _ in trainer.carried().wait()])
         written.append(bytes_in_use(session.scratch.shm))
     for rank in range(2):

@@ -35,6 +35,7 @@ from rlhpc.language.models.packing import pack
 from rlhpc.language.models.tiny_vision import FAMILIES, make_tiny_vision_model
 from rlhpc.language.models.token_batch import Pictures, TokenBatch
 from rlhpc.language.models.vision import place_by_token_type
+from rlhpc.language.reporting.sample_pages import read_samples
 from tests.forked import forked
 
 pytestmark = pytest.mark.long(together=True)
@@ -276,6 +277,10 @@ def test_it_resumes_and_is_evaluated_and_exported(reference: LanguageRun, tmp_pa
     assert run.rows() == reference.rows()
     run.rlhpc("eval", "--run", str(run.root), "--output", "held_out.json", "--trust-checkpoint-code")
     assert json.loads((tmp_path / "again" / "held_out.json").read_text())["n"] == 8
+    samples = list(read_samples(tmp_path / "again" / "held_out.samples.jsonl"))
+    assert len(samples) == 8 and all(len(row["images"]) == row["num_images"] == 1 for row in samples)
+    saved = {path.name for path in (tmp_path / "again" / "held_out.images").iterdir()}
+    assert saved == {name for row in samples for name in row["images"]}
     run.rlhpc("convert", "--run", str(run.root))
     export = run.root / "export" / "global_step_4"
     loaded = AutoModelForImageTextToText.from_pretrained(export).state_dict()

@@ -50,10 +50,10 @@ def step(trainer: TokenTrainer, number: int, batch: TokenBatch) -> None:
     cut = [
         part
         for _, part in by_policy(
-            trainer.policies, batch, lambda mine: split_micro_batches(mine, 64, packed=trainer.packed)
+            trainer.policies, batch, lambda mine: split_micro_batches(mine, 64, is_packed=trainer.packed)
         )
     ]
-    trainer.forward_backward(cut, loss_of(number), entropy=True)
+    trainer.forward_backward(cut, loss_of(number), compute_entropy=True)
     trainer.optimizer_step(1e-2)
 
 
@@ -92,8 +92,8 @@ def test_each_policy_is_trained_as_if_it_were_alone(model: Path, tmp_path: Path)
     for number in range(2):
         whole = spoken(number, [0, 0, 0, 0, 1, 1, 1, 1])
         step(beside, number, whole)
-        part = [p for _, p in split_micro_batches(whole.select(torch.arange(4)), 64, packed=single.packed)]
-        single.forward_backward(part, loss_of(number), entropy=True)
+        part = [p for _, p in split_micro_batches(whole.select(torch.arange(4)), 64, is_packed=single.packed)]
+        single.forward_backward(part, loss_of(number), compute_entropy=True)
         single.optimizer_step(1e-2)
     mine, alone_ = weights_of(beside, "one"), weights_of(single, lora.ADAPTER)
     assert mine.keys() == alone_.keys() and all(torch.equal(mine[name], alone_[name]) for name in mine)

@@ -24,6 +24,7 @@ from rlhpc.language.data import PromptSampler
 from rlhpc.language.export import CONVERSION, import_model
 from tests import warm
 from tests.classifiers import save_classifier
+from tests.stderr import error_lines
 
 pytestmark = pytest.mark.long(together=True)
 
@@ -375,7 +376,7 @@ def test_mistakes_end_with_a_message(
         BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=1, **sizes)).save_pretrained("bert")  # type: ignore[call-arg]
         character_tokenizer().save_pretrained("bert")
     assert main(["train", "run.yaml", "runner.name=wrong", *words[0]]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    (line,) = error_lines(capsys.readouterr().err)[-1:]
     assert line.startswith("rlhpc: error: ") and words[1] in line
     assert not (folder.path / "runs" / "wrong").exists()
 

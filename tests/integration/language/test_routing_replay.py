@@ -55,7 +55,7 @@ def _written(folder: Path, *, updated: bool = False) -> dict[str, Any]:
         assert episode.experts is not None and episode.experts.min() >= 0
         assert len(episode.experts) == len(episode.prompt_ids) + len(episode.token_ids) - 1
     made, rewards = {episode.id: episode for episode in ended}, np.zeros(len(ended), np.float32)
-    group = build_sample_group(0, 0, made, rewards, [{}] * len(made), True, 8, choices=engine.choices)
+    group = build_sample_group(0, 0, made, rewards, [{}] * len(made), True, 8, num_choices=engine.choices)
     engine.close()
     return group.batch.pack()
 

@@ -35,7 +35,7 @@ class Sharer(Worker):
     def share(self, case: str, each: int) -> dict[str, Any]:
         """Shares once."""
         return balance_across_ranks(
-            held(self.rank, case), self, MeshSizes(shard=self.world_size), unit_size=each, hidden=4
+            held(self.rank, case), self, MeshSizes(shard=self.world_size), unit_size=each, hidden_size=4
         ).pack()
 
 

@@ -201,6 +201,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zero2": {"fsdp.reshard_after_forward": False},
     "host": {"fsdp.cpu_offload": True},
     "accumulated": {"fsdp.enable_gradient_accumulation": True},
+    "accumulated-lora-checkpointing": {
+        "fsdp.enable_gradient_accumulation": True,
+        "lora.rank": 2,
+        "model.gradient_checkpointing": True,
+    },
     "compiled": {"compile": "blocks"},
     "compiled-lora-checkpointing": {"compile": "blocks", "lora.rank": 2, "model.gradient_checkpointing": True},
     "head": {"model.value_head": True, "model.gradient_checkpointing": True},
@@ -230,6 +235,19 @@ def test_losses_and_weights_are_those_of_a_plain_loop(run, models, plain, backen
     # The reference is the model of before training, the trained one has left it.
     torch.testing.assert_close(found["reference"], found["before"], rtol=loose(1.3e-6), atol=loose(1e-5))
     assert (found["after"] - found["before"]).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora.rank": 2, "model.gradient_checkpointing": True}], ids=["all weights", "lora, checkpointing"]
+)
+def test_gradients_are_reduced_once_a_step_if_asked(run, models, changes: dict[str, Any]) -> None:
+    each, once = (
+        run(2, make_config(models["untied"], training_backend="fsdp", **changes, **accumulates))["reductions"]
+        for accumulates in ({}, CHANGES["accumulated"])
+    )
+    (modules,) = {reductions for _, reductions in once}
+    assert modules >= 2, "at least each layer"
+    assert each == [(number, number * modules) for number, _ in once] and max(number for number, _ in once) >= 3
 
 
 @pytest.mark.parametrize(("backend", "n"), [("local", 1), ("local", 2), ("fsdp", 1), ("fsdp", 2)])
@@ -409,7 +427,7 @@ def test_an_exported_adapter_is_loaded_by_peft(run, models, tmp_path, backend: s
         ({"training_backend": "no.such.module:Backend"}, r"no\.such\.module:Backend"),
         ({"model.model_path": None}, r"model_path is not set"),
         ({"model.model_path": "/no/such/folder"}, r"model_path=/no/such/folder: the model cannot be loaded"),
-        ({"model.dtype": "float8"}, r"actor\.model\.dtype is 'float8'; choose from auto, float32, bfloat16"),
+        ({"model.dtype": "float8"}, r"actor\.model\.dtype is 'float8'; choose from auto, float32, bfloat16, float16"),
         ({"optim.name": "sgd"}, r"actor\.optim\.name is 'sgd'; choose from adam, adamw"),
         ({"optim.name": "sgd", "training_backend": "fsdp"}, r"actor\.optim\.name is 'sgd'; choose from adam, adamw"),
         ({"lora.rank": 2, "lora.target_modules": ["qqq"]}, r"target_modules is \['qqq'\]"),
@@ -444,9 +462,9 @@ def test_out_of_memory_names_the_knobs(models) -> None:
 def test_the_reference_is_loaded_only_where_it_is_wanted(models) -> None:
     cfg = make_config(models["untied"])
     assert TokenTrainer(cfg, Worker()).backend._reference is None
-    assert TokenTrainer(cfg, Worker(), reference=True).backend._reference is not None
+    assert TokenTrainer(cfg, Worker(), has_reference=True).backend._reference is not None
     cfg.actor.lora.rank = 2
-    assert TokenTrainer(cfg, Worker(), reference=True).backend._reference is None
+    assert TokenTrainer(cfg, Worker(), has_reference=True).backend._reference is None
 
 
 def test_a_backend_of_ones_own_is_named_by_module_and_class(models) -> None:

@@ -67,22 +67,22 @@ class _Parking(_InTurn, OffloadingBackend):
     """Empties its memory, as it does on an accelerator."""
 
     def offload(self) -> None:
-        if not self.away:
-            self.park()
+        if not self.is_offloaded:
+            self.move_to_host()
             note("actor", resident(self._host))
 
     def reload(self) -> None:
-        came = self.away
+        came = self.is_offloaded
         super().reload()
         if came:
             note("actor", resident(self._host))
 
     def evaluate(self, *given: Any) -> Any:
-        assert not self.away
+        assert not self.is_offloaded
         return super().evaluate(*given)
 
     def forward_backward(self, *given: Any) -> Any:
-        assert not self.away
+        assert not self.is_offloaded
         return super().forward_backward(*given)
 
 
@@ -91,7 +91,9 @@ class ParkingZero(_Parking, DeepSpeedBackend):
 
     def load(self, folder: Path) -> None:
         super().load(folder)
-        with self.awake():  # an accelerator has copies of what is read, and not the memory that it was read into
+        with (
+            self.keep_on_device()
+        ):  # an accelerator has copies of what is read, and not the memory that it was read into
             for state in self.engine.optimizer.optimizer.state.values():
                 state.update({name: one.clone() for name, one in state.items() if torch.is_tensor(one)})
 

@@ -16,7 +16,7 @@ from rlhpc.runs.device import worker_device
 from rlhpc.runtime.comm import device_memory
 from rlhpc.runtime.comm.context import current
 from rlhpc.weights import frozen_names, make_sync
-from rlhpc.weights.receiver import apply
+from rlhpc.weights.receiver import TransferTotals, apply, transfer_metrics
 from rlhpc.weights.transport import BroadcastSync, GlooSync
 from tests.stand_in_device import StandIn
 
@@ -75,9 +75,9 @@ class Trainer(Worker):
 
     def open_pair(self, card: str) -> None:
         """Sends to the receiver of the same rank, which has the same accelerator, and waits for it, because buffers may take
-        less than half of a version."""
+        less than half of a version, and less than its largest weight (360 kB)."""
         device = on_card(card, f"{CARD}-{self.rank}")
-        device.budget = 10 * InParts.chunk_bytes
+        device.budget = 4 * InParts.chunk_bytes
         self.module = network(0, "parts")
         for tensor in self.module.state_dict(keep_vars=True).values():
             tensor.data = device.tensor(tensor.data)
@@ -104,11 +104,15 @@ class Trainer(Worker):
 
     def carried(self) -> tuple[int, int]:
         """Parts that were in no segment; bytes of the buffers on the card."""
-        return self.sync._endpoint.transport.num_staged, current().service.lane.pool.bytes  # type: ignore[attr-defined]
+        return self.sync._endpoint.transport.num_staged, current().service.device_channel.pool.bytes  # type: ignore[attr-defined]
 
 
 class Actor(Worker):
     """Follows a trainer; rank 1 as an engine does that takes in all weights at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = TransferTotals()
 
     def open(self, delta: str, adopt: bool, sync: str = "auto", card: str = "", address: str = CARD) -> None:
         on_card(card, address)
@@ -131,8 +135,13 @@ class Actor(Worker):
         if self.whole:
             update = self.sync.receive()
             return update.version, digest(update.tensors)
-        version = apply(self.sync, self.module.state_dict().items(), adopt=self.module if self.adopt else None)
+        adopt = self.module if self.adopt else None
+        version = apply(self.sync, self.module.state_dict().items(), adopt=adopt, totals=self.totals)
         return version, digest(self.module.state_dict().items())
+
+    def roads(self) -> dict[str, float]:
+        """The metrics of the versions since the last call."""
+        return transfer_metrics([self.totals.pop()])
 
     def fall(self, how: str) -> None:
         """Begins with a version, and in the middle of it breaks off, dies, or does nothing more."""

@@ -34,7 +34,7 @@ LOOKS_ONLY = (
     "/checks.py", "/metrics/provenance.py", "/runtime/env_references.py", "/runs/config_changes.py", "/runs/run_identity.py",
     "/embodied/export.py", "/checkpoint/export_folder.py", "/report.py", "/metrics/curves.py", "/runs/compare.py",
     "/language/reporting/sample_pages.py", "/conditional_keys.py", "/config/constraints.py", "/runs/configuration.py",
-    "/language/planning/memory_accounts.py", "/embodied/planning/memory.py",
+    "/language/planning/memory_accounts.py", "/embodied/planning.py",
 )  # fmt: skip
 for _ending in LOOKS_ONLY:
     assert any(str(path).endswith(_ending) for path in (ROOT / "rlhpc").rglob("*.py")), (
@@ -173,20 +173,20 @@ def beside_runs(config: str, overrides: list[str]) -> None:
         return
     from gymnasium.spaces import Box
 
-    from rlhpc.config.typed import changed
+    from rlhpc.config.typed import with_value
     from rlhpc.embodied.envs.registry import make_env
     from rlhpc.embodied.models import build_model, policy_section
 
     for side in (cfg.env.train, cfg.env.eval) if "num_envs" in cfg.env.train else (cfg.env.eval,):
-        make_env(changed(side, "simulators", 1), 1, slot_offset=0, seed=0, stage="eval").close()
+        make_env(with_value(side, "simulators", 1), 1, slot_offset=0, seed=0, stage="eval").close()
     if "lora" not in cfg.actor:
         return
-    policy_section(changed(cfg.actor, "lora.rank", 2))
+    policy_section(with_value(cfg.actor, "lora.rank", 2))
     numbers, pictures = Box(-1, 1, (3,)), Box(0, 255, (8, 8, 3), "uint8")
     networks = [("vla", path, pictures) for path in ("no/folder", "builtin:tiny")]
     networks += [("sac", None, numbers)] if "critic_layer_norm" in cfg.actor.model else []
     for name, path, observations in networks:
-        model = changed(changed(cfg.actor.model, "model_type", name), "model_path", path)
+        model = with_value(with_value(cfg.actor.model, "model_type", name), "model_path", path)
         with contextlib.suppress(ConfigError):  # there is no such folder, after all
             build_model(model, observations, Box(-1, 1, (1,)))
 

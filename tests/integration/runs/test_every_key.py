@@ -30,7 +30,10 @@ ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
 NAMES = {"embodied": "PPO", "off_policy": "SAC", "bc": "BC", "reasoning": "GRPO", "sft": "SFT",
          "reward_model": "REWARD_MODEL", "dpo": "DPO"}  # fmt: skip
-RUNNER = {"max_steps": -1, "max_epochs": 1, "val_check_interval": 1, "logger": {"logger_backends": ["tensorboard"]}}
+ALERTS = {"command": "true", "rules": [{"name": "own", "metrics": ["train/*"], "above": 1e9}]}
+TRACE = {"steps": "1", "profile": {"groups": ["actor"], "ranks": "0", "steps": "1"}}
+RUNNER = {"alerts": ALERTS, "trace": TRACE, "max_steps": -1, "max_epochs": 1, "val_check_interval": 1,
+          "logger": {"logger_backends": ["tensorboard"]}}  # fmt: skip
 PENDULUM = {
     "train": {"env_id": "Pendulum-v1", "max_episode_steps": 8},
     "eval": {"num_envs": 2, "num_episodes": 2, "video_episodes": 1, "simulators": 0},
@@ -154,7 +157,16 @@ GROUPS = [
 
 #: Further runs of this kind, by other algorithms: overrides.
 ANOTHER: dict[str, list[list[str]]] = {
+    "embodied": [
+        [
+            "runner.name=filtered", "actor.training_backend=local", "algorithm.adv_type=grpo",
+            "algorithm.value_coef=0", "algorithm.filter_rewards=true", "algorithm.rewards_lower_bound=-1e9",
+            "algorithm.rewards_upper_bound=1e9", "env.train.auto_reset=false", "env.train.group_size=2",
+            "algorithm.rollout_parts=1", "runner.val_check_interval=-1",
+        ],
+    ],
     "off_policy": [
+        ["runner.name=annealed", "algorithm.anneal_lr=true", "runner.val_check_interval=-1"],
         ["runner.name=td3", "algorithm.name=td3", "actor.model.model_type=td3", "runner.val_check_interval=-1"],
         [
             "runner.name=iql", "algorithm.name=iql", "actor.model.model_type=iql", "runner.val_check_interval=-1",

@@ -17,7 +17,7 @@ from rlhpc import cli
 from rlhpc.algorithms.nonfinite import tensors_of
 from rlhpc.checkpoint import newest_valid
 from rlhpc.checkpoint.state import load_state, load_tensors
-from rlhpc.embodied.data.replay_buffer import StoredReplay
+from rlhpc.embodied.data.stored_replay import StoredReplay
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.jobs.paths import RunPaths
 

@@ -109,7 +109,7 @@ def test_a_save_whose_writer_was_killed_is_dropped(run: Run) -> None:
     run.gate.unlink()
     run.begin(2)
     os.kill(run.actor.pid().wait()[1], signal.SIGKILL)
-    assert run.saves.settle() is None and run.saves.pending_step is None
+    assert run.saves.finish_or_drop() is None and run.saves.pending_step is None
     assert newest_valid(run.paths).step == 1 and run.left() == ["global_step_1"]
 
 

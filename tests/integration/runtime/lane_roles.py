@@ -59,11 +59,11 @@ class OnDevice(Worker):
         return found
 
     def crossed(self) -> int:
-        return current().service.lane.pool.num_device_messages
+        return current().service.device_channel.pool.num_device_messages
 
     def park(self) -> int:
-        current().service.lane.park()
-        return current().service.lane.pool.bytes
+        current().service.device_channel.park()
+        return current().service.device_channel.pool.bytes
 
     def tell(self, sizes: list[int], group: str, rank: int) -> int:
         before = self.crossed()
@@ -99,7 +99,10 @@ class OnCard(Worker):
 
     def pour(self, channel: Channel, turns: Channel, count: int, size: int) -> int:
         """Puts messages whose making takes the accelerator longer than the host takes to send them; how many crossed."""
-        before, channel = current().service.lane.num_device_messages, self.known.setdefault(channel.name, channel)
+        before, channel = (
+            current().service.device_channel.num_device_messages,
+            self.known.setdefault(channel.name, channel),
+        )
         for number in range(count):
             late = self.ground
             for _ in range(20):
@@ -108,7 +111,7 @@ class OnCard(Worker):
             channel.put({"values": values, "number": number})
             values.fill_(-1)  # the sender goes on
             turns.get()
-        return current().service.lane.num_device_messages - before
+        return current().service.device_channel.num_device_messages - before
 
     def drain(self, channel: Channel, turns: Channel, count: int) -> list[tuple[float, float, str]]:
         """The least and the greatest number of each message, and where it came to."""
@@ -121,5 +124,5 @@ class OnCard(Worker):
         return [(float(low), float(high), where) for low, high, where in found]
 
     def park(self) -> int:
-        current().service.lane.park()
-        return current().service.lane.pool.bytes
+        current().service.device_channel.park()
+        return current().service.device_channel.pool.bytes

@@ -139,6 +139,23 @@ def test_what_was_entrusted_outlives_its_giver(groups: tuple[WorkerGroup, Worker
     assert (channel.get(timeout=10)["rows"] == item["rows"]).all()
 
 
+class Look:
+    """Looks at the running session's registry at each question.
+
+    Args:
+        over: Returns whether the run has ended.
+    """
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self.is_over, self._registry = over, Session.running().registry.root.parent
+
+    def generation(self) -> str:
+        return (self._registry / "current").read_text()
+
+    def release(self) -> None:
+        pass
+
+
 @contextmanager
 def helper(
     leaving: LeaveEvent, job: str = "", over: Callable[[], bool] = lambda: True, **patience: Any
@@ -147,11 +164,14 @@ def helper(
     said: list[str] = []
     root, wish = Session.running().registry.root.parent, {**join_request("many", 1, 0), "job": job}
     stays = threading.Thread(
-        target=stay, args=(root, wish, leaving, said.append, over), kwargs=patience or {"patience_s": 0.0}, daemon=True
+        target=stay,
+        args=(root, wish, leaving, said.append, Look(over)),
+        kwargs=patience or {"patience_s": 0.0},
+        daemon=True,
     )
     stays.start()
     yield said
-    leaving.because("the test is over")
+    leaving.set_reason("the test is over")
     stays.join(30)
     assert not stays.is_alive()
 
@@ -194,7 +214,7 @@ def test_one_that_leaves_as_told_is_not_lost(
     leaving = LeaveEvent()
     with helper(leaving):
         until(lambda: many.admit() == [3])
-        leaving.because("its time is over")
+        leaving.set_reason("its time is over")
         until(lambda: many.present == [0, 1, 2])
     assert many.why_left(3) == "its time is over" and not [r for r in caplog.records if r.levelname == "WARNING"]
 
@@ -212,7 +232,7 @@ def test_one_that_leaves_as_told_does_something_first(groups: tuple[WorkerGroup,
             call.wait()
         if how == "by a signal of its own":
             os.kill(pid, signal.SIGTERM)  # as Slurm sends it to all processes of a job
-        leaving.because("its time is over")
+        leaving.set_reason("its time is over")
         until(lambda: many.present == [0, 1, 2])
         call.wait(10)
     assert len(channel.get(timeout=10)) == 300_000 and channel.empty()
@@ -228,7 +248,7 @@ def test_what_it_does_first_must_not_take_long(
     with helper(leaving):
         until(lambda: many.admit() == [3])
         many.execute_on(3).linger().wait()
-        leaving.because("its time is over")
+        leaving.set_reason("its time is over")
         until(lambda: many.present == [0, 1, 2])
     assert many.why_left(3) == "its time is over"
 
@@ -306,9 +326,10 @@ def test_one_that_never_arrives_is_given_up(
     session = Session.running()
     door = DriverConnection(session.registry.root.parent)
     spec = door.ask(join_request("many", 1, 0))
-    assert door.why_left(spec) == ""
+    assert door.why_left(spec) == door.ask_leave_reason(spec) == ""
     monkeypatch.setattr(failure_detection, "ARRIVES_S", 1.0)
     until(lambda: "gave no sign of life" in door.why_left(spec))
+    assert door.ask_leave_reason(spec) == door.why_left(spec), "the driver says the same as its file"
     door.close()
     assert session.failure is None and many.add(1).wait() == [1, 2, 3]
 

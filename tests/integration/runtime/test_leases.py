@@ -112,7 +112,7 @@ def test_a_job_that_was_suspended_loses_nobody(launch):
     session = Session.running()
     assert session is not None
     for member in session.members.values():
-        member.alive -= 3600.0
+        member.last_heartbeat -= 3600.0
     session.leases.last_check -= 3600.0
     time.sleep(HEARTBEAT_S)
     assert failure() is None and not suspect("paused-0")

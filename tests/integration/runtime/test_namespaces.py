@@ -14,7 +14,7 @@ from rlhpc.runtime.comm.service import Service
 from rlhpc.runtime.comm.shared_memory import remove_idle_of_the_dead
 from rlhpc.runtime.host import has_ended, host_id, process_id
 from rlhpc.runtime.registry import CurveKeys
-from rlhpc.runtime.scratch import Scratch
+from tests.serving import temporary_scratch
 from tests.users import needs_root
 
 pytestmark = needs_root
@@ -35,7 +35,7 @@ service = Service("inside", keys, scratch, "127.0.0.1")
 reply = service.peers.request(choose(endpoint), b"SYNC", [], 20, "the other process")
 total = int(service.unpack([bytes.fromhex(frame) for frame in frames or []]).sum())
 print(json.dumps([host_id(), choose(endpoint), reply, total,
-                  service.peers.knows_ended({"host": endpoint["host"], "data": endpoint})]))
+                  service.peers.has_ended({"host": endpoint["host"], "data": endpoint})]))
 service.stop()
 """
 WRITE = """
@@ -55,11 +55,10 @@ service.stop()
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    scratch = Scratch.create()
-    made = Service("outside", CurveKeys.fresh(), scratch, "127.0.0.1")
-    yield made
-    made.stop()
-    scratch.remove()
+    with temporary_scratch() as scratch:
+        made = Service("outside", CurveKeys.fresh(), scratch, "127.0.0.1")
+        yield made
+        made.stop()
 
 
 def command(

@@ -22,4 +22,5 @@ def simulated(members: int) -> dict[str, float]:
 def test_what_a_member_asks_of_the_filesystem_does_not_grow_with_the_group():
     few, many = simulated(20), simulated(1000)
     assert few["file operations a member"] == many["file operations a member"] <= 5
-    assert few["file operations of the driver"] == many["file operations of the driver"] <= 5
+    # the driver writes its table of ranks at most once a second, so a longer start has more of these writes
+    assert few["file operations of the driver"] <= many["file operations of the driver"] <= 20

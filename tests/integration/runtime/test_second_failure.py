@@ -17,7 +17,7 @@ from rlhpc import Cluster
 from rlhpc.runtime import registry
 from rlhpc.runtime.cluster_config import ClusterConfig
 from rlhpc.runtime.errors import StorageError, WorkerFailed
-from rlhpc.runtime.failure_detection import _lost_rank_error
+from rlhpc.runtime.failure_detection import _make_lost_rank_error
 from rlhpc.runtime.launchers import local
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
@@ -150,7 +150,7 @@ def test_no_successor_is_started_beside_the_process_of_a_rank_that_was_given_up(
     old, late = pid_of(many, 1), list[dict[str, Any]]()
     hear = driver._fork_launcher._handle_event
     monkeypatch.setattr(driver._fork_launcher, "_handle_event", late.append)
-    driver.fail(_lost_rank_error(driver.members["many-1"].spec, "gave no sign of life for 180 s"))
+    driver.fail(_make_lost_rank_error(driver.members["many-1"].spec, "gave no sign of life for 180 s"))
     until(lambda: late and not is_running(old), "the rank that was given up is killed")
     assert many.present == [0, 2] and many.restart() == [], "nobody has said that its process is gone"
 

@@ -84,7 +84,7 @@ def test_a_zeromq_peer_with_another_key_gets_no_answer(launch):
         sock.curve_publickey, sock.curve_secretkey = keys.public, keys.secret
         sock.curve_serverkey = session.service.keys.public
         sock.connect(record["rpc"]["tcp"])
-        sock.send_multipart([b"1", b"identity", *session.service.pack(((), {})).frames()])
+        sock.send_multipart([b"1", b"identity 0", *session.service.pack(((), {})).frames()])
         assert bool(sock.poll(5000 if answered else 1000)) is answered
     context.destroy(0)
     session.stop()

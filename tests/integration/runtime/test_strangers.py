@@ -46,7 +46,7 @@ def test_long_frames_reach_other_hosts_all_the_same(reachable):
     service, text = session.service, "naïve " * 1_000_000
     lines = CallSender(service)
     far = {**record["rpc"], "host": "elsewhere"}
-    lines.send(far, [b"1", b"same", *service.pack(((text, []), {})).frames()])
+    lines.send(far, [b"1", b"same 0", *service.pack(((text, []), {})).frames()])
     answers, deadline = [], time.monotonic() + 30
     while not answers and time.monotonic() < deadline:
         answers = lines.receive(200)

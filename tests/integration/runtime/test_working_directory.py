@@ -116,3 +116,29 @@ def test_paths_of_a_driver_whose_working_directory_was_removed(tmp_path: Path, m
     gone.rmdir()
     monkeypatch.syspath_prepend("")
     assert "" not in import_paths() and str(ROOT) in import_paths()
+
+
+def test_another_python_keeps_the_first_folder_of_pythonpath(tmp_path: Path) -> None:
+    """As the Python of an image does: the command line removes the working directory once, not what comes after it."""
+    python, modules, here = tmp_path / "python", tmp_path / "modules", tmp_path / "here"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    plant(here)
+    modules.mkdir()
+    (modules / "my_loss.py").write_text("def loss(**arguments):\n    return None, {}\n")
+    command = run_module(
+        "rlhpc.cli",
+        "plan",
+        str(ROOT / "configs/quickstart.yaml"),
+        "algorithm.loss_type=my_loss:loss",
+        python=str(python),
+    )
+    done = subprocess.run(
+        command,
+        cwd=here,
+        env={**os.environ, "PYTHONPATH": f"{modules}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and not imported(here), done.stderr

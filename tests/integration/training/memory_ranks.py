@@ -56,7 +56,7 @@ def peaks(rank: Rank, model: str, warm: str, folder: str, changes: dict[str, Any
     # What is freed goes back at once, so that what is seen is what is held; and what is imported is there.
     ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
     warmed = TokenTrainer(make_config(warm, **changes), rank)
-    warmed.forward_backward([samples(0)], loss, temperature=TEMPERATURE, entropy=True)
+    warmed.forward_backward([samples(0)], loss, temperature=TEMPERATURE, compute_entropy=True)
     warmed.optimizer_step(LR)
     warmed.save(Path(folder) / "warm")
     del warmed
@@ -71,7 +71,7 @@ def peaks(rank: Rank, model: str, warm: str, folder: str, changes: dict[str, Any
     unit = max(sum(p.nbytes for p in part.parameters() if id(p) not in inner[part]) for part in units) / tensor
     one = max(p.nbytes for p in module.parameters())
     with Peak() as stepping:
-        trainer.forward_backward([samples(0)], loss, temperature=TEMPERATURE, entropy=True)
+        trainer.forward_backward([samples(0)], loss, temperature=TEMPERATURE, compute_entropy=True)
         trainer.optimizer_step(LR)
     with Peak() as saving:
         trainer.save(Path(folder) / "saved")

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig as Config
 from rlhpc.language.models.logprobs import RowReader, TokenScores, linear_head
 from rlhpc.language.models.micro_batching import split_micro_batches
@@ -25,7 +25,7 @@ LENGTHS = (5, 11, 3, 9, 14, 2, 8, 7)
 
 
 def make_config(model: str | Path, **changes: Any) -> Any:
-    cfg = untouched(Config)
+    cfg = default_section(Config)
     base = {
         "model.model_path": str(model), "training_backend": "fsdp", "optim.name": "adamw", "optim.clip_grad": 0.05,
         "optim.adam_eps": 1e-3, "optim.lr": 3e-4,
@@ -72,7 +72,7 @@ def train(rank: Any, model: str, max_tokens: int = 24, steps: int = STEPS, **cha
     sizes = backend.sizes
     found: dict[str, Any] = {"losses": [], "norms": [], "packed": trainer.packed}
     batch = samples(99)
-    found["scores"] = trainer.forward(batch, temperature=TEMPERATURE, entropy=True).logprobs
+    found["scores"] = trainer.forward(batch, temperature=TEMPERATURE, compute_entropy=True).logprobs
     for step in range(steps):
         mine = samples(step).select(torch.arange(sizes.data_of(rank.rank), len(LENGTHS), sizes.data))
 
@@ -82,10 +82,10 @@ def train(rank: Any, model: str, max_tokens: int = 24, steps: int = STEPS, **cha
         parts = [
             p
             for _, p in split_micro_batches(
-                mine, max_tokens, packed=trainer.packed, hidden=trainer.hidden, agree_count=agreed
+                mine, max_tokens, is_packed=trainer.packed, hidden_size=trainer.hidden, agree_count=agreed
             )
         ]
-        metrics = trainer.forward_backward(parts, loss, temperature=TEMPERATURE, entropy=True)
+        metrics = trainer.forward_backward(parts, loss, temperature=TEMPERATURE, compute_entropy=True)
         total = torch.stack([m["loss"] for m in metrics]).double().sum()
         found["losses"].append(float(rank.all_reduce(total * (sizes.lane_of(rank.rank) == 0))))
         if not step:
@@ -177,7 +177,7 @@ def resumed(rank: Rank, model: str, folder: str, meshes: list[dict[str, Any]]) -
 def _step(trainer: TokenTrainer, rank: Rank) -> float:
     sizes = trainer.backend.sizes
     mine = samples(0).select(torch.arange(sizes.data_of(rank.rank), len(LENGTHS), sizes.data))
-    metrics = trainer.forward_backward([mine], loss, temperature=TEMPERATURE, entropy=True)
+    metrics = trainer.forward_backward([mine], loss, temperature=TEMPERATURE, compute_entropy=True)
     trainer.optimizer_step(LR)
     return float(rank.all_reduce(metrics[0]["loss"].double() * (sizes.lane_of(rank.rank) == 0)))
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of regions do."""
+"""What the ranks of the tests of slices do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhpc.checkpoint.tensor_slice import cut
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.sections import ParallelConfig
 from rlhpc.training.mesh import Mesh
-from rlhpc.training.shard_layout import boxes, regions
+from rlhpc.training.shard_layout import held_slices, tensor_slices
 from tests.forked import Rank
 
 
@@ -24,7 +24,7 @@ def mesh_of(rank: Rank, parallel: dict[str, Any]) -> Mesh:
 
 
 def placed(rank: Rank) -> list[tuple[str, bool]]:
-    """Of tensors cut in all the ways that there are: whether the boxes' values are those of the whole tensor, and cover what
+    """Of tensors cut in all the ways that there are: whether the slices' values are those of the whole tensor, and cover what
     the rank holds."""
     mesh = mesh_of(rank, {"shard": 2, "tensor": 2}).world
     whole = torch.arange(7 * 10 * 3).view(7, 10, 3)
@@ -42,15 +42,15 @@ def placed(rank: Rank) -> list[tuple[str, bool]]:
     for name, (tensor, placements) in cases.items():
         held = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
         local, covered, right = held.to_local(), 0, True
-        for box, here in boxes(held):
-            right &= torch.equal(cut(tensor, box), cut(local, here))
-            covered += box.numel
+        for tensor_slice, here in tensor_slices(held):
+            right &= torch.equal(cut(tensor, tensor_slice), cut(local, here))
+            covered += tensor_slice.numel
         found.append((name, right and covered == local.numel()))
     return found
 
 
 def held(rank: Rank, parallel: dict[str, Any], model: str, experts: bool) -> list[tuple[Any, ...]]:
-    """A model's regions on this rank: name, whole shape, box, values, and which copy it is."""
+    """A model's slices on this rank: name, whole shape, slice, values, and which copy it is."""
     from transformers import AutoModelForCausalLM
 
     mesh = mesh_of(rank, parallel)
@@ -69,6 +69,6 @@ def held(rank: Rank, parallel: dict[str, Any], model: str, experts: bool) -> lis
     fully_shard(module, mesh=mesh.fsdp)
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
     return [
-        (one.name, one.shape, one.box, one.of(module).clone(), one.copy, one.copies)
-        for one in regions(module, mesh)
+        (one.name, one.shape, one.tensor_slice, one.of(module).clone(), one.copy, one.copies)
+        for one in held_slices(module, mesh)
     ]  # fmt: skip

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from mesh_models import save_models
 
-from rlhpc.checkpoint.tensor_slice import box_between, cut
+from rlhpc.checkpoint.tensor_slice import cut, slice_between
 from rlhpc.training.safetensors_writer import Layout
 from tests.forked import forked
 
@@ -109,7 +109,7 @@ def test_ranks_write_a_folder_together_that_transformers_reads(
         assert module.config.use_cache
 
 
-def test_a_checkpoint_of_experts_is_converted_box_by_box(models: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_experts_is_converted_box_by_slice(models: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from rlhpc.language.config.models import PretrainedConfig
@@ -141,12 +141,18 @@ def test_files_are_laid_out_as_safetensors_says(tmp_path: Path) -> None:
     layout = Layout({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}, max_file_bytes=100)
     layout.begin(tmp_path)
     parts = {
-        "a": [box_between((0, 0), (4, 2)), box_between((0, 2), (3, 6)), box_between((3, 2), (4, 6))],
-        "b": [box_between((), ())],
-        "c": [box_between((0, 0, 0), (3, 2, 5)), box_between((0, 2, 0), (3, 4, 3)), box_between((0, 2, 3), (3, 4, 5))],
+        "a": [slice_between((0, 0), (4, 2)), slice_between((0, 2), (3, 6)), slice_between((3, 2), (4, 6))],
+        "b": [slice_between((), ())],
+        "c": [
+            slice_between((0, 0, 0), (3, 2, 5)),
+            slice_between((0, 2, 0), (3, 4, 3)),
+            slice_between((0, 2, 3), (3, 4, 5)),
+        ],
     }
-    for name, boxes in parts.items():
-        layout.write(tmp_path, [(name, box, cut(tensors[name], box)) for box in boxes])
+    for name, tensor_slices in parts.items():
+        layout.write(
+            tmp_path, [(name, tensor_slice, cut(tensors[name], tensor_slice)) for tensor_slice in tensor_slices]
+        )
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
     read = {name: load_file(tmp_path / index[name])[name] for name in tensors}
     assert [name for name, tensor in tensors.items() if not torch.equal(tensor, read[name])] == []

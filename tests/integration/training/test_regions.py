@@ -1,4 +1,4 @@
-"""Which boxes of a checkpoint's tensors a rank holds, with real process groups."""
+"""Which slices of a checkpoint's tensors a rank holds, with real process groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.forked import forked
 need_extra("llm")
 
 
-def test_boxes_are_where_torch_put_them_however_a_tensor_is_cut() -> None:
+def test_slices_are_where_torch_put_them_however_a_tensor_is_cut() -> None:
     for found in forked(4, "region_ranks:placed"):
         assert [name for name, right in found if not right] == []
 
@@ -47,11 +47,11 @@ def test_the_ranks_together_hold_every_tensor_of_the_checkpoint(
     made = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
     holders: dict[tuple[str, Any], list[tuple[int, int]]] = defaultdict(list)
     for rank in forked(4, "region_ranks:held", parallel, str(tmp_path / model), experts):
-        for name, shape, box, values, copy, copies in rank:
+        for name, shape, tensor_slice, values, copy, copies in rank:
             assert shape == tuple(whole[name].shape)
-            assert values.shape == box.sizes
-            made[name][box.slices] = values
-            holders[name, box].append((copy, copies))
+            assert values.shape == tensor_slice.sizes
+            made[name][tensor_slice.slices] = values
+            holders[name, tensor_slice].append((copy, copies))
     assert [name for name in whole if not torch.equal(whole[name], made[name])] == []
     for copies in holders.values():  # each copy has one holder, and all know how many there are
         assert sorted(copies) == [(copy, len(copies)) for copy in range(len(copies))]

@@ -16,6 +16,7 @@ from rlhpc.checkpoint.async_writer import HostBuffers, Writes
 from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_tensors
 from rlhpc.runtime import os_resources
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.trace_recorder import recorder
 
 LARGE = 5 << 20  # elements: 20 MB
 
@@ -26,7 +27,7 @@ def digest(path: Path) -> tuple[int, str]:
 
 
 def saved(folder: Path, writes: Writes, tensors: dict[str, torch.Tensor], state: Any) -> None:
-    with writes.collecting():
+    with writes.collect():
         save_tensors(folder / "model.safetensors", tensors)
         save_state(folder / "optimizer.pt", state)
 
@@ -53,7 +54,7 @@ def test_files_have_what_was_there_when_the_save_began(
     module._metadata = {"kept": 1}  # type: ignore[attr-defined]
     writes = Writes(tmp_path, HostBuffers())
     saved(tmp_path, writes, {"w": weights, "tied": weights}, {"step": 3, "sums": [torch.ones(LARGE), (weights[:7],)]})
-    with writes.collecting():
+    with writes.collect():
         beside.write_file(tmp_path / "module.pt", module, lambda file, state: torch.save(state, file))  # type: ignore[arg-type]
     assert writes.is_done is not room and (tmp_path / "model.safetensors").exists() is not room
     before = weights.clone()
@@ -110,3 +111,18 @@ def test_free_memory_is_what_the_narrowest_control_group_leaves(
     monkeypatch.setattr(os_resources, "_PROCESS_CGROUP", own)
     monkeypatch.setattr(os_resources, "_CGROUP_ROOT", groups)
     assert os_resources.free_memory() == (1 << 20) + (1 << 19)
+
+
+def test_a_trace_says_which_files_were_written_at_once_and_whether_they_are_large(tmp_path: Path) -> None:
+    recorder.start(str(tmp_path / "g-0.jsonl"), {"group": "g", "rank": 0, "host": "h", "host_id": "h", "pid": 1})
+    try:
+        writes = Writes(tmp_path)
+        with writes.collect():
+            save_tensors(tmp_path / "small", {"w": torch.zeros(4)})
+            save_tensors(tmp_path / "large", {"w": torch.zeros(4 << 20)})
+        rows = {new.name: new for new in recorder.spans if new.category == "save"}
+    finally:
+        recorder.stop(flush=True)
+        recorder.reset()
+    assert {name: row.args["is_large"] for name, row in rows.items()} == {"small": False, "large": True}
+    assert rows["large"].args["bytes"] == (tmp_path / "large").stat().st_size

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from rlhpc.checkpoint import CheckpointWriter, find_resumable, manifest, read_manifest, store, verify
+from rlhpc.checkpoint.manifest import COMPLETE, MANIFEST, is_trusted, seal
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import CheckpointError
 from tests.unit.checkpoint.saving import _flip, names, save
@@ -142,7 +145,7 @@ def test_wrong_step_folder_and_plain_file(paths: RunPaths) -> None:
 def test_sizes_only_does_not_read(paths: RunPaths) -> None:
     path = save(paths, 1)
     _flip(path)
-    assert verify(path, checksums=False) == [] and verify(path) != []
+    assert verify(path, checks_digests=False) == [] and verify(path) != []
 
 
 def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_shows(
@@ -166,7 +169,7 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
             reports = []
             for rank in range(2):
                 writes = Writes(writer.staging, HostBuffers())
-                with writes.collecting():
+                with writes.collect():
                     write_file(writer.staging / f"actor-{rank}.pt", {"weights": large}, lambda f, v: torch.save(v, f))
                     write_file(writer.staging / f"small-{rank}.pt", {"step": step}, lambda f, v: torch.save(v, f))
                     (writer.staging / f"library-{rank}").mkdir()
@@ -189,3 +192,67 @@ def test_the_manifest_has_every_file_that_a_rank_wrote_whatever_the_listing_show
             file.write_bytes(b"damage")
             assert verify(final), name
             file.write_bytes(content)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with CheckpointWriter(RunPaths(tmp_path / "run"), 3) as writer:
+        writer.add_bytes("config.yaml", b"env: {train: {env_type: mine:Env}}\n")
+        writer.add_bytes("model.safetensors", bytes(20))
+        return writer.commit()
+
+
+def test_what_a_run_has_written_is_own_wherever_it_lies(checkpoint: Path, tmp_path: Path) -> None:
+    assert is_trusted(checkpoint)
+    assert is_trusted(shutil.copytree(checkpoint, tmp_path / "elsewhere"))
+
+
+def alter(folder: Path) -> None:
+    (folder / "config.yaml").write_text("env: {train: {env_type: evil:Env}}\n")
+
+
+def alter_all(folder: Path) -> None:
+    """Changes a file, with its checksums."""
+    alter(folder)
+    size, raw = (folder / "config.yaml").stat().st_size, json.loads((folder / MANIFEST).read_text())
+    raw["files"]["config.yaml"] = {
+        "size": size, "sha256": hashlib.sha256((folder / "config.yaml").read_bytes()).hexdigest(),
+    }  # fmt: skip
+    manifest = json.dumps(raw).encode()
+    (folder / MANIFEST).write_bytes(manifest)
+    (folder / COMPLETE).write_bytes(seal(manifest))
+    assert not verify(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        alter,
+        alter_all,
+        lambda folder: (folder / "config.yaml").unlink(),
+        lambda folder: (folder / COMPLETE).unlink(),
+        lambda folder: (folder / MANIFEST).unlink(),
+        lambda folder: (folder / MANIFEST).write_text("{}"),
+        shutil.rmtree,
+    ],
+)
+def test_what_was_changed_is_not(checkpoint: Path, change: Callable[[Path], object]) -> None:
+    change(checkpoint)
+    assert not is_trusted(checkpoint)
+
+
+def test_another_user_does_not_trust_it(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
+    assert not is_trusted(checkpoint)
+
+
+def test_a_home_that_cannot_be_written_is_no_reason_not_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with CheckpointWriter(RunPaths(tmp_path / "run"), 3) as writer:
+        writer.add_bytes("config.yaml", b"{}")
+        folder = writer.commit()
+    assert not verify(folder) and not is_trusted(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
@@ -167,6 +168,52 @@ def test_prune_removes_incomplete_ones_only_below_the_newest(paths: RunPaths) ->
         (paths.checkpoint(step) / "COMPLETE").unlink()
     prune(paths, 5)
     assert steps(paths) == [2, 3]
+
+
+def test_a_file_that_the_listing_lacks_is_sealed_or_missed(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that the writer gave, and names that ranks reported, are looked up; without the file there is no seal."""
+    iterdir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": iterdir(paths.root.parent / "empty"))
+    monkeypatch.setattr(os, "listdir", lambda path=".": [])
+    (paths.root.parent / "empty").mkdir()
+    with CheckpointWriter(paths, 1) as writer:
+        writer.add_bytes("runner.json", b"{}")
+        writer.path("actor-0.pt").write_bytes(b"of a worker")
+        (writer.staging / "actor-1.pt").write_bytes(b"of another host")
+        writer.commit({}, {"actor-1.pt": None})
+    assert set(read_manifest(paths.checkpoint(1))["files"]) == {"runner.json", "actor-0.pt", "actor-1.pt"}
+    for name in ("actor-0.pt", "actor-1.pt"):
+        with (
+            pytest.raises(CheckpointError, match=rf"{name} was written, and is gone"),
+            CheckpointWriter(paths, 2) as writer,
+        ):
+            writer.add_bytes("runner.json", b"{}")
+            if name == "actor-0.pt":
+                writer.path(name)
+            writer.commit({}, {} if name == "actor-0.pt" else {name: None})
+    assert not paths.checkpoint(2).exists()
+
+
+def test_the_newest_save_is_found_where_the_listing_lacks_it(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    iterdir = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda self: (path for path in iterdir(self) if path.name != "global_step_4"))
+    assert find_resumable(paths, "auto").step == 4
+    shutil.rmtree(paths.checkpoint(4))
+    assert find_resumable(paths, "auto").step == 2
+    paths.newest_save.write_text('{"global_step": "x"}')
+    assert find_resumable(paths, "auto").step == 2
+
+
+def test_a_checkpoint_that_is_listed_and_gone_stops_no_prune(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save(paths, step)
+    shutil.rmtree(paths.checkpoint(1))
+    iterdir = Path.iterdir
+    gone = {paths.checkpoints: [paths.checkpoint(1)]}
+    monkeypatch.setattr(Path, "iterdir", lambda self: (*iterdir(self), *gone.get(self, [])))
+    assert prune(paths, 1) == [paths.checkpoint(2)]
 
 
 def test_move_newer_aside(paths: RunPaths) -> None:

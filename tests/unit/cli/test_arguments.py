@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 
 from rlhpc.cli import main
-from rlhpc.cli.arguments import require_driver
+from rlhpc.cli.arguments import require_driver, run_paths
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.segment import JobRecord, SegmentJournal
+from rlhpc.jobs.state import owner
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.registry import MEMBERS, ROBOTS, CurveKeys, GenerationFolder
 
@@ -65,3 +67,27 @@ def test_a_driver_elsewhere_that_is_not_at_work_hears_nothing(
     slurm_says(tmp_path, monkeypatch, state)
     with pytest.raises(ConfigError, match="its driver does not answer; `rlhpc status"):
         require_driver(run)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_run_that_is_closed_to_the_user_is_named_with_its_owner(run: RunPaths, tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(folder.stat().st_mode | 0o055)
+    run.root.chmod(0o700)
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:  # a new process could not read this interpreter's own files
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            run_paths(str(run.root))
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with os.fdopen(reader) as answer:
+        assert answer.read() == (
+            f"ConfigError: {run.root} cannot be opened: Permission denied; the folder belongs to {owner(run)}"
+        )

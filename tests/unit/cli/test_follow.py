@@ -10,7 +10,6 @@ import pytest
 
 from rlhpc.cli.follow import Track, WorkflowFollower, WorkflowLog, find_error, last_row
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.metrics.provenance import describe_result, last_result
 
 START = """[Sun Nov 22 09:35:00 2026]
 localcheckpoint train_segment:
@@ -118,23 +117,6 @@ def test_the_last_row_is_the_last_whole_one(tmp_path: Path) -> None:
     assert last_row(path) == {}
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3')
     assert last_row(path) == {"step": 2}
-
-
-def test_how_a_run_ended(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    assert last_result(paths) == (0, {}, "")
-    paths.segments.mkdir()
-    for segment, step in enumerate((5, 10)):
-        paths.segment_done(segment).write_text(json.dumps({"global_step": step}))
-    paths.eval_result(10, "default").parent.mkdir(parents=True)
-    result = {"return_mean": 9.5, "return_ci95": [9.0, 10.0], "episodes": 100, "env_id": "X-v0", "success_once": 0.5,
-              "success_once_ci95": [0.4, 0.6]}  # fmt: skip
-    paths.eval_result(10, "default").write_text(json.dumps(result))
-    assert last_result(paths) == (
-        10, result, "mean return 9.5 (95 % interval 9.0 to 10.0), success 50% (40% to 60%) over 100 episodes of X-v0"
-    )  # fmt: skip
-    language = {"accuracy": 0.57, "accuracy_ci95": [0.526, 0.613], "n": 500}
-    assert describe_result(language) == "accuracy 57.0% (95 % interval 52.6% to 61.3%) on 500 problems"
 
 
 def test_the_log_says_the_same_in_whatever_pieces_it_is_written(tmp_path: Path) -> None:

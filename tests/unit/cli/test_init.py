@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from rlhpc.cli import main
-from rlhpc.cli.init import _configs, _templates, project_files
+from rlhpc.cli.init import _find_configs, _find_templates, project_files
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.sweep import load_sweep
 from tests.extras import need_extra
 
-NAMES = sorted({*_templates(), *_configs()})
-OWN = sorted(_templates())
+NAMES = sorted({*_find_templates(), *_find_configs()})
+OWN = sorted(_find_templates())
 TESTS = {"embodied/own": 4, "reasoning/own": 7}
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_written_where_something_is_in_the_way(
     before = written(tmp_path)
     assert main(["init", str(tmp_path)]) == 2
     message = capsys.readouterr().err
-    assert f"{tmp_path / name} is there already" in message and message.count("\n") == 1
+    assert f"{tmp_path / name} is there already" in message and message.count("rlhpc: error:") == 1
     assert written(tmp_path) == before
 
 
@@ -135,7 +135,7 @@ def test_a_mistake_is_one_sentence(
     (tmp_path / "file").write_text("mine")
     assert main(["init", *words]) == 2
     message = capsys.readouterr().err
-    assert says in message and message.count("\n") == 1
+    assert says in message and message.count("rlhpc: error:") == 1
     assert written(tmp_path) == ["file"]
 
 

@@ -193,7 +193,7 @@ def test_a_workflow_does_not_submit_a_run_of_a_cancelled_sweep(
     sweep = SweepPaths(root)
     root.mkdir(exist_ok=True)
     sweep.record.write_text("{}")
-    sweep.cancelled.touch()
+    sweep.cancel_mark.touch()
     words = ("--executor", "local", f"runner.run_dir={root}", "runner.name=a", "--asked-by", "1")
     code, _, err = rlhpc("submit", *words)
     assert code == 2 and f"the sweep {root} was cancelled; rlhpc run goes on with it" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import typing
 from collections.abc import Iterator
@@ -12,7 +13,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+import rlhpc
 from rlhpc.config.constraints import Range
+from rlhpc.config.sweep import points, read_section
+from rlhpc.language.scoring.checks import section_of
+from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.runs.checks import validate
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import TaskType, all_task_types
@@ -89,6 +94,7 @@ ELEMENTS = {
     "data.eval": {"name": "a"},
     "reward.terms": {"name": "math"},
     "groups": {"name": "a", "scorer": "logprobs"},
+    "runner.alerts.rules": {"name": "a", "metrics": ["train/reward"], "above": 1.0},
 }
 
 
@@ -132,3 +138,67 @@ def test_in_a_file_the_file_is_named(key: str, number: float, tmp_path: Path) ->
 @pytest.mark.parametrize("key", [key for key, allowed in RANGES.items() if allowed.also])
 def test_the_number_of_its_own_meaning_is_allowed(key: str) -> None:
     assert RANGES[key].also is not None and RANGES[key].also[0] in RANGES[key]
+
+
+WORDS = [
+    (name, path)
+    for name, kind in KINDS.items()
+    for path, key in kind.keys.by_path.items()
+    if (key.choices or key.registry)
+    and "[]" not in path
+    and path not in ("runner.logger.logger_backends", "runner.task_type")
+]
+
+
+@pytest.mark.parametrize(("name", "path"), WORDS, ids=[f"{name}:{path}" for name, path in WORDS])
+def test_the_case_of_a_known_word_does_not_matter(name: str, path: str) -> None:
+    """Readers compare with words in lower case: a word in capitals that reached them would silently mean another."""
+    key = KINDS[name].keys.by_path[path]
+    for word in key.choices or key.names():
+        cfg = load_config(CONFIGS / SOUND[name], [f"{path}={word.upper()}"], check=False)
+        assert OmegaConf.select(cfg, path) == word
+
+
+def test_case_does_not_matter_in_lists_references_suites_and_kwargs_either() -> None:
+    content = {
+        "defaults": [str(CONFIGS / "reasoning/gsm8k.yaml")],
+        "runner": {"logger": {"logger_backends": ["WandB", "TensorBoard", "my.module:Logger"]}},
+        "reward": {"terms": [{"name": "Math"}, {"name": "My.Module:Term"}]},
+        "algorithm": {"kl_in": "${oc.env:RLHPC_TEST_KL_IN,LOSS}"},
+        "groups": [{"name": "second", "scorer": "JUDGE", "kwargs": {"mode": "Grade", "rollout_backend": "VLLM"}}],
+    }
+    cfg = load_config(content, check=False)
+    assert list(cfg.runner.logger.logger_backends) == ["wandb", "tensorboard", "my.module:Logger"]
+    assert [term.name for term in cfg.reward.terms] == ["math", "My.Module:Term"]
+    assert cfg.algorithm.kl_in == "loss"
+    group = scoring_groups(cfg)["second"]
+    assert group.scorer == "judge"
+    section = section_of(cfg, group)
+    assert (section.mode, section.rollout_backend) == ("grade", "vllm")
+
+
+def test_a_sweep_that_maximizes_in_capitals_maximizes() -> None:
+    section, source = read_section([("file", {"sweep": {"seeds": [0, 1], "goal": "MAXIMIZE"}})], [])
+    assert section.goal == "maximize"
+    assert len(points(section, source)) == 2
+
+
+def test_an_unknown_word_is_shown_as_it_was_written() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_in is 'LOS'; did you mean 'loss'\?"):
+        load_config(CONFIGS / SOUND["reasoning"], ["algorithm.kl_in=LOS"])
+
+
+def test_no_reader_puts_a_word_into_lower_case_again() -> None:
+    """Where one reader must remember to ignore case, another forgets it."""
+    names = {path.rpartition(".")[2] for _, path in WORDS} - {"name"}
+    again = [
+        f"{file}:{node.lineno}"
+        for file in sorted(Path(rlhpc.__file__).parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "lower"
+        and isinstance(node.func.value, ast.Attribute)
+        and node.func.value.attr in names
+    ]
+    assert again == []

@@ -55,6 +55,8 @@ def optimizer(lr: float, group: str = "actor") -> list[Row]:
         Row(f"{at}.lr_warmup_steps", "warmup_steps", 0),
         Row(f"{at}.lr_scheduler", "lr_scheduler_type", "linear",
             "RLinf's: the rate of a step does not depend on how long the run is to be"),
+        Row(f"{at}.min_lr", "min_lr", 0.0, of=RLINF),
+        Row(f"{at}.lr_decay_steps", "lr_decay_iters", None, of=RLINF),
     ]  # fmt: skip
 
 
@@ -71,6 +73,8 @@ MODEL = [
     Row("actor.lora.dropout", "lora_dropout", 0.05, "RLinf's: the same network gives old and new log-probs of a token"),
     Row("actor.lora.target_modules", "lora_target_modules", None,
         "the same layers for every architecture; TRL takes PEFT's table by architecture"),
+    Row("actor.grad_scaler.init_scale", "init_scale of torch.amp.GradScaler", 65536.0, of="torch 2.13"),
+    Row("actor.grad_scaler.growth_interval", "growth_interval of ShardedGradScaler", 400, of="verl 1dda039"),
 ]  # fmt: skip
 SEED = Row("runner.seed", "seed", 42, "CleanRL's; no number is better")
 
@@ -148,7 +152,11 @@ TABLES: dict[str, list[Row]] = {
         Row("algorithm.clip_ratio_low", "clip_range", 0.2),
         Row("algorithm.clip_ratio_high", "clip_range", 0.2),
         Row("algorithm.value_clip", "clip_range_vf", None),
+        Row("algorithm.huber_delta", "huber_delta", None, of=RLINF),
         Row("algorithm.value_coef", "vf_coef", 0.5),
+        Row("algorithm.loss_agg", "(the mean over a minibatch)", "token-mean"),
+        Row("algorithm.filter_rewards", "filter_rewards", False, of=RLINF),
+        Row("algorithm.count_filtered_groups", "(always)", True, "the mean is over the groups that train", of=RLINF),
         Row("algorithm.entropy_coef", "ent_coef", 0.0),
         Row("algorithm.target_kl", "target_kl", None),
         Row("algorithm.update_epochs", "n_epochs", 10, "CleanRL's ppo.py, which plays several environments, too"),
@@ -166,6 +174,12 @@ TABLES: dict[str, list[Row]] = {
         Row("actor.optim.adam_eps", "optimizer_kwargs", 1e-5),
         Row("actor.optim.weight_decay", "weight_decay (torch)", 0.0),
         Row("actor.optim.clip_grad", "max_grad_norm", 0.5),
+        Row("actor.optim.min_lr", "min_lr", 0.0, of=RLINF),
+        Row("actor.optim.lr_scheduler", "lr_scheduler", "constant", of=RLINF),
+        Row("actor.optim.lr_warmup_steps", "lr_warmup_steps", 0, of=RLINF),
+        Row("actor.optim.lr_decay_steps", "lr_decay_iters", None, of=RLINF),
+        Row("actor.optim.value_lr", "learning_rate", None),
+        Row("actor.optim.critic_warmup_steps", "critic_warmup_steps", 0, of=RLINF),
     ],
     "off_policy": [
         Row("runner.seed", "seed", 1, of=f"{CLEANRL}, sac_continuous_action.py"),
@@ -175,8 +189,17 @@ TABLES: dict[str, list[Row]] = {
         Row("algorithm.initial_alpha", "ent_coef", 1.0),
         Row("algorithm.target_entropy", "target_entropy", None),
         Row("algorithm.alpha_lr", "learning_rate", None),
+        Row("algorithm.alpha_type", "(exp of log_alpha)", "exp"),
+        Row("algorithm.alpha_clip_grad", "(none)", None),
         Row("algorithm.backup_entropy", "(in the target)", True),
+        Row("algorithm.bootstrap_type", "bootstrap_type", "standard", of=RLINF),
         Row("algorithm.update_to_data", "gradient_steps", 1.0),
+        Row("algorithm.n_step", "n_steps", 1),
+        Row("algorithm.critic_subsample_size", "(all critics)", None),
+        Row("algorithm.actor_agg_q", "(the smallest)", "min"),
+        Row("algorithm.random_shift", "shift of DrQ-v2", 4, of="DrQ-v2's drqv2.py"),
+        Row("algorithm.replay_buffer.frame_stack", "(VecFrameStack, where it is used)", 1),
+        Row("actor.model.num_q_heads", "n_critics", 2),
         Row("algorithm.critic_actor_ratio", "(one for one)", 1),
         Row("algorithm.target_update_freq", "target_update_interval", 1),
         Row("algorithm.rollout_steps", "train_freq", 1,
@@ -201,6 +224,7 @@ TABLES: dict[str, list[Row]] = {
         Row("actor.optim.adam_eps", "eps (torch)", 1e-8),
         Row("actor.optim.weight_decay", "weight_decay (torch)", 0.0),
         Row("actor.optim.clip_grad", "(none)", None),
+        Row("actor.optim.min_lr", "min_lr", 0.0, of=RLINF),
     ],
 }  # fmt: skip
 #: Sections about what is trained, and keys there that no reference has, or that say which model or task it is.
@@ -211,13 +235,15 @@ ALONE = {
         "algorithm.name algorithm.kwargs algorithm.credit algorithm.turn_* algorithm.value_* algorithm.normalize_advantages "
         "algorithm.kl_type algorithm.kl_in algorithm.recompute_logprobs algorithm.filter_groups algorithm.max_refills "
         "algorithm.overlong_buffer algorithm.max_staleness algorithm.distillation.* actor.model.freeze_vision "
-        "actor.model.value_head"
+        "actor.model.value_head actor.optim.value_lr actor.optim.critic_warmup_steps algorithm.huber_delta "
+        "algorithm.early_stop_imp_ratio algorithm.corrections"
     ),
     "sft": "actor.model.freeze_vision",
     "reward_model": "algorithm.loss_kwargs actor.model.freeze_vision",
     "dpo": "actor.model.freeze_vision",
     "embodied": (
         "algorithm.clip_ratio_c algorithm.tis_cap algorithm.rollout_parts algorithm.*_type algorithm.max_staleness "
+        "algorithm.rewards_*_bound algorithm.behave_weight_threshold "
         "actor.lora.* "
         "actor.model.value_per_action actor.model.normalize_observations actor.model.add_value_head actor.model.dtype "
         "actor.model.gradient_checkpointing actor.model.attn_implementation actor.model.trust_remote_code"

@@ -29,7 +29,7 @@ OTHER_TABLES = {
     *(f"rlhpc/embodied/conditional_keys.py:{name}" for name in ("BC", "OFF_POLICY", "PPO", "_RECORDING_CONDITION")),
     *(f"rlhpc/embodied/conditional_keys.py:_{name}_CONDITIONS" for name in ("DEMONSTRATION", "POLICY", "SIMULATOR")),
     "rlhpc/embodied/models/openvla.py:_EXTRA_PREFIXES",
-    "rlhpc/embodied/planning/workload.py:(STAGES, STALENESS, MICRO)",
+    "rlhpc/embodied/planning.py:(STAGES, STALENESS, MICRO)",
     "rlhpc/embodied/task_types.py:_ENVIRONMENT_KEYS",
     *(
         f"rlhpc/language/conditional_keys.py:{name}"
@@ -39,8 +39,8 @@ OTHER_TABLES = {
     "rlhpc/language/planning/workload.py:(STALENESS, OFFLOAD)",
     *(f"rlhpc/runs/conditional_keys.py:{name}" for name in ("CLIPPED", "COMMON")),
     "rlhpc/runs/config_changes.py:_TASK_TYPE_KEY",
-    "rlhpc/runs/tuning/tune.py:NOT_IN_SHORT_RUNS",
-    "rlhpc/runtime/trust.py:_SWITCHES",
+    "rlhpc/runs/tuning/tune.py:SHORT_RUN_OVERRIDES",
+    *(f"rlhpc/runtime/trust.py:{name}" for name in ("_JOB_TEXTS", "_SWITCHES")),
 }
 #: Modules that define ranges and marks, and that read them.
 OF_METADATA = (

@@ -45,9 +45,14 @@ MINIMAL = "runner: {name: x, max_steps: 1}\nenv: {train: {env_id: CartPole-v1}}\
 )
 
 
+#: Folders that other runs leave, by the configuration that reads one before it starts.
+LEFT_BY_RUNS = {"algorithms/iql.yaml": "algorithm.demo_buffer.load_path"}
+
+
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(CONFIGS)))
-def test_every_shipped_configuration_is_valid(path: Path) -> None:
-    cfg = load_config(path)
+def test_every_shipped_configuration_is_valid(path: Path, tmp_path: Path) -> None:
+    key = LEFT_BY_RUNS.get(str(path.relative_to(CONFIGS)))
+    cfg = load_config(path, [f"{key}={tmp_path}"] if key else [])
     assert cfg.runner.name == path.stem
 
 
@@ -60,7 +65,9 @@ def test_minimal(write: typing.Callable[..., Path]) -> None:
 def test_null_is_none_for_every_interval(kind: TaskType[Any]) -> None:
     """The number that an interval has for none may be written as null; elsewhere null is refused in one sentence."""
     nulls = null_numbers(kind.keys.by_path)
-    intervals = [key for key in kind.schema.keys if key.endswith("_interval")]
+    # Weights reach the rollout ranks some time, and a loss scale that never grew would be too small after an overflow.
+    always = ("runner.weight_sync_interval", ".grad_scaler.growth_interval")
+    intervals = [key for key in kind.schema.keys if key.endswith("_interval") and not key.endswith(always)]
     assert "runner.save_interval" in intervals and set(intervals) <= set(nulls)
     for key in nulls:
         if key in kind.schema:

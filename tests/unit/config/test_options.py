@@ -81,19 +81,19 @@ REFUSED: list[tuple[Callable[..., Any], int, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("declaration", "positional", "values"), ACCEPTED)
+@pytest.mark.parametrize(("options_type", "positional", "values"), ACCEPTED)
 def test_declared_options_are_accepted(
-    declaration: Callable[..., Any], positional: int, values: dict[str, Any]
+    options_type: Callable[..., Any], positional: int, values: dict[str, Any]
 ) -> None:
-    assert check_options(declaration, values, "k", "the flow", positional) == values
+    assert check_options(options_type, values, "k", "the flow", positional) == values
 
 
-@pytest.mark.parametrize(("declaration", "positional", "values", "message"), REFUSED)
+@pytest.mark.parametrize(("options_type", "positional", "values", "message"), REFUSED)
 def test_other_options_are_refused(
-    declaration: Callable[..., Any], positional: int, values: dict[str, Any], message: str
+    options_type: Callable[..., Any], positional: int, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{message}") as raised:
-        check_options(declaration, values, "k", "the flow", positional)
+        check_options(options_type, values, "k", "the flow", positional)
     assert "\n" not in str(raised.value)
 
 

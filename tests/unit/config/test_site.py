@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 from rlhpc.config import find_site
+from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 
@@ -75,6 +77,10 @@ def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("workflow: {sft: x}\n", "workflow.sft: a site file has the sections cluster"),
         ("cluster: {partitoin: gpu}\n", "unknown key cluster.partitoin; did you mean cluster.partition"),
+        (
+            "cluster: {srun: [--nodes=2]}\n",
+            "cluster.srun is ['--nodes=2']; --nodes is an option that rlhpc itself sets for its job steps",
+        ),
         ("cluster: {num_nodes: 4}\n", "cluster.num_nodes belongs to a run"),
         ("cluster: {component_placement: {actor: 0}}\n", "cluster.component_placement belongs to a run"),
         ("cluster:\n  node_groups: [{label: gpu, mem: [1]}]\n", "mem"),
@@ -87,9 +93,45 @@ def test_mistakes(tmp_path: Path, text: str, says: str) -> None:
     assert says in str(error.value) and "site.yaml" in str(error.value)
 
 
-def test_the_example_is_right() -> None:
-    cfg = load_config(HET, site="example")
-    assert [group.partition for group in cfg.cluster.node_groups] == ["gpu", "cpu"]
+def test_options_of_srun(tmp_path: Path) -> None:
+    """The site's, unless the run has its own, which may be none."""
+    file = site(tmp_path, "cluster: {srun: [--network=no_vni]}\n")
+    assert list(load_config(HET, site=file).cluster.srun) == ["--network=no_vni"]
+    assert list(load_config(HET, ["cluster.srun=[]"], site=file).cluster.srun) == []
+    assert list(load_config(HET, ["cluster.srun=[--mpi=pmix]"], site=file).cluster.srun) == ["--mpi=pmix"]
+    with pytest.raises(ConfigError, match=r"cluster.srun is \['-n', '4'\]; -n is an option that rlhpc itself sets"):
+        load_config(HET, ["cluster.srun=[-n,4]"], site=file)
+
+
+EXAMPLES = sorted(path.stem for path in (ROOT / "configs" / "site").glob("*.yaml"))
+#: Partition of the nodes with accelerators, where it is not `gpu`.
+PARTITIONS = {"example-mig": "mig"}
+#: Example → a word of each step's command, a directive of the job, or a line of its script, that must be in the plan.
+PLANNED = {
+    "example": ("", "#SBATCH --constraint=nvlink", "module load cuda"),
+    "example-apptainer": (
+        " apptainer exec --nv --bind /tmp,/dev/shm,/shared /shared/images/rlhpc.sif ",
+        "",
+        "module load",
+    ),
+    "example-exclusive": ("", "#SBATCH --exclusive", ""),
+    "example-mig": ("", "#SBATCH --gres=gpu:a100_3g.20gb:2", ""),
+    "example-private-tmp": ("--task-prolog=/shared/rlhpc/tmpdir.sh", "", "export TMPDIR=/local/$SLURM_JOB_ID"),
+    "example-pyxis": ("--container-mounts=/tmp:/tmp,/dev/shm:/dev/shm,/shared:/shared", "", ""),
+    "example-slingshot": ("--network=job_vni,single_node_vni", "#SBATCH --network=job_vni,", "FI_PROVIDER=cxi"),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_planned(name: str) -> None:
+    """Each of them with a run on two kinds of nodes: all steps have its words, and the job its options."""
+    cfg = load_config(HET, site=name)
+    assert [group.partition for group in cfg.cluster.node_groups] == [PARTITIONS.get(name, "gpu"), "cpu"]
+    plan = build_plan(cfg, launcher="slurm")
+    step_text, directive, setup_line = PLANNED[name]
+    assert len(plan.steps) == 3 and all(step_text in shlex.join(step.argv) for step in plan.steps)
+    assert all(step.argv[2:4] == ("--overlap", "--mpi=none") for step in plan.steps)
+    assert directive in plan.test_script() and setup_line in "\n".join(plan.setup)
 
 
 @pytest.mark.parametrize(

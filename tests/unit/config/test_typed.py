@@ -13,8 +13,8 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.sections import JobConfig, RunConfig, RunnerConfig
-from rlhpc.config.typed import alone, changed, plain, select, untouched
+from rlhpc.config.sections import JobConfig, ProfileConfig, RunConfig, RunnerConfig, TraceConfig
+from rlhpc.config.typed import alone, default_section, plain, select, with_value
 from rlhpc.embodied.config import BcConfig, EvalEnvConfig, PpoConfig, plays
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.runtime.cluster_config import ElasticClusterConfig, ElasticConfig, Key, NodeGroupConfig
@@ -27,7 +27,7 @@ from rlhpc.embodied.workers.env import EnvWorker
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.embodied.workers.off_policy import OffPolicyRolloutWorker
 from rlhpc.embodied.runners.rollout_runner import EmbodiedRunner
-from rlhpc.embodied.runners.rollout_runner import OffPolicyRunner
+from rlhpc.embodied.runners.off_policy_runner import OffPolicyRunner
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import read_key
 
@@ -85,7 +85,16 @@ def test_a_misspelt_key_is_a_type_error(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_read_by_name_exist() -> None:
-    classes = (ElasticClusterConfig, NodeGroupConfig, ElasticConfig, JobConfig, RunConfig, RunnerConfig)
+    classes = (
+        ElasticClusterConfig,
+        NodeGroupConfig,
+        ElasticConfig,
+        JobConfig,
+        RunConfig,
+        RunnerConfig,
+        TraceConfig,
+        ProfileConfig,
+    )
     known = {field.name for cls in classes for field in dataclasses.fields(cls)} | {"name", "eval_job", "convert_job"}
     assert set(get_args(Key)) <= known
     assert {field.name for cls in classes[:3] for field in dataclasses.fields(cls)} <= set(get_args(Key))
@@ -95,10 +104,10 @@ def test_a_changed_copy_leaves_the_original() -> None:
     cfg: PpoConfig = OmegaConf.structured(PpoConfig)
     cfg.env.train.env_id, cfg.env.train.kwargs = "CartPole-v1", {"a": 1, "b": 2}
     OmegaConf.set_readonly(cfg, True)
-    other = changed(cfg, "runner.init_from", "somewhere")
+    other = with_value(cfg, "runner.init_from", "somewhere")
     assert (other.runner.init_from, cfg.runner.init_from) == ("somewhere", None)
-    assert changed(cfg.env.train, "kwargs", {"b": 3}).kwargs == {"b": 3} and cfg.env.train.kwargs == {"a": 1, "b": 2}
-    side: EvalEnvConfig = changed(cfg.env.eval, "simulators", 0)
+    assert with_value(cfg.env.train, "kwargs", {"b": 3}).kwargs == {"b": 3} and cfg.env.train.kwargs == {"a": 1, "b": 2}
+    side: EvalEnvConfig = with_value(cfg.env.eval, "simulators", 0)
     assert (side.simulators, cfg.env.eval.simulators, side.env_id) == (0, None, "CartPole-v1")
     for same in (cfg, other):
         with pytest.raises(OmegaConfBaseException):
@@ -127,7 +136,7 @@ def test_what_is_untouched_is_what_omegaconf_makes_and_each_callers_own() -> Non
 
     for cls in (PpoConfig, BcConfig, GrpoConfig, Local):
         made = OmegaConf.structured(cls)
-        for found in (untouched(cls), untouched(cls)):
+        for found in (default_section(cls), default_section(cls)):
             assert OmegaConf.to_yaml(found) == OmegaConf.to_yaml(made)
             assert OmegaConf.get_type(found) is cls and OmegaConf.missing_keys(found) == OmegaConf.missing_keys(made)
             key = "number" if cls is Local else "runner.seed"

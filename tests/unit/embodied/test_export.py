@@ -17,12 +17,12 @@ import yaml
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.embodied.config import EvalEnvConfig, ModelConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.observations import boxes_of, space_from_json, space_to_json
 from rlhpc.embodied.envs.wrappers import BUILT_IN
-from rlhpc.embodied.evaluation.episodes import Watch, evaluate_policy
+from rlhpc.embodied.evaluation.episodes import StepObserver, evaluate_policy
 from rlhpc.embodied.export import policy_card
 from rlhpc.embodied.models import build_model
 from rlhpc.embodied.standalone_policy import SCRIPT, program_of, wrapper_files
@@ -40,6 +40,20 @@ CASES = {
     ),
     "images": ({"model_type": "cnn"}, spaces.Box(0, 255, (36, 36, 3), np.uint8), spaces.Discrete(4)),
     "flow": ({"model_type": "flow", "num_action_chunks": 2}, STATE, spaces.Box(-1, 1, (2,), np.float32)),
+    "transformer": (
+        {
+            "model_type": "flow",
+            "num_action_chunks": 2,
+            "kwargs": {"network": "transformer", "width": 8, "heads": 2, "noise_method": "flow_noise"},
+        },
+        STATE,
+        spaces.Box(-1, 1, (2,), np.float32),
+    ),
+    "cameras": (
+        {"model_type": "resnet10", "kwargs": {"freeze": True}},
+        spaces.Dict({"rgb": spaces.Box(0, 255, (32, 32, 6), np.uint8), "state": STATE}),
+        spaces.Box(-1, 1, (2,), np.float32),
+    ),
 }
 _ASK = """
 import json, sys
@@ -53,7 +67,7 @@ print(json.dumps([numpy.asarray(policy.act(one)).tolist() for one in many]))
 
 
 def model(changes: dict[str, Any], observation: Any, action: Any) -> Any:
-    cfg = OmegaConf.merge(untouched(ModelConfig), changes)
+    cfg = OmegaConf.merge(default_section(ModelConfig), changes)
     policy = build_model(cfg, observation, action, seed=1)
     with torch.no_grad():
         for parameter in policy.parameters():  # the last layers begin at nearly nothing
@@ -73,9 +87,9 @@ def test_the_program_acts_as_the_policy(name: str) -> None:
     with torch.no_grad():
         starts = (policy.sample_start((5,), torch.Generator().manual_seed(1)),) if policy.start_shape else ()
         expected = policy.predict_action_batch(rows, "eval", *starts)[0]
-        torch.testing.assert_close(acts(rows, *starts), expected)
+        torch.testing.assert_close(acts(rows, *starts), expected, rtol=1e-5, atol=1e-5)
         one = {key: part[:1] for key, part in rows.items()} if isinstance(rows, dict) else rows[:1]
-        torch.testing.assert_close(acts(one, *[each[:1] for each in starts]), expected[:1])
+        torch.testing.assert_close(acts(one, *[each[:1] for each in starts]), expected[:1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["discrete", "box"])
@@ -118,7 +132,7 @@ def test_the_card() -> None:
     config = {"env_id": "CartPole-v1", "run": "mine", "rlhpc_version": "0", "global_step": 4, "policy": policy.spec()}
     result = {"env_id": "CartPole-v1", "suite": "default", "episodes": 9, "return_mean": 41.5, "return_std": 2.0,
               "return_ci95": [40.0, 43.0]}  # fmt: skip
-    card = policy_card(config, "global_step_4", [result], licence="apache-2.0", standalone=True)
+    card = policy_card(config, "global_step_4", [result], licence="apache-2.0", is_standalone=True)
     facts = yaml.safe_load(card.split("---\n")[1])
     assert (facts["license"], facts["pipeline_tag"]) == ("apache-2.0", "reinforcement-learning")
     [entry] = facts["model-index"][0]["results"]
@@ -127,7 +141,7 @@ def test_the_card() -> None:
         "| default | 9 | 41.50 | 40.00 to 43.00 |" in card and "Linear(64) → tanh → Linear(64) → tanh → Linear" in card
     )
     assert (
-        yaml.safe_load(policy_card(config, "x", [], licence=None, standalone=False).split("---\n")[1])["license"]
+        yaml.safe_load(policy_card(config, "x", [], licence=None, is_standalone=False).split("---\n")[1])["license"]
         == "other"
     )
 
@@ -231,7 +245,7 @@ def test_the_script_plays_the_environment_of_the_evaluation(tmp_path: Path, monk
         pictures = any(len(box.shape) == 3 for box in boxes_of(seen).values())
         acting = model(({"model_type": "cnn"} if pictures else {}) | chosen, seen, acts)
         rows: list[float] = []
-        result = evaluate_policy(acting, side, seed=0, watch=lambda env, rows=rows: Returns(rows))
+        result = evaluate_policy(acting, side, seed=0, build_observer=lambda env, rows=rows: Returns(rows))
         assert result["episodes"] == len(rows) == 2
         expected[name] = rows
         folders[name] = str(exported(tmp_path / str(number), acting, side))
@@ -299,7 +313,7 @@ def test_the_functions_of_the_script_end_no_program_that_imports_it(tmp_path: Pa
         script["make_env"]()
 
 
-class Returns(Watch):
+class Returns(StepObserver):
     """Returns of the episodes that count, by slot."""
 
     def __init__(self, rows: list[float]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from rlhpc.jobs import segment as claim
 from tests.unit.jobs.foreign_folder import SQUEUE
+from tests.unit.jobs.local_jobs import fake_slurm, full_slurm, run  # noqa: F401 (fixtures)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ echo "squeue $*" >> CALLS
 case "$*" in
 *--name=analysis*) echo 12;;
 *--name=*) ;;
+*"--states=all"*--me*|*--me*"--states=all"*) echo '12|STATE|BeginTime|||NAME';;
 *"--jobs=12 "*%j*) echo '12|/home/a/analysis|mine|NAME';;
 *"--jobs=12 "*%S*) echo '12|PENDING|BeginTime|2999-01-01T00:00:00';;
 *"--jobs=12 "*) echo '12|STATE|BeginTime';;

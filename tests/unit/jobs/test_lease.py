@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -196,6 +198,68 @@ def test_a_driver_of_another_host(files: SegmentJournal, manners: str) -> None:
         with pytest.raises(UserError, match="is being trained by"), sole_driver(files.paths):
             pass
     assert not record.exists()
+
+
+def test_a_lease_that_this_host_remembers_as_missing_is_not_taken_from_its_holder(
+    files: SegmentJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its content comes after a while; a file that stays empty is one of a process that died while it wrote it."""
+    first, second = lease.Lease(files.lease), lease.Lease(files.lease)
+    assert first.take()
+    read, misses = lease.read_json_file, iter(range(5))
+    monkeypatch.setattr(lease, "read_json_file", lambda path: None if next(misses, None) is not None else read(path))
+    assert not second.take_over() and first.owns()
+    first.release()
+    files.lease.touch()
+    monkeypatch.setattr(lease, "MISSING_NAME_S", 0.2)
+    assert second.take_over() and second.owns()
+    second.release()
+
+
+def take_over_at_once(path: Path, at_line: int) -> tuple[list[str], int]:
+    """Takes over a dead holder's lease while others do so, too: one before line `at_line`, one before each later line.
+
+    Returns:
+        Those that hold the lease, and the number of lines that the takeover has executed.
+    """
+    second, heir, third = (lease.Lease(path) for _ in range(3))
+    line, holders = 0, list[str]()
+
+    def interfere(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal line
+        if frame.f_code.co_filename != lease.__file__ or threading.current_thread() is not threading.main_thread():
+            return None
+        if event == "line":
+            line += 1
+            if line == at_line and heir.take_over():
+                holders.append("heir")
+            if line > at_line and holders and third.take_over():
+                holders.append("third")
+        return interfere
+
+    sys.settrace(interfere)
+    try:
+        if second.take_over():
+            holders.append("second")
+    finally:
+        sys.settrace(None)
+    for each in (second, heir, third):
+        each.end_renewal()
+    return holders, line
+
+
+def test_a_dead_holder_s_lease_is_removed_only_while_it_is_his(files: SegmentJournal) -> None:
+    ended = subprocess.Popen(["true"])
+    dead = {"process": ProcessId.of(ended.pid).to_json(), "nonce": "of the dead"}
+    ended.wait()
+    for at_line in itertools.count(1):
+        path = files.lease.with_name(f"line_{at_line}.lease")
+        path.write_text(json.dumps(dead))
+        holders, lines = take_over_at_once(path, at_line)
+        assert len(holders) == 1, f"{holders} at line {at_line}"
+        if lines < at_line:
+            break
+    assert at_line > 10
 
 
 DRIVE = """

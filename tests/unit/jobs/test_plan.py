@@ -100,7 +100,12 @@ def test_inside_the_allocation() -> None:
     assert found.steps[-1].hosts == ("cpu08", "cpu08", "cpu09", "cpu09")
 
 
-@pytest.mark.parametrize("more", [{}, {"container": ["apptainer", "exec", "rlhpc.sif"]}])
+IMAGE = {"container": ["apptainer", "exec", "rlhpc.sif"], "container_python": "/opt/venv/bin/python"}
+#: Options of each step.
+STEP_OPTIONS = ({}, {"container": ["apptainer", "exec", "rlhpc.sif"]}, IMAGE, {"srun": ["--mpi=pmix", "--network=x"]})
+
+
+@pytest.mark.parametrize("more", STEP_OPTIONS)
 def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of a plan made without Slurm are those that the driver starts in the job that the plan asked for."""
 
@@ -122,12 +127,33 @@ def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, mo
     starter = SrunLauncher(tmp_path, nobody, nobody)
     for group, ranks in plan(section, cluster=cluster).placements.items():
         specs = [
-            spec_of(group, rank, len(ranks), cluster, {}, 1, tmp_path, registry="", token="", body=b"")
+            spec_of(group, rank, len(ranks), cluster, {}, 1, tmp_path, in_step=True, registry="", token="", body=b"")
             for rank in ranks
         ]
         starter.start([Member(spec, starter) for spec in specs], cluster)
     assert started == list(plan(section, cluster=cluster).steps)
     assert [step.argv for step in started] == [step.argv for step in plan(section).steps]
+
+
+def test_options_of_srun_are_in_each_step() -> None:
+    """A type of MPI replaces the default, and the launcher's own options follow, which srun then takes."""
+    plain = plan(HET).steps
+    for words in (["--network=x"], ["--mpi=pmix", "--network=x"]):
+        steps = plan({**HET, "srun": words}).steps
+        default = [] if words[0].startswith("--mpi") else ["--mpi=none"]
+        for before, step in zip(plain, steps, strict=True):
+            assert list(step.argv[2:]) == ["--overlap", *default, *words, *before.argv[4:]]
+
+
+def test_the_python_of_an_image() -> None:
+    """It starts ranks of job steps alone; a node group's own Python comes first."""
+    commands = {step.group: step.argv for step in plan({**HET, **IMAGE}).steps}
+    at = {group: argv.index("rlhpc.sif") for group, argv in commands.items()}
+    assert {group: argv[at[group] + 1] for group, argv in commands.items()} == {
+        "actor": "/opt/venv/bin/python", "rollout": "/opt/venv/bin/python", "env": "/opt/sim/bin/python"
+    }  # fmt: skip
+    local = plan({**IMAGE, "component_placement": {"actor": 0}}, launcher="local")
+    assert sys.executable in local.steps[0].argv and "apptainer" not in local.steps[0].argv
 
 
 def test_cores_of_the_whole_cluster() -> None:
@@ -260,6 +286,16 @@ def test_more_ranks_than_cores() -> None:
     assert "--overcommit" in found.steps[0].argv and found.warnings == ("node0: 4 processes share 2 cores",)
 
 
+def test_a_limit_of_open_files_that_is_too_low_for_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = {"component_placement": {"env": "0:0-15"}}
+    monkeypatch.setattr("rlhpc.jobs.plan.file_limit", lambda: 70)
+    assert any(
+        "16 ranks opens 80 files, and a process may open 70 files here" in warning for warning in plan(section).warnings
+    )
+    monkeypatch.setattr("rlhpc.jobs.plan.file_limit", lambda: 80)
+    assert not any("open" in warning for warning in plan(section).warnings)
+
+
 def test_bad_placement_and_launcher() -> None:
     with pytest.raises(PlacementError, match="resource 9 does not exist"):
         plan({"component_placement": {"actor": 9}})
@@ -295,3 +331,21 @@ def test_a_walltime_without_room_for_a_step_is_refused(time: str, lead: int, res
         ConfigError, match=rf"cluster.time is {time} \(cluster\), of which the last {max(lead, reserve)} s .*{key}"
     ):
         build_plan(cfg, launcher="slurm")
+
+
+def test_slurms_mail_is_asked_for_once() -> None:
+    groups = [{"label": "a", "partition": "x", "node_ranks": 0}, {"label": "b", "partition": "y", "node_ranks": 1}]
+    mail = {"mail_type": "END,FAIL", "mail_user": "me@example.org"}
+    found = plan({**ONE_NODE, **mail, "num_nodes": 2, "node_groups": groups})
+    assert [dict(c.options).get("mail-type") for c in found.components] == ["END,FAIL", None]
+    assert "#SBATCH --mail-user=me@example.org" in found.components[0].directives
+    assert found.submitit_parameters()["mail_type"] == "END,FAIL"
+    assert "mail-type" not in dict(plan(ONE_NODE).components[0].options)
+
+
+@pytest.mark.parametrize("value", ["END;rm", "end", "END FAIL", "END,", "SOON"])
+def test_mail_that_slurm_does_not_know_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.mail_type is .*; write events of Slurm in upper case"):
+        load_config(QUICKSTART, [f"cluster.mail_type='{value}'"])
+    with pytest.raises(ConfigError, match=r"cluster.mail_user is .*; write an address"):
+        load_config(QUICKSTART, ["cluster.mail_user='me --wrap=x'"])

@@ -125,7 +125,7 @@ def test_without_accounting(fake: Fake) -> None:
     fake(
         "scontrol", 'test $4 = 12 && echo "JobId=12 JobState=CANCELLED Reason=None" || { echo Invalid job id; exit 1; }'
     )
-    reports = SlurmProbe(finished=lambda job_id: job_id == "14").query(["12", "13", "14"])
+    reports = SlurmProbe(has_finished=lambda job_id: job_id == "14").query(["12", "13", "14"])
     assert reports["12"] == JobReport(JobState.CANCELLED, "", "scontrol")
     assert reports["13"].state is JobState.UNKNOWN and reports["13"].conclusive
     assert not reports["13"].state.is_success and not reports["13"].state.is_terminal
@@ -169,3 +169,25 @@ def test_find_by_name(fake: Fake) -> None:
     assert "--name=rlhpc-x" in calls()[0]
     fake("squeue", "exit 0")
     assert SlurmProbe().find("rlhpc-x") is None
+
+
+def test_one_list_of_the_users_jobs_answers_for_all(fake: Fake) -> None:
+    """Further commands are for jobs that it lacks, and they are few however many those jobs are."""
+    fake("squeue", "printf '12+0|RUNNING|None|n1|N/A|mine\\n12+1|RUNNING|None|n2|N/A|mine\\n13|FAILED|NonZero|||x\\n'")
+    fake("sacct", "echo '14|COMPLETED|0:0'")
+    fake("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    found = SlurmProbe().snapshot(["12", "13"])
+    assert [job.id for job in found.jobs or []] == ["12+0", "12+1", "13"] and found.num_commands == 1
+    assert found.reports == {
+        "12": JobReport(JobState.RUNNING, "", "squeue"), "13": JobReport(JobState.FAILED, "NonZero", "squeue"),
+    }  # fmt: skip
+    assert len(calls()) == 1 and "--me" in calls()[0] and "--jobs" not in calls()[0]
+    found = SlurmProbe().snapshot(["12", "14", *map(str, range(20, 40))])
+    assert found.reports["14"] == JobReport(JobState.COMPLETED, "", "sacct") and found.num_commands == 6
+    assert found.reports["20"].is_over and "24" not in found.reports, "asked about at the next query"
+    assert len(calls()) == 7
+    fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    fake("sacct", "exit 1")
+    fake("scontrol", "exit 1")
+    found = SlurmProbe().snapshot(["12"])
+    assert found.jobs is None and not found.reports["12"].conclusive

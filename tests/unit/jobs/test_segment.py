@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,7 @@ from rlhpc.jobs import segment as claims
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId
 from rlhpc.jobs.segment import Claim, SegmentJournal
+from rlhpc.runtime.errors import DeadlineExceeded
 
 
 @pytest.mark.parametrize(
@@ -33,3 +37,46 @@ def test_a_running_job_keeps_its_claim(
     claim.path.write_text("{}")
     monkeypatch.setattr(claims, "LEASE_S", 0.2)  # nobody renews it
     assert claim.alive(Probe()) is alive
+
+
+def test_a_claim_that_this_host_remembers_as_missing_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing has it. The claim before it is over, and would let a second job own the segment."""
+    files = SegmentJournal(RunPaths(tmp_path), 0)
+    files.paths.submit.mkdir()
+    first = Claim.take(files, token="first", job_id="1", executor="local")
+    assert first is not None
+    first.update(released=True)
+    second = Claim.take(files, token="second", job_id="2", executor="local")
+    assert second is not None and second.number == 2
+    read, misses = claims.read_json_file, iter(range(10))
+
+    def remember_missing(path: Path) -> dict[str, Any] | None:
+        return None if path == second.path and next(misses, None) is not None else read(path)
+
+    monkeypatch.setattr(claims, "read_json_file", remember_missing)
+    monkeypatch.setattr(claims, "_is_missing_or_empty", lambda path: True)
+    assert Claim.take(files, token="third", job_id="3", executor="local") is None
+    assert next(misses, None) is None, "it was read until it was there"
+    monkeypatch.setattr(claims, "read_json_file", lambda path: None if path == second.path else read(path))
+    monkeypatch.setattr(claims, "MISSING_NAME_S", 0.2)
+    newest = Claim.newest(files)
+    assert newest is not None and newest.number == 1, "one that never gets content is nobody's"
+
+
+def test_one_process_submits_at_a_time(tmp_path: Path) -> None:
+    files = SegmentJournal(RunPaths(tmp_path / "run"), 0)
+    files.paths.submit.mkdir(parents=True)
+    with files.submit_lock():
+        assert files.lease.exists()
+        with pytest.raises(DeadlineExceeded, match="holds"), files.submit_lock(timeout_s=0.3):
+            pass
+    assert not files.lease.exists()
+    gone = subprocess.Popen(["true"])
+    identity = ProcessId.of(gone.pid)
+    gone.wait()
+    files.lease.write_text(json.dumps({"process": identity.to_json()}))
+    with files.submit_lock(timeout_s=5.0):
+        pass
+    assert not list(files.paths.submit.glob("*stale*"))

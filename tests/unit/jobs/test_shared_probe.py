@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rlhpc.jobs import shared_probe
-from rlhpc.jobs.probes import JobReport, JobState
-from rlhpc.jobs.shared_probe import SharedProbe, wait_folder
+from rlhpc.jobs.probes import JobReport, JobState, QueueSnapshot
+from rlhpc.jobs.shared_probe import PATIENCE_S, SharedAnswer, SharedProbe, remove_unused_folders, wait_folder
+from rlhpc.jobs.slurm import QueuedJob
 
 
 class Asked:
@@ -20,14 +21,24 @@ class Asked:
 
     def __init__(self, **states: str) -> None:
         self.states, self.questions = states, list[list[str]]()
-        self.answers = True
+        self.answers, self.num_commands = True, 1
+
+    def snapshot(self, job_ids: Iterable[str]) -> QueueSnapshot:
+        reports = self.query(job_ids)
+        if not self.answers:
+            return QueueSnapshot(None, reports)
+        rows = [QueuedJob(name[1:], state, "why", "n1", None, "mine") for name, state in self.states.items()]
+        return QueueSnapshot(rows, {job.id: self._report(job.id) for job in rows} | reports, self.num_commands)
+
+    def _report(self, job: str) -> JobReport:
+        return JobReport(JobState.parse(self.states[f"j{job}"]), "why", "squeue", True)
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         ids = list(job_ids)
         self.questions.append(ids)
         if not self.answers:
             return {job: JobReport(JobState.UNKNOWN, conclusive=False) for job in ids}
-        return {job: JobReport(JobState.parse(self.states[f"j{job}"]), "why", "squeue", True) for job in ids}
+        return {job: self._report(job) for job in ids}
 
 
 class Clock:
@@ -38,6 +49,12 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    def time(self) -> float:
+        return 5e8 + self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 @pytest.fixture
@@ -57,11 +74,76 @@ def test_one_command_asks_for_all(tmp_path: Path, clock: Clock) -> None:
     slurm: Any = Asked(j1="RUNNING", j2="PENDING")
     first, second = (SharedProbe(slurm, tmp_path / "meet") for _ in range(2))
     assert states(first, "1") == ["RUNNING"]
-    assert states(second, "2") == ["UNKNOWN"]  # the answers are too young to ask again
+    assert states(second, "2") == ["PENDING"], "the first answer has all jobs of the user"
+    slurm.states["j3"] = "RUNNING"
+    assert states(second, "3") == ["UNKNOWN"]  # submitted since; the answers are too young to ask again
     clock.now += shared_probe.INTERVAL_S + 1
-    assert states(second, "2") == ["PENDING"]
+    assert states(second, "3") == ["RUNNING"]
     assert states(first, "1") == ["RUNNING"]
-    assert slurm.questions == [["1"], ["1", "2"]]
+    assert slurm.questions == [["1"], ["1", "2", "3"]]
+
+
+def test_a_command_that_prints_a_state_once_waits_for_the_next_query(tmp_path: Path, clock: Clock) -> None:
+    """Also where all answers are old; but not for an ended job, and not for ever."""
+    slurm: Any = Asked(j1="RUNNING")
+    place = tmp_path / "meet"
+    states(SharedProbe(slurm, place), "1")
+    slurm.states |= {"j1": "COMPLETED", "j2": "PENDING"}
+    began = clock.now
+    assert states(SharedProbe(slurm, place, patience_s=PATIENCE_S), "1", "2") == ["COMPLETED", "PENDING"]
+    assert 0 < clock.now - began <= shared_probe.INTERVAL_S + 1 and len(slurm.questions) == 2
+    clock.now += 3600
+    began = clock.now
+    with SharedProbe(slurm, place)._lock():  # somebody is asking, and gets no answer
+        assert states(SharedProbe(slurm, place, patience_s=PATIENCE_S), "1") == ["COMPLETED"] and clock.now == began
+        assert states(SharedProbe(slurm, place, patience_s=PATIENCE_S), "2") == ["PENDING"]
+    assert PATIENCE_S <= clock.now - began < PATIENCE_S + 1
+    SharedProbe(slurm, place).leave(["1"])
+    assert not place.exists(), "whoever printed a state does not keep the folder"
+
+
+def test_all_commands_together_ask_six_times_a_minute(tmp_path: Path, clock: Clock) -> None:
+    """Waiters, loops of status, drivers with helpers; also where each query needs further commands."""
+    slurm: Any = Asked(j1="RUNNING", j2="PENDING", j3="RUNNING")
+    place = tmp_path / "meet"
+    waiters = [SharedProbe(slurm, place) for _ in range(3)]
+    for num_commands in (1, 3):
+        slurm.num_commands, slurm.questions = num_commands, []
+        end = clock.now + 180
+        while clock.now < end:
+            for waiter in waiters:
+                waiter.query(["1"])
+            SharedProbe(slurm, place, patience_s=PATIENCE_S).query(["2"])
+            jobs, asked_at = SharedProbe(slurm, place).jobs_named("mine")
+            assert jobs is not None and clock.time() - asked_at <= shared_probe.INTERVAL_S * num_commands
+            clock.now += 1
+        assert 15 / num_commands <= len(slurm.questions) <= 18 / num_commands + 1
+
+
+def test_jobs_by_name_have_the_time_of_the_question(tmp_path: Path, clock: Clock) -> None:
+    slurm: Any = Asked(j1="RUNNING", j2="COMPLETED")
+    (tmp_path / "meet").mkdir(mode=0o700)
+    probe = SharedProbe(slurm, tmp_path / "meet")
+    with probe._lock():
+        assert probe.jobs_named("mine") == ([], float("-inf")), "somebody is asking for the first time"
+    jobs, asked_at = probe.jobs_named("mine")
+    assert jobs is not None and [job.id for job in jobs] == ["1"] and asked_at == clock.time()
+    clock.now += 5
+    assert probe.jobs_named("theirs") == ([], asked_at) and len(slurm.questions) == 1
+    clock.now += 5
+    slurm.answers = False
+    assert probe.jobs_named("mine") == (None, clock.time())
+
+
+def test_folders_that_no_command_uses_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_probe.tempfile, "gettempdir", lambda: str(tmp_path))
+    slurm: Any = Asked(j1="RUNNING")
+    states(SharedProbe(slurm, patience_s=1.0), "1")
+    assert remove_unused_folders() == [] and remove_unused_folders(unused_s=-1.0) == [wait_folder()]
+    assert not list(tmp_path.iterdir())
+    states(SharedProbe(slurm), "1")
+    (wait_folder() / "watcher").touch()
+    assert remove_unused_folders(unused_s=-1.0) == [] and (wait_folder() / "answers.json").exists()
 
 
 def test_jobs_that_ended_or_that_nobody_waits_for_are_not_asked_about(tmp_path: Path, clock: Clock) -> None:
@@ -145,3 +227,41 @@ def test_each_cluster_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert here == wait_folder()
     monkeypatch.setenv("SLURM_CLUSTERS", "another")
     assert wait_folder() != here
+
+
+def test_one_process_looks_for_all(tmp_path: Path, clock: Clock) -> None:
+    """Whoever releases the look, or has stopped, is followed by another process."""
+    looked: list[str] = []
+
+    def look_of(name: str) -> SharedAnswer:
+        def look() -> list[Any]:
+            looked.append(name)
+            return [name, clock.now]
+
+        return SharedAnswer("the run", look, 5.0, tmp_path / "meet")
+
+    first, second, other = look_of("first"), look_of("second"), SharedAnswer("b", lambda: "b", 5.0, tmp_path / "meet")
+    assert first.answer() == second.answer() == ["first", 1000.0] and other.answer() == "b"
+    clock.now += 4
+    assert first.answer() == second.answer() == ["first", 1000.0]
+    clock.now += 2
+    assert second.answer() == ["first", 1000.0], "it does not look while another process does"
+    assert first.answer() == second.answer() == ["first", 1006.0] and looked == ["first", "first"]
+    clock.now += 16
+    assert second.answer() == ["second", 1022.0], "the other process has stopped"
+    first.release()
+    other.release()
+    assert second.answer() == ["second", 1022.0] and second.answer() == look_of("third").answer()
+    second.release()
+    assert not (tmp_path / "meet").exists()
+
+
+def test_a_look_needs_no_folder(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "meet").touch()
+    looked: list[float] = []
+    look = SharedAnswer("the run", lambda: looked.append(clock.now), 5.0, tmp_path / "meet")
+    for _ in range(11):
+        assert look.answer() is None
+        clock.now += 1
+    look.release()
+    assert looked == [1000.0, 1005.0, 1010.0]

@@ -55,13 +55,13 @@ def test_an_end_that_is_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1795000000")
     said.write_text("2027-01-02T03:04:05\n2027-01-02T03:04:04\n")
     later = time.mktime(time.strptime("2027-01-02T03:04:04", "%Y-%m-%dT%H:%M:%S"))
-    assert (end_of_job(), end_of_job(at_once=True), end_of_job()) == (1795000000.0, later, later)
+    assert (end_of_job(), end_of_job(queries_slurm=True), end_of_job()) == (1795000000.0, later, later)
     said.unlink()
-    assert end_of_job(at_once=True) == later
+    assert end_of_job(queries_slurm=True) == later
     said.write_text("N/A\n")
-    assert end_of_job(at_once=True) is None
+    assert end_of_job(queries_slurm=True) is None
     said.unlink()
-    assert end_of_job(at_once=True) is None
+    assert end_of_job(queries_slurm=True) is None
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     assert end_of_job() == 1795000000.0, "of another job"
 

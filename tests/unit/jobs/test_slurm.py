@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -187,18 +186,24 @@ def test_the_limits_of_an_account(commands: Commands) -> None:
     assert slurm.allowance(None) is None
 
 
-def test_jobs_of_a_name(commands: Commands) -> None:
-    commands(squeue="printf '7|RUNNING|None|n1|2030-01-01T00:00:00\\n8|PENDING|Priority||N/A\\n'")
-    jobs: Any = slurm.jobs_named("mine")
-    assert [(job.id, job.state, job.reason, job.node) for job in jobs] == [
-        ("7", "RUNNING", "None", "n1"), ("8", "PENDING", "Priority", ""),
+def test_jobs_of_a_user(commands: Commands) -> None:
+    lines = [
+        "7|RUNNING|None|n1|2030-01-01T00:00:00|a|b",
+        "8|PENDING|Priority||N/A|c",
+        "CLUSTER: other",
+        "9|COMPLETED|None",
+    ]
+    jobs = slurm.parse_queue(lines)
+    assert [(job.id, job.state, job.reason, job.node, job.name) for job in jobs] == [
+        ("7", "RUNNING", "None", "n1", "a|b"), ("8", "PENDING", "Priority", "", "c"), ("9", "COMPLETED", "None", "", ""),
     ]  # fmt: skip
     assert jobs[0].started is not None and jobs[1].started is None
+    commands(squeue="echo 7")
     assert not slurm.has_no_jobs()
     commands(squeue="")
-    assert slurm.jobs_named("mine") == [] and slurm.has_no_jobs()
+    assert slurm.has_no_jobs()
     commands(squeue="exit 1")
-    assert slurm.jobs_named("mine") is None and not slurm.has_no_jobs()
+    assert not slurm.has_no_jobs()
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class Serving:
             def __init__(wait, answers: bool) -> None:  # noqa: N805
                 wait.answers = answers
 
-            def waiter(wait, out: Any, find_probe: Any) -> Waiter:  # noqa: N805
+            def waiter(wait, out: Any, find_probe: Any, environment: Any) -> Waiter:  # noqa: N805
                 self.waiters.append(Waiter(out, **waiter))
                 return self.waiters[-1]
 

@@ -87,6 +87,27 @@ SUITE = "data.eval=[{name: held_out, source: arithmetic, size: 4}]"
             ["rollout.rollout_backend=hf", "rollout.parallel.expert=true"],
             "rollout.parallel.expert is True; the engine hf",
         ),
+        (
+            ["algorithm.corrections=[{name: geometric}]", "algorithm.recompute_logprobs=false"],
+            "algorithm.recompute_logprobs is False; algorithm.corrections compares",
+        ),
+        (
+            [
+                "algorithm.corrections=[{name: k2}, {name: icepop}]",
+                "algorithm.recompute_logprobs=true",
+                "algorithm.tis_cap=2",
+            ],
+            "algorithm.tis_cap is 2.0; it is the correction token_tis, and algorithm.corrections has icepop",
+        ),
+        (
+            [
+                "algorithm.corrections=[{name: sequence_mis}]",
+                "algorithm.recompute_logprobs=true",
+                "algorithm.loss_type=decoupled_ppo",
+            ],
+            "algorithm.corrections is .*decoupled_ppo has importance weights already, and sequence_mis would",
+        ),
+        (["algorithm.corrections=[{name: k3, kwargs: {over: sum}}]"], "kwargs.over is 'sum'"),
         (["rollout.temperature=0"], "rollout.temperature is 0"),
         (["rollout.max_turns=3"], "rollout.max_turns is 3; rollout.agent is not set"),
         (["agent.kind=python"], "agent.target is None; agent.kind=python is about it: set it, such as my_agent:solve"),
@@ -106,7 +127,7 @@ SUITE = "data.eval=[{name: held_out, source: arithmetic, size: 4}]"
         ),
         (
             ["actor.compile=Blocks", "actor.training_backend=DeepSpeed", "actor.deepspeed.zero_stage=3"],
-            "actor.compile is 'Blocks'; actor.deepspeed.zero_stage=3 gathers weights inside the layers",
+            "actor.compile is 'blocks'; actor.deepspeed.zero_stage=3 gathers weights inside the layers",
         ),
         (["actor.global_batch_size=7"], "actor.global_batch_size is 7; a step has data.prompts_per_step"),
         (["actor.model.model_path=null"], "actor.model.model_path is None; name a Hugging Face folder"),
@@ -120,3 +141,33 @@ SUITE = "data.eval=[{name: held_out, source: arithmetic, size: 4}]"
 def test_a_setting_that_cannot_work_is_refused_by_its_key(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(CONFIG, changes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.optim.value_lr=1e-4"], r"value_lr is 0\.0001; the actor has no value head: .* critic\.optim\.lr"),
+        (["actor.optim.critic_warmup_steps=2"], r"critic_warmup_steps is 2; the actor has no value head"),
+        (
+            ["algorithm.adv_type=gae", "actor.model.value_head=true", "actor.optim.critic_warmup_steps=2",
+             "algorithm.value_coef=0"],
+            "no value is trained",
+        ),
+        (
+            ["algorithm.early_stop_imp_ratio=5", "actor.training_backend=deepspeed"],
+            r"early_stop_imp_ratio is 5\.0; DeepSpeed cannot take back a gradient",
+        ),
+        (["algorithm.early_stop_imp_ratio=1"], r"early_stop_imp_ratio is 1\.0; it must be above 1"),
+        (["actor.optim.min_lr=0.5"], r"actor\.optim\.min_lr is 0\.5; it must not be above actor\.optim\.lr"),
+        (["algorithm.credit=all_turns", "algorithm.adv_type=raw"], r"algorithm\.credit is 'all_turns'"),
+    ],
+)  # fmt: skip
+def test_keys_of_the_update_are_refused_where_they_cannot_be(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(CONFIG, overrides)
+
+
+def test_a_learning_rate_of_the_value_head_is_for_gae_with_that_head() -> None:
+    given = ["algorithm.adv_type=gae", "actor.model.value_head=true", "actor.optim.value_lr=1e-4"]
+    cfg = typed(GrpoConfig, load_config(CONFIG, [*given, "actor.optim.critic_warmup_steps=2"]))
+    assert (cfg.actor.optim.value_lr, cfg.actor.optim.critic_warmup_steps) == (1e-4, 2)

@@ -13,7 +13,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.config.typed import changed
+from rlhpc.config.typed import with_value
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.task_types import DPO, GRPO, REWARD_MODEL, SFT
 from rlhpc.runs.configuration import load_config
@@ -67,7 +67,7 @@ def test_metrics_that_choose_a_checkpoint(name: str, overrides: list[str], metri
 
 
 def test_a_reward_model_of_labels_has_other_metrics() -> None:
-    cfg = changed(changed(load("reward_model"), "algorithm.loss_kwargs", {}), "algorithm.loss_type", "regression")
+    cfg = with_value(with_value(load("reward_model"), "algorithm.loss_kwargs", {}), "algorithm.loss_type", "regression")
     metrics = [f"eval/{each}" for each in ("accuracy", "loss", "mse", "r2", "spearman")]
     assert list(REWARD_MODEL.checks.evaluation_metrics(cfg)) == metrics
 
@@ -142,8 +142,8 @@ def test_groups_share_the_actor_s_built_in_model_unless_they_have_arguments() ->
     cfg = load("reasoning")
     models = {"actor": "builtin:tiny", "teacher": "builtin:tiny", "judge": "builtin:tiny", "critic": "/models/critic"}
     for section, path in models.items():
-        cfg = changed(cfg, f"{section}.model.model_path", path)
-    cfg = changed(cfg, "judge.model.kwargs", {"hidden": 16})
+        cfg = with_value(cfg, f"{section}.model.model_path", path)
+    cfg = with_value(cfg, "judge.model.kwargs", {"hidden": 16})
     resolved = GRPO.checks.with_models(cfg, lambda model: f"/made/{dict(model.kwargs)}")  # type: ignore[attr-defined]
     assert resolved.actor.model.model_path == resolved.teacher.model.model_path == "/made/{}"
     assert resolved.judge.model.model_path == "/made/{'hidden': 16}"
@@ -159,7 +159,7 @@ def test_a_checkpoint_of_another_model_differs_by_its_keys(tmp_path: Path) -> No
     saved = {"actor.training_backend": "fsdp", "actor.lora.rank": 4, "about": {"lora": {"alpha": 8}}}
     (checkpoint / "backend.json").write_text(json.dumps(saved))
     cfg = load("sft", f"actor.model.model_path={model}", "actor.training_backend=local", "actor.lora.rank=4")
-    cfg = changed(cfg, "actor.lora.alpha", 16)
+    cfg = with_value(cfg, "actor.lora.alpha", 16)
     assert SFT.checks.differences(cfg, checkpoint) == [
         "actor.training_backend is 'fsdp' there and 'local' here",
         "actor.lora.alpha is 8 there and 16 here",

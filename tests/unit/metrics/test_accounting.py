@@ -33,7 +33,7 @@ HET = {
     "rollout": [{"rank": 0, "node_rank": 0, "accelerators": [1]}],
     "env": [{"rank": 0, "node_rank": 1, "accelerators": []}],
 }
-JOB = JobIds(("1",), submitted=frozenset({"1"}))
+JOB = JobIds(("1",), submitted_ids=frozenset({"1"}))
 
 
 def recorded(name: str) -> list[AccountingRow]:
@@ -54,6 +54,7 @@ def row(job: str, state: str = "COMPLETED", elapsed: int = 3600, start: int = 0,
         "MaxRSS": "" if "." not in job else "1048576",
         "NodeList": "n1",
         "Partition": "gpu",
+        "ConsumedEnergyRaw": "",
         "JobName": "rlhpc-run-0-abc",
         **cells,
     }
@@ -185,7 +186,7 @@ def test_the_jobs_of_a_run(run: RunPaths) -> None:
     ]
     run.provenance.write_text(json.dumps({"segments": starts}))
     found = job_ids(run)
-    assert found.ids == ("12", "15", "9", "14") and found.submitted == {"12", "15", "9"} and found.drivers == 4
+    assert found.ids == ("12", "15", "9", "14") and found.submitted_ids == {"12", "15", "9"} and found.num_drivers == 4
     assert found.since == pytest.approx(1772359200 - 3600)
 
 
@@ -268,7 +269,7 @@ def test_further_segments_are_no_restarts() -> None:
     """Three jobs after each other, in the last of which the driver started the group a second time."""
     names = {"JobName": "actor", "NodeList": "n1"}
     lines = [line for job in (9, 12, 17) for line in (row(str(job)), row(f"{job}.0", **names))]
-    three = JobIds(("9", "12", "17"), submitted=frozenset({"9", "12", "17"}))
+    three = JobIds(("9", "12", "17"), submitted_ids=frozenset({"9", "12", "17"}))
     assert account(parse(lines), {}, three)["roles"]["actor"]["restarts"] == 0
     assert account(parse([*lines, row("17.1", **names)]), {}, three)["roles"]["actor"]["restarts"] == 1
 
@@ -338,3 +339,25 @@ def test_starts_without_a_placement_of_their_own_have_the_last_one() -> None:
         assert (
             account(parse(lines), cards(3, 0), JobIds(("7",)), placed_starts(said))["roles"]["actor"]["gpu_hours"] == 3
         )
+
+
+def test_the_energy_of_a_component_is_that_of_the_step_that_lasts_as_long() -> None:
+    lines = [
+        row("1", ConsumedEnergyRaw="9"), row("1.batch", ConsumedEnergyRaw="5000"), row("1.0", ConsumedEnergyRaw="4000"),
+        row("1.1", ConsumedEnergyRaw="3000"),
+    ]  # fmt: skip
+
+    def energy(*lines: str) -> tuple[Any, str]:
+        [component] = account(parse(lines), {}, JOB)["components"]
+        return component["energy_j"], component["energy_missing"]
+
+    assert energy(*lines) == (5000, "")
+    assert energy(*lines, row("1.extern", ConsumedEnergyRaw="5100")) == (5100, "")
+    requeued = [row("1", start=2), row("1.batch", start=2, ConsumedEnergyRaw="70")]
+    assert energy(*lines, *requeued) == (5070, "")
+    two_nodes = [row("1", NodeList="n[1-2]"), row("1.batch", ConsumedEnergyRaw="5000"), row("1.0", NodeList="n[1-2]")]
+    assert energy(*two_nodes) == (None, "no step lasts as long as the job on all of its nodes")
+    for unmeasured in ("", "0", "18446744073709551614", "1.5K"):
+        assert energy(row("1"), row("1.batch", ConsumedEnergyRaw=unmeasured)) == (
+            None, "Slurm measures no energy here (AcctGatherEnergyType)",
+        )  # fmt: skip

@@ -18,8 +18,8 @@ from rlhpc.metrics.charts import (
     arrange_in_rows,
     is_empty,
     line_chart,
-    log_bars,
-    stacked_bars,
+    log_bar_chart,
+    stacked_bar_chart,
     standalone,
     statement,
     text_width,
@@ -94,7 +94,7 @@ def test_the_style_has_no_wider_letters_than_the_layout() -> None:
 @pytest.mark.parametrize("count", range(1, len(PHASES) + 1))
 def test_bars_with_any_number_of_phases(count: int) -> None:
     stacks = [(name, [0.2, 0.3, 0.1]) for name in PHASES[:count]]
-    check(stacked_bars("Time per phase", "global step", "seconds per step", [(0, 10), (10, 20), (20, 25)], stacks))
+    check(stacked_bar_chart("Time per phase", "global step", "seconds per step", [(0, 10), (10, 20), (20, 25)], stacks))
 
 
 @pytest.mark.parametrize("size", [CHART, WIDE], ids=["chart", "wide"])
@@ -124,7 +124,7 @@ def test_lying_bars() -> None:
         },
         "warm launch": {"rlhpc": (0.01, 0.11, 0.3), "Ray": (13.0, 13.0, 13.0)},
     }
-    chart = log_bars("Launch", "s", rows, {"limit": 7, "rlhpc": 0, "Ray": 1})
+    chart = log_bar_chart("Launch", "s", rows, {"limit": 7, "rlhpc": 0, "Ray": 1})
     check(chart)
     assert "rlhpc: 1.51 s (1.5 to 1.6)" in chart
 

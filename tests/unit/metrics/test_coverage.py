@@ -16,8 +16,8 @@ from rlhpc.metrics.statistics import (
     mean,
     mean_interval,
     share_interval,
-    student,
-    wilson,
+    student_quantile,
+    wilson_interval,
 )
 
 TIMES = 3000
@@ -103,10 +103,12 @@ def test_values_that_are_all_alike_are_not_certain(value: float, n: int) -> None
 
 def test_the_quantiles_of_student() -> None:
     for degrees in (*range(1, 60), 100, 1000):
-        assert student(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-3)
+        assert student_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-3)
 
 
 def test_independent_trials_are_wilsons() -> None:
     values = [1.0] * 30 + [0.0] * 70
-    assert share_interval(values) == pytest.approx(wilson(30, 100), abs=0.003)
-    assert share_interval([1.0] * 20) == wilson(20, 20) and share_interval([0.0] * 20) == wilson(0, 20)
+    assert share_interval(values) == pytest.approx(wilson_interval(30, 100), abs=0.003)
+    assert share_interval([1.0] * 20) == wilson_interval(20, 20) and share_interval([0.0] * 20) == wilson_interval(
+        0, 20
+    )

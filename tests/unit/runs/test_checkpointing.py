@@ -15,7 +15,7 @@ from rlhpc.cli.parser import CHECKPOINT
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.checkpointing import BestCheckpoint
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.tuning.tune import NOT_IN_SHORT_RUNS
+from rlhpc.runs.tuning.tune import SHORT_RUN_OVERRIDES
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,7 +43,7 @@ def test_the_best_step_is_the_one_that_the_metric_calls_better(
     metric: str, values: list[float], step: int | None, waited: int
 ) -> None:
     best = tracked(metric, values)
-    assert (best.step, best.waited) == (step, waited)
+    assert (best.step, best.num_unimproved) == (step, waited)
 
 
 def test_steps_without_an_evaluation_neither_count_nor_end_a_run() -> None:
@@ -73,7 +73,7 @@ def test_a_resumed_run_remembers_the_best_value_and_its_patience(cut: int) -> No
 def test_another_metric_begins_anew() -> None:
     other = BestCheckpoint("eval/accuracy", 2)
     other.load_state(tracked("eval/loss", [1.0, 2.0]).state())
-    assert (other.step, other.waited) == (None, 0)
+    assert (other.step, other.num_unimproved) == (None, 0)
 
 
 def test_a_metric_that_evaluations_do_not_have_ends_the_run_at_the_first() -> None:
@@ -93,7 +93,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_found_by_its_link(tmp_pa
         best.record(step, {"eval/loss": value})
         saved(paths, step)
         best.link(paths)
-        prune(paths, 2, best.retained_steps(paths), checksums=False)
+        prune(paths, 2, best.retained_steps(paths), checks_digests=False)
         assert best.step is not None and paths.best.resolve() == paths.checkpoint(best.step).resolve()
         kept = {step for step, _ in paths.checkpoint_steps()}
         assert kept == {best.step, step, max(1, step - 1)}
@@ -107,11 +107,11 @@ def test_until_the_new_best_checkpoint_is_complete_the_old_one_stays(tmp_path: P
     best.link(paths)
     best.record(4, {"eval/loss": 1.0})  # its save is under way while that of step 3 is committed
     best.link(paths)
-    prune(paths, 1, best.retained_steps(paths), checksums=False)
+    prune(paths, 1, best.retained_steps(paths), checks_digests=False)
     assert paths.best.resolve().name == "global_step_1" and paths.checkpoint(1).is_dir()
     saved(paths, 4)
     best.link(paths)
-    prune(paths, 1, best.retained_steps(paths), checksums=False)
+    prune(paths, 1, best.retained_steps(paths), checks_digests=False)
     assert paths.best.resolve().name == "global_step_4" and not paths.checkpoint(1).exists()
 
 
@@ -205,11 +205,11 @@ def test_a_metric_that_is_measured_is_taken(config: Path, words: list[str]) -> N
 
 def test_a_short_run_of_the_tuner_goes_without() -> None:
     words = [EVERY, "runner.keep_best=eval/return_mean", "runner.patience=3", "runner.name=x"]
-    cfg: Any = load_config(QUICK, [*words, *(f"{key}={value}" for key, value in NOT_IN_SHORT_RUNS.items())])
+    cfg: Any = load_config(QUICK, [*words, *(f"{key}={value}" for key, value in SHORT_RUN_OVERRIDES.items())])
     assert cfg.runner.keep_best is None
 
 
 def test_an_evaluation_that_is_not_finite_is_none_that_is_better() -> None:
     best = BestCheckpoint("eval/return_mean", 2)
-    assert not best.record(1, {"eval/nonfinite": 1.0}) and best.waited == 1
-    assert best.record(2, {"eval/return_mean": -3.0}) and best.waited == 0
+    assert not best.record(1, {"eval/nonfinite": 1.0}) and best.num_unimproved == 1
+    assert best.record(2, {"eval/return_mean": -3.0}) and best.num_unimproved == 0

@@ -141,14 +141,14 @@ def test_a_save_whose_rank_was_lost_is_dropped(paths: RunPaths) -> None:
     saves = Saves({"actor": actor}, True, 60.0)
     begin(saves, paths)
     actor.error = True
-    assert saves.settle() is None and saves.pending_step is None and names(paths) == []
+    assert saves.finish_or_drop() is None and saves.pending_step is None and names(paths) == []
     begin(saves, paths)
     with pytest.raises(RlhpcError, match="a rank was lost"):
         saves.finish()
     assert names(paths) == []
     actor.error = False
     begin(saves, paths)
-    assert saves.settle() is not None and names(paths) == ["global_step_3"]
+    assert saves.finish_or_drop() is not None and names(paths) == ["global_step_3"]
 
 
 def test_a_driver_that_was_replaced_commits_nothing(paths: RunPaths, generation: dict[str, bool]) -> None:

@@ -20,9 +20,9 @@ TINY = ("actor.model.model_path=builtin:tiny", "rollout.max_new_tokens=8", "acto
 BROKEN = {
     "a network for images": (PPO, ("actor.model.model_type=cnn",), "model_type 'cnn' needs images"),
     "a flow over choices": (PPO, ("actor.model.model_type=flow",), "actions"),
-    "off-policy networks": (SAC, ("actor.model.model_type=cnn",), "runner.task_type off_policy trains sac, crossq"),
+    "off-policy networks": (SAC, ("actor.model.model_type=cnn",), "off_policy trains sac, crossq"),
     "off-policy networks, another algorithm": (
-        SAC, ("actor.model.model_type=resnet", "algorithm.name=td3"), "runner.task_type off_policy trains sac, crossq",
+        SAC, ("actor.model.model_type=resnet", "algorithm.name=td3"), "off_policy trains sac, crossq",
     ),
     "choices for sac": (SAC, ("env.train.env_id=CartPole-v1",), "continuous"),
     "arguments of the environment": (PPO, ("env.train.kwargs={nosuch: 1}",), "nosuch"),
@@ -33,9 +33,10 @@ BROKEN = {
     "one prompt too long": (
         PROBLEMS, (*TINY, "data.max_prompt_tokens=1", "data.overlong_prompts=error"), "data.max_prompt_tokens",
     ),
-    "pixels for sac": (
-        SAC, ("env.train.kwargs={render_mode: rgb_array}", "env.train.wrappers=['gymnasium.wrappers:AddRenderObservation']"),
-        "takes observations of numbers",
+    "stacks of pixels for sac": (
+        SAC, ("env.train.kwargs={render_mode: rgb_array}", "env.train.wrappers=['gymnasium.wrappers:AddRenderObservation']",
+              "algorithm.replay_buffer.frame_stack=2"),
+        "frame_stack is 2, which does not divide the 3 channels",
     ),
     "no such model": (PROBLEMS, (*TINY[1:], "actor.model.model_path=./nosuch", "workflow.sft=null"), "no such folder"),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc import cli
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.compare import label_of, spread
 
 
@@ -49,6 +50,24 @@ def test_seeds_of_one_thing_are_one_curve(tmp_path: Path, capsys: pytest.Capture
     titles = re.findall(r'aria-label="([^"]*)"', html)
     assert len(set(titles)) == len(titles)
     assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_run_that_was_resumed_with_another_configuration_is_no_seed_of_one_that_had_it_always(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run(tmp_path / f"push-s{seed}", seed) for seed in (1, 2)]
+    changes = {"segments": [{}, {"resumed": {"step": 4, "changes": ["actor.optim.lr: 0.1 → 0.2 <b>"]}}]}
+    RunPaths(tmp_path / "push-s1").provenance.write_text(json.dumps(changes))
+    assert cli.main(["compare", *runs, "--output", str(tmp_path / "page.html")]) == 0
+    html = (tmp_path / "page.html").read_text()
+    assert "Comparison of push-s1 · push-s2" in html
+    assert "from step 4 on: actor.optim.lr: 0.1 → 0.2 &lt;b&gt;" in html
+    capsys.readouterr()
+    assert cli.main(["compare", *(f"a={path}" for path in runs), "--output", str(tmp_path / "page.html")]) == 2
+    assert "runs of label 'a' differ in what a resume at step 4 changed (actor.optim.lr" in capsys.readouterr().err
+    RunPaths(tmp_path / "push-s2").provenance.write_text(json.dumps(changes))
+    assert cli.main(["compare", *runs, "--output", str(tmp_path / "page.html")]) == 0
+    assert "Comparison of push<" in (tmp_path / "page.html").read_text(), "both were resumed so"
 
 
 def test_mean_and_ends_over_seeds() -> None:

@@ -19,22 +19,27 @@ CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 #: Keys that every run with such a key reads, whatever else it says. Who adds a key says here that it is one of them, or adds a
 #: row to the table of its kind of run (`conditions.py` of `language`, `embodied` or `runs`).
 ALWAYS_READ = """
+runner.alerts.command runner.alerts.webhook
+runner.trace.steps runner.trace.profile.groups runner.trace.profile.nsys
 groups cluster.* workflow.eval_job.* workflow.convert_job.* workflow.eval_suites workflow.suites workflow.sft
 workflow.eval_start workflow.demos_expert workflow.record_episodes
+env.train.intervene.source algorithm.minibatches_per_step
 
-runner.task_type runner.name runner.run_dir runner.seed runner.max_steps runner.save_interval runner.async_save
+runner.task_type runner.name runner.run_dir runner.seed runner.tf32 runner.max_steps runner.save_interval runner.async_save
 runner.keep_checkpoints runner.keep_best runner.patience runner.resume_dir runner.segments
 runner.max_restarts runner.on_nonfinite runner.save_reserve_s
 runner.rendezvous_timeout_s runner.step_timeout_s runner.logger.* runner.val_check_interval runner.init_from runner.stop_return
-runner.enable_decoupled_mode runner.use_training_pipeline
+runner.deterministic runner.enable_decoupled_mode runner.use_training_pipeline runner.weight_sync_interval
 
 algorithm.name algorithm.kwargs algorithm.loss_type algorithm.loss_agg algorithm.loss_kwargs algorithm.beta
 algorithm.clip_ratio_high
 algorithm.entropy_coef algorithm.update_epochs algorithm.group_size algorithm.recompute_logprobs algorithm.filter_groups
 algorithm.max_refills algorithm.overlong_buffer algorithm.overlong_filter algorithm.max_staleness algorithm.anneal_lr
+algorithm.corrections
 algorithm.target_kl algorithm.rollout_steps algorithm.rollout_parts algorithm.logprob_type algorithm.bc_loss
 algorithm.bc_value_coef algorithm.value_model algorithm.critic_actor_ratio algorithm.update_to_data algorithm.offline_steps
-algorithm.random_steps algorithm.replay_buffer.* algorithm.demo_buffer.load_path
+algorithm.random_steps algorithm.random_shift algorithm.n_step
+algorithm.replay_buffer.* algorithm.demo_buffer.load_path algorithm.filter_rewards
 
 data.train.source data.train.kwargs data.train.size data.train.seed data.train.eval_fraction data.train.chat_template
 data.train.prompt_template data.train.system_prompt data.train.images_key data.train.chosen_key data.train.rejected_key
@@ -42,6 +47,7 @@ data.train.margin_key data.train.label_key data.eval data.max_prompt_tokens data
 demos.* reward.terms reward.timeout_s reward.failed reward.max_failed_steps reward.processes reward.process_terms
 reference.update_interval
 
+rollout.batch_invariant
 rollout.rollout_backend rollout.engine_kwargs rollout.dtype rollout.max_batch_size rollout.max_model_len rollout.max_new_tokens
 rollout.top_p rollout.top_k rollout.temperature rollout.agent rollout.weight_sync rollout.weight_delta rollout.parallel.*
 rollout.probe_interval rollout.probe_tolerance rollout.merge_adapters rollout.routing_replay rollout.pipeline_stage_num
@@ -57,16 +63,18 @@ env.eval.simulators env.eval.simulator_timeout_s env.eval.num_episodes env.eval.
 env.eval.real_time_chunking.inference_delay
 
 actor.training_backend actor.global_batch_size actor.micro_batch_size actor.max_tokens_per_micro_batch actor.use_remove_padding
-actor.enable_dp_load_balance actor.compile actor.kernels actor.offload_in_rollout actor.enable_offload actor.parallel.*
-actor.lora.rank
+actor.share_prefixes actor.enable_dp_load_balance actor.compile actor.kernels actor.offload_in_rollout actor.enable_offload
+actor.parallel.* actor.lora.rank
 actor.model.model_type actor.model.kwargs actor.model.num_action_chunks actor.model.log_std_init
 actor.model.normalize_observations actor.model.gradient_checkpointing
 actor.model.router_aux_loss_coef actor.model.freeze_vision actor.model.value_head
-actor.optim.*
+actor.optim.name actor.optim.lr actor.optim.adam_* actor.optim.weight_decay actor.optim.clip_grad
+actor.optim.lr_scheduler actor.optim.lr_warmup_steps
+actor.optim.critic_warmup_steps
 """
 #: Keys that one kind of run always reads, and another under a condition.
 SOMETIMES_READ = """
-actor.capture_graphs
+actor.capture_graphs actor.optim.value_lr algorithm.bootstrap_type
 actor.model.activation actor.model.attn_implementation actor.model.critic_hidden_sizes actor.model.dtype
 actor.model.hidden_sizes actor.model.model_path actor.model.trust_remote_code algorithm.adv_type algorithm.gamma
 algorithm.normalize_advantages algorithm.tis_cap algorithm.value_coef env.train.reward_scale data.train.path data.train.split
@@ -139,6 +147,8 @@ ROWS = [
     (DEMO, ["actor.training_backend=fsdp"], [], "actor.fsdp.reshard_after_forward", "false"),
     (DEMO, ["actor.training_backend=deepspeed"], [], "actor.deepspeed.zero_stage", "3"),
     (DEMO, ["actor.lora.rank=4"], [], "actor.lora.alpha", "3"),
+    (DEMO, ["actor.model.dtype=float16"], ["actor.model.dtype=bfloat16"], "actor.grad_scaler.init_scale", "8"),
+    (DEMO, [*CRITIC, "critic.model.dtype=float16"], CRITIC, "critic.grad_scaler.growth_interval", "8"),
     (DEMO, ["data.train.source=jsonl"], ["data.train.source=arithmetic"], "data.train.split", "a=b"),
     (DEMO, ["runner.max_steps=-1"], [], "runner.max_epochs", "3"),
     (DEMO, None, ["actor.lora.rank=4"], "actor.lora.dropout", "0.5"),
@@ -162,6 +172,8 @@ ROWS = [
     (SAC, ["actor.model.model_type=td3"], [], "actor.model.exploration_noise", "0.5"),
     (SAC, [], ["algorithm.name=td3"], "algorithm.initial_alpha", "0.5"),
     (SAC, [], ["algorithm.auto_entropy_tuning=false"], "algorithm.target_entropy", "0.5"),
+    (SAC, [], ["algorithm.auto_entropy_tuning=false"], "algorithm.alpha_type", "softplus"),
+    (SAC, [], ["algorithm.name=td3"], "algorithm.alpha_clip_grad", "0.5"),
     (SAC, ["algorithm.name=iql"], [], "algorithm.expectile", "0.5"),
     (SAC, [], ["algorithm.name=crossq"], "algorithm.tau", "0.5"),
     (SAC, [], ["actor.model.model_type=crossq"], "actor.model.critic_layer_norm", "true"),

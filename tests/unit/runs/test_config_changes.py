@@ -8,9 +8,16 @@ import pytest
 import yaml
 
 from rlhpc.config import config_to_yaml
-from rlhpc.runs.config_changes import evaluation_fingerprint, require_same_run, training_changes, training_fingerprint
+from rlhpc.jobs.paths import RunPaths
+from rlhpc.runs.config_changes import (
+    configuration_differences,
+    evaluation_fingerprint,
+    require_same_run,
+    training_changes,
+    training_fingerprint,
+)
 from rlhpc.runs.configuration import load_config
-from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.errors import ConfigError, UserError
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -92,3 +99,35 @@ def test_a_key_of_the_users_own_is_a_change_of_the_run(mapping: str, change: str
     changes = training_changes(*sides)
     assert [change.key for change in changes] == [f"{mapping}.{'b' if change in ('added', 'removed') else 'a'}"]
     assert training_changes(sides[0], sides[0]) == []
+
+
+def test_configurations_of_runs_differ_in_values_and_keys(tmp_path: Path) -> None:
+    texts = {
+        "a": "runner: {name: a, seed: 1, tags: [x]}\nonly: {here: null}\n",
+        "b": 'runner: {name: b, seed: 2, tags: [x, "\\e[31my"]}\nrate: .nan\n',
+        "c": "runner: {name: c, seed: 1, tags: [x]}\nempty: {}\n",
+    }
+    runs = {name: RunPaths(tmp_path / name) for name in texts}
+    for name, text in texts.items():
+        runs[name].root.mkdir()
+        runs[name].config.write_text(text)
+    result = configuration_differences(runs)
+    assert result["runs"] == ["a", "b", "c"]
+    rows = {row["key"]: row["values"] for row in result["rows"]}
+    assert "\x1b" not in str(rows.pop("runner.tags"))
+    assert rows == {
+        "empty": [None, None, "{}"], "only.here": ["null", None, None], "rate": [None, "NaN", None],
+        "runner.seed": ["1", "2", "1"],
+    }  # fmt: skip
+    assert configuration_differences({"a": runs["a"]})["rows"] == []
+
+
+@pytest.mark.parametrize("text", ["runner: [", "- a list", "a: 1\n" * 3_000_000])
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    run = RunPaths(tmp_path)
+    run.config.write_text(text)
+    with pytest.raises(UserError, match=r"config\.yaml of a "):
+        configuration_differences({"a": run})
+    run.config.unlink()
+    with pytest.raises(UserError, match=r"config\.yaml of a cannot be read: No such file"):
+        configuration_differences({"a": run})

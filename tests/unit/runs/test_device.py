@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from rlhpc import Cluster, PackedPlacementStrategy, Worker
-from rlhpc.runs.device import worker_device
+from rlhpc.runs.device import evaluation_device, set_tf32, set_up_process, worker_device
 from rlhpc.runtime.comm.payload import dumps, loads, rebuild_tensor
 from rlhpc.runtime.devices import torch_device
 from rlhpc.runtime.errors import ConfigError
 
 BEYOND = tuple(range(torch.cuda.device_count() + 1))
 """One accelerator more than there are."""
-
-
-def test_none_granted_is_the_cpu() -> None:
-    assert torch_device(()) == "cpu"
 
 
 def test_a_grant_that_torch_cannot_use_is_an_error() -> None:
@@ -30,20 +27,6 @@ def test_a_grant_that_torch_cannot_use_is_an_error() -> None:
     rank = SimpleNamespace(accelerators=BEYOND)
     with pytest.raises(ConfigError, match="were granted"):
         worker_device(rank)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("cuda", [None, "13.0"])
-def test_it_says_whether_the_build_or_the_machine_is_at_fault(
-    monkeypatch: pytest.MonkeyPatch, cuda: str | None
-) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(ConfigError, match="built for CUDA 13.0 and finds" if cuda else "built for the CPU"):
-        torch_device(BEYOND, {})
-
-
-def test_virtual_accelerators_are_the_cpu_where_there_are_none() -> None:
-    if not torch.cuda.is_available():
-        assert torch_device((0, 1), {"RLHPC_VIRTUAL_ACCELERATORS": "1"}) == "cpu"
 
 
 def test_a_tensor_of_an_accelerator_lands_on_the_receivers_own_or_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +43,33 @@ def test_a_tensor_of_an_accelerator_lands_on_the_receivers_own_or_on_the_cpu(mon
     # Its own, whatever the number was over there.
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("meta"))
     assert received("meta:7").device == torch.device("meta")
+
+
+@pytest.mark.parametrize("tf32", [True, False, None])
+def test_float32_is_as_exact_as_configured(tf32: bool | None) -> None:
+    """In ranks and in commands outside a run. Without a setting, torch's default or the user's choice stays."""
+    before = not tf32 if tf32 is not None else torch.backends.cudnn.allow_tf32
+
+    def precision() -> tuple[bool, bool, str]:
+        matmul, conv = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        return matmul, conv, torch.get_float32_matmul_precision()
+
+    previous = precision()
+    expected = previous if tf32 is None else (tf32, tf32, "high" if tf32 else "highest")
+    cluster = SimpleNamespace(accelerators_per_node=0)
+    runner: Any = SimpleNamespace(tf32=tf32, seed=3)
+    try:
+        for set_up in (
+            lambda: set_up_process(runner, "actor", 0),
+            lambda: evaluation_device(SimpleNamespace(runner=runner, cluster=cluster)),  # type: ignore[arg-type]
+        ):
+            if tf32 is not None:
+                set_tf32(before)
+            set_up()
+            assert precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(previous[2])
+        torch.backends.cudnn.allow_tf32 = previous[1]
 
 
 class Asked(Worker):

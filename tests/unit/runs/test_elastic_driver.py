@@ -19,7 +19,8 @@ from rlhpc.jobs import slurm
 from rlhpc.jobs.elastic import helper_job, records
 from rlhpc.jobs.elastic.helper_plan import helper_plans
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.probes import JobReport, JobState
+from rlhpc.jobs.probes import JobReport, JobState, SlurmProbe
+from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import QueuedJob
 from rlhpc.runs import elastic_driver as helpers_module
 from rlhpc.runs.elastic_driver import HelperJobs
@@ -69,7 +70,9 @@ def helpers_of(tmp_path: Path, present: Mapping[str, int] | None = None, **asked
     (plan,) = helper_plans({"elastic": [entry]}, {})
     paths = RunPaths(tmp_path / "run")
     paths.submit.mkdir(parents=True)
-    return HelperJobs(paths, plan, 2, lambda job: None, lambda: present or {})
+    helpers = HelperJobs(paths, plan, 2, lambda job: None, lambda: present or {})
+    helpers._probe = SharedProbe(SlurmProbe(command_timeout_s=PATIENCE_S), tmp_path / "meet", interval_s=0.0)
+    return helpers
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_a_submission_that_takes_too_long_is_given_up(
         time.sleep(0.05)
         said += capfd.readouterr().err
     pid = int((tmp_path / "pid").read_text())
-    helpers._stopping.set()
+    helpers._stop_event.set()
     looking.join(20)
     assert not looking.is_alive()
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -178,15 +181,15 @@ class Cluster:
         """What has really been used."""
         return sum((ended or self.now) - started for started, ended in self.jobs.values() if started is not None) / 3600
 
-    def jobs_named(self, name: str) -> list[QueuedJob] | None:
+    def jobs_named(self, name: str) -> tuple[list[QueuedJob] | None, float]:
         live = [(job, started) for job, (started, ended) in self.jobs.items() if ended is None]
         self.most = max(self.most, len(live))
         if not self.answers:
-            return None
+            return None, self.now
         return [
             QueuedJob(job, "PENDING" if started is None else "RUNNING", "", "" if started is None else "n1", started)
             for job, started in live
-        ]
+        ], self.now
 
     def submit(self, *_: Any) -> str:
         if self.draw.random() < 0.1:
@@ -210,12 +213,12 @@ def test_the_budget_is_never_exceeded(seed: int, tmp_path: Path, monkeypatch: py
     """Whatever the queue, the users and the drivers do, and although nobody sees all of it."""
     draw, budget = random.Random(seed), 2.0
     cluster = Cluster(draw, walltime=1200.0)
-    for name in ("jobs_named", "submit", "scancel"):
+    for name in ("submit", "scancel"):
         monkeypatch.setattr(helpers_module, name, getattr(cluster, name))
     monkeypatch.setattr(
         helpers_module, "seconds_to_start", lambda options: (draw.choice([0.0, 1e6, None]), "so it says")
     )
-    monkeypatch.setattr(helpers_module, "SlurmProbe", lambda **_: cluster)
+    monkeypatch.setattr(helpers_module, "SharedProbe", lambda probe: cluster)
     monkeypatch.setattr(helpers_module, "time", SimpleNamespace(time=lambda: cluster.now))
     entry = {"max": 8, "partition": "preempt", "react_s": 20.0, "time": "00:20:00", "max_gpu_hours": budget}
     (plan,) = helper_plans({"elastic": [entry]}, {})

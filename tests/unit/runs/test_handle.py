@@ -168,7 +168,7 @@ def test_runs_end_with_the_program_that_started_them(
     start: Callable[..., TrainingRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = start(LIVES)
-    handle._end_all(owner=0)  # as in a forked process
+    handle._end_all(owner_pid=0)  # as in a forked process
     assert not run.done() and run in handle._live_runs
     handle._end_all()
     assert run.state == "stopped" and f"{run.folder} saves and ends with the program" in capsys.readouterr().err

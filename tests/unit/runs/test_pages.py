@@ -212,8 +212,6 @@ addEventListener("load", () => {
 
 
 def test_samples_are_filtered_by_answer_reward_and_text(pages: list[Path], tmp_path: Path) -> None:
-    if browser.CHROMIUM is None:
-        pytest.skip("needs Chromium (tests/install.sh)")
     rows = [
         {"id": i, "sample": j, "level": "", "prompt": f"question {i}", "response": f"It is {i + j}.", "tokens": 4,
          "vote": "", "finished": True, "failed": False,
@@ -265,8 +263,6 @@ def contrast(text: str, background: str) -> float:
 def measured(
     request: pytest.FixtureRequest, pages: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], Measured]:
-    if browser.CHROMIUM is None:
-        pytest.skip("needs Chromium (tests/install.sh)")
     folder = tmp_path_factory.mktemp("browser")
     found = browser.measure(pages, folder, WIDTHS, dark=request.param == "dark")
     assert len(found) == len(pages) * len(WIDTHS)

@@ -30,6 +30,6 @@ def test_they_are_called_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerGroup, "__getattr__", call)
     originals = Originals(group)
     originals.count(3)
-    assert asked == [("count", (3,), [0, 1])]
+    assert asked == [("count", (3,), {0, 1})]
     assert originals.name == "counter" and originals.world_size == 2 and originals.worker_class is Counter
     assert CompletedCall().wait(1.0) == [] and CompletedCall().done()

@@ -15,12 +15,12 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.evaluation.evaluate import describe
 from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.metrics.charts import Line, line_chart, number, thin, ticks
-from rlhpc.metrics.page import duration
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import describe_result
 from rlhpc.runs.report import placement_grid, write_curves, write_report
 from rlhpc.runtime.errors import RlhpcError
-from rlhpc.runtime.text import format_bytes
+from rlhpc.runtime.registry import GenerationFolder
+from rlhpc.runtime.text import format_bytes, format_duration
 
 
 class Balanced(HTMLParser):
@@ -98,6 +98,20 @@ def test_whole_run(run: RunPaths) -> None:
     ):
         assert part in text, part
     assert "<run>" not in text
+
+
+def test_the_weight_sync_is_reported_with_its_strategy_and_rate(run: RunPaths) -> None:
+    """Also where some values were not finite, and some rows have none; a run that measured nothing has no such section."""
+    assert "Weight sync" not in check(write_report(run))
+    with MetricLogger(run, ["jsonl"]) as logger:
+        for step in range(101, 106):
+            row = {"time/weights_gb": 2.0, "time/weights_s": 0.25 * (step - 100), "time/weights_by_ipc": 1.0}
+            row["time/weights_gb_per_s"] = row["time/weights_gb"] / row["time/weights_s"]
+            logger.log(step, row)
+        logger.log(106, {"time/weights_gb": float("nan"), "time/weights_s": 1.0})
+    page = check(write_report(run))
+    for text in ("Weight sync", "broadcast by ipc", "1.9 GiB", "0.75 (median)", "2.67 GB/s (median)", "Rate of weight"):
+        assert text in page, text
 
 
 def test_empty_run_says_what_is_missing(tmp_path: Path) -> None:
@@ -249,8 +263,9 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 
 def test_units() -> None:
-    assert [duration(s) for s in (4.25, 59.98, 200, 18420)] == ["4.2 s", "60.0 s", "3 min 20 s", "5 h 07 min"]
-    assert duration(176.1 * 3600) == "7 d 8 h"  # no wider than a card
+    assert [format_duration(s) for s in (4.25, 59.98, 200, 18420)] == ["4.2 s", "60.0 s", "3 min 20 s", "5 h 07 min"]
+    assert [format_duration(s) for s in (0, 0.0291, 0.9994, 0.9996)] == ["0 ms", "29.1 ms", "999 ms", "1.0 s"]
+    assert format_duration(176.1 * 3600) == "7 d 8 h"  # no wider than a card
     assert [format_bytes(b) for b in (12, 2048, 3 * 2**30)] == ["12 B", "2.0 KiB", "3.0 GiB"]
 
 
@@ -276,3 +291,25 @@ def test_placement_picture_joins_stretches_of_ranks() -> None:
     assert "cannot be read" in placement_grid({"env": [{"rank": None}]})
     twins = placement_grid({"env": [{"rank": rank, "node": "vm", "node_rank": rank} for rank in range(2)]})
     assert "vm (0)" in twins and "vm (1)" in twins
+
+
+def test_the_report_shows_where_the_start_went(run: RunPaths) -> None:
+    """By group and phase, up to the end of the first step: later calls and ranks that were started again are none of it."""
+    assert "<h2>Start" not in check(write_report(run))
+    registry = GenerationFolder.create(run.registry, "27-0")
+    phases = [["environment", 10.0], ["imports", 11.0], ["vLLM: profile", 20.0]]
+    ranks = [
+        {"group": "rollout", "rank": 0, "phases": [*phases, ["waiting", 31.5], ["generate", 90.0]]},
+        {"group": "rollout", "rank": 1, "phases": [*phases, ["waiting", 24.25]]},
+        {"group": "actor", "rank": 0, "phases": [["environment", 400.0], ["imports", 410.0], ["waiting", 411.0]]},
+    ]
+    registry.put("start", "ranks", {"ranks": ranks})
+    unfinished = check(write_report(run))
+    assert "The first step was not finished; the last phases: actor 0 in &#x27;waiting&#x27;" in unfinished
+    (registry.root / "timeline.json").write_text(json.dumps({"driver": 9.0, "ready": 33.0, "first_step": 40.0}))
+    text = check(write_report(run))
+    assert "Seconds after the start of the driver: models ready 24.0, first step done 31.0" in text
+    row = re.sub(r"<[^>]*>", " ", text[text.index("vLLM: profile") :].partition("</tr>")[0]).split()
+    assert row == ["vLLM:", "profile", "2", "11.50", "0", "4.25"]
+    start = text[text.index("<h2>Start") :].partition("<h2>Checkpoints")[0]
+    assert "generate" not in start and "actor" not in start

@@ -11,7 +11,9 @@ import pytest
 from rlhpc.checkpoint import CheckpointWriter
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.metrics.provenance import resumes_with_changes
 from rlhpc.runs.configuration import load_config
+from rlhpc.runs.report import write_report
 from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runtime.errors import ConfigError, RlhpcError, StaleGeneration
 
@@ -43,6 +45,25 @@ def test_a_new_run_starts_at_its_first_step() -> None:
     folder = opened(config())
     assert (folder.segment, folder.end_step, folder.total, folder.resume.path) == (None, 10, 10, None)
     assert folder.paths.config.is_file() and json.loads(folder.paths.provenance.read_text())["command"]
+
+
+def test_a_resume_with_another_configuration_is_recorded_with_its_step_and_numbers() -> None:
+    first = opened(config("actor.optim.lr=0.001"))
+    saved(first.paths, 4)
+    cfg = config("actor.optim.lr=0.002", "env.train.env_id=Acrobot-v1", "runner.resume_dir=auto", "runner.max_steps=12")
+    folder = RunFolder.plan(cfg, resume_with=True)
+    folder.open(cfg)
+    again = RunFolder.plan(cfg, resume_with=True)
+    again.open(cfg)
+    record = json.loads(first.paths.provenance.read_text())
+    assert [start.get("resumed") for start in record["segments"]] == [
+        None, {"step": 4, "changes": ["env.train.env_id", "actor.optim.lr: 0.001 → 0.002"]}, {"step": 4, "changes": []}
+    ]  # fmt: skip
+    assert resumes_with_changes(record) == [(4, "env.train.env_id; actor.optim.lr: 0.001 → 0.002")]
+    assert (
+        "from step 4 on: <code>env.train.env_id; actor.optim.lr: 0.001 → 0.002</code>"
+        in write_report(first.paths).read_text()
+    )
 
 
 def test_a_run_with_checkpoints_says_how_to_continue() -> None:
@@ -81,6 +102,21 @@ def test_the_status_has_numbers_that_json_has() -> None:
     fail_status(folder, 5, RlhpcError("first line\nsecond"))
     status = json.loads(folder.paths.driver_state.read_text())
     assert (status["state"], status["stop_reason"]) == ("failed", "first line")
+
+
+def test_the_status_keeps_the_figures_of_the_last_step_however_the_run_ends() -> None:
+    """By them the tables of runs compare runs that have ended."""
+    folder = opened(config())
+    folder.step_facts = {"reward": 0.5, "elapsed_s": 3.0}
+    folder.write_status("running", 3, force=True, eta_s=9.0)
+    for end in ("finished", "failed"):
+        if end == "finished":
+            folder.write_status(end, 3, force=True, elapsed_s=4.0)
+        else:
+            fail_status(folder, 3, RlhpcError("why"))
+        status = json.loads(folder.paths.driver_state.read_text())
+        assert (status["state"], status["reward"], "eta_s" in status) == (end, 0.5, False)
+        assert status["elapsed_s"] == (4.0 if end == "finished" else 3.0)
 
 
 def test_a_removed_folder_ends_the_run() -> None:

@@ -15,7 +15,7 @@ from rlhpc.runs.seed_scores import (
     estimate_text,
     goal_of,
     metric_of,
-    ranked,
+    rank_configurations,
     render_scores,
     scores_at,
 )
@@ -84,8 +84,8 @@ def test_the_best_interquartile_mean_comes_first() -> None:
     outlier = ConfigScores("outlier", [1.0, 1.0, 1.0, 100.0], 4)
     steady = ConfigScores("steady", [2.0, 2.0, 2.0, 2.0], 4)
     empty = ConfigScores("empty", [], 4)
-    assert [one.label for one in ranked([outlier, steady, empty], "maximize")] == ["steady", "outlier"]
-    assert [one.label for one in ranked([outlier, steady, empty], "minimize")] == ["outlier", "steady"]
+    assert [one.label for one in rank_configurations([outlier, steady, empty], "maximize")] == ["steady", "outlier"]
+    assert [one.label for one in rank_configurations([outlier, steady, empty], "minimize")] == ["outlier", "steady"]
 
 
 def test_the_table_says_how_many_seeds_there_are_and_compares_only_enough() -> None:

@@ -130,9 +130,9 @@ def test_what_the_folder_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "lr.yaml"]) == 2
     assert "has not begun; start it: rlhpc run lr.yaml" in capsys.readouterr().err
     sweep.paths.root.mkdir(parents=True)
-    sweep.paths.cancelled.touch()
+    sweep.paths.cancel_mark.touch()
     sweep.begin()
-    assert not sweep.paths.cancelled.exists()
+    assert not sweep.paths.cancel_mark.exists()
     assert [run["label"] for run in read_sweep(sweep.paths)["runs"]] == ["lr=0.0001"] * 2
     assert [paths.root.name for paths in runs_of(sweep.paths)] == ["lr_0.0001-s1", "lr_0.0001-s2"]
     assert SweepPaths.around(sweep.runs[0].paths) == sweep.paths

@@ -18,11 +18,11 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 EMBODIED, LANGUAGE = CONFIGS / "quickstart.yaml", CONFIGS / "reasoning" / "gsm8k.yaml"
 FOREIGN = {
     EMBODIED: [
-        "actor.optim.lr_scheduler=cosine", "actor.optim.lr_warmup_steps=5", "algorithm.kl_coef=0.1", "algorithm.kl_type=k1",
-        "algorithm.group_size=4", "algorithm.loss_agg=token-mean", "algorithm.recompute_logprobs=true",
+        "actor.share_prefixes=false", "algorithm.kl_coef=0.1", "algorithm.kl_type=k1",
+        "algorithm.group_size=4", "algorithm.recompute_logprobs=true",
         "algorithm.filter_groups=true", "algorithm.overlong_buffer=3", "algorithm.tau=0.1", "algorithm.bc_loss=mse",
         "rollout.temperature=0.5", "rollout.max_new_tokens=3", "rollout.rollout_backend=vllm", "rollout.agent=tool",
-        "actor.max_tokens_per_micro_batch=5", "actor.optim.value_lr=0.1",
+        "actor.max_tokens_per_micro_batch=5",
         "data.prompts_per_step=3", "reward.timeout_s=1", "demos.path=x.h5", "workflow.sft=x.yaml",
     ],
     LANGUAGE: [

@@ -88,7 +88,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
         def init_workers(self) -> None:
             program.note("built")
 
-        def run(self, on_step: Any) -> dict[str, Any]:
+        def run(self, on_step: Any, on_lost: Any) -> dict[str, Any]:
             program.note("trains")
             return dict(program.result)
 
@@ -214,3 +214,52 @@ def test_accelerators_that_no_rank_uses_are_reported(section: dict[str, int], pl
     cluster = Cluster(section, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     cfg = {"cluster": {**section, "component_placement": {"actor": placement}}}
     assert idle_accelerators(cluster, HybridComponentPlacement(cfg, cluster).placements()) == sentence
+
+
+#: Two nodes of four accelerators, as Slurm's variables name them, and nodes whose accelerators they do not name.
+JOB = {
+    "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "32(x2)", "SLURMD_NODENAME": "n1",
+    "SLURM_JOB_GPUS": "0,1,2,3", "SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3",
+}  # fmt: skip
+UNNAMED = {name: value for name, value in JOB.items() if "GPUS" not in name and "CUDA" not in name}
+
+
+@pytest.mark.parametrize(
+    ("section", "placement", "environ", "used"),
+    [
+        ({}, "all", JOB, None),
+        ({}, "0-7", JOB, None),
+        ({}, "0-3", JOB, "4 (cluster.component_placement)"),
+        ({"num_nodes": 1}, "all", JOB, "4 (cluster.num_nodes)"),
+        ({"num_nodes": 1}, "0-1", JOB, "2 (cluster.component_placement)"),
+        ({"accelerators_per_node": 2}, "all", JOB, "4 (cluster.accelerators_per_node)"),
+        ({"accelerators_per_node": 0}, "0", JOB, "none (cluster.accelerators_per_node)"),
+        ({"gres": "gpu:4"}, "all", UNNAMED, None),
+        ({"gres": "gpu:4"}, "0-5", UNNAMED, "6 (cluster.component_placement)"),
+    ],
+)
+def test_accelerators_of_a_slurm_job_that_no_rank_uses_are_reported(
+    section: dict[str, Any], placement: str, environ: dict[str, str], used: str | None
+) -> None:
+    sentence = None if used is None else f"the job has 8 accelerators, and the run uses {used}"
+    cluster = Cluster(section, environ=environ)
+    cfg = {"cluster": {**section, "component_placement": {"actor": placement}}}
+    assert idle_accelerators(cluster, HybridComponentPlacement(cfg, cluster).placements()) == sentence
+
+
+def test_a_run_reports_them_before_it_starts_anything(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    output: list[str] = []
+    prewarm = program.note
+
+    def note(call: str) -> None:
+        if call == "session":
+            output.append(capsys.readouterr().err)
+        prewarm(call)
+
+    monkeypatch.setattr(program, "note", note)
+    train(config(tmp_path))
+    first_lines = output[0].splitlines()[:3]
+    assert any("this machine has 2 accelerators, and the run uses none" in line for line in first_lines), output

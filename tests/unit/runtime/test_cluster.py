@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rlhpc.runtime.allocation import expand_counts, expand_hostlist, gpus_in, granted_cpus, visible_accelerators
+from rlhpc.runtime.allocation import granted_cpus
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.cluster_config import ClusterConfig, NodeGroupConfig
 from rlhpc.runtime.errors import ConfigError
-
-
-def recorded(name: str) -> dict[str, str]:
-    """The environment of a batch script of Slurm 22.05.8."""
-    text = (Path(__file__).parent / "slurm_variables" / f"{name}.env").read_text()
-    return dict(line.split("=", 1) for line in text.splitlines())
-
+from tests.unit.runtime.recorded_variables import recorded
 
 # The recordings are of nodes without accelerators; the variables that speak of them follow Slurm's documentation.
 HOMOGENEOUS = recorded("homogeneous") | {
@@ -188,40 +179,6 @@ class TestMachine:
             cluster = Cluster(config, environ=VIRTUAL_ONES)
             assert cluster.num_accelerators == 2 and cluster.node_group("a").env_vars == {"X": "1"}
 
-    @pytest.mark.parametrize(
-        ("mask", "devices"),
-        [("", ()), ("-1", ()), ("NoDevFiles", ()), ("0,-1,1", ("0",)), ("2, 5", ("2", "5")),
-         ("GPU-8f,MIG-1", ("GPU-8f", "MIG-1"))],
-    )  # fmt: skip
-    def test_masks(self, mask: str, devices: tuple[str, ...]) -> None:
-        assert visible_accelerators({"CUDA_VISIBLE_DEVICES": mask}) == devices
-
-    def test_device_files(self, tmp_path: Any) -> None:
-        for name in ("nvidia10", "nvidia2", "nvidia0", "nvidiactl", "nvidia-uvm", "nvidia0x"):
-            (tmp_path / name).touch()
-        assert visible_accelerators({}, dev=tmp_path) == ("0", "2", "10")
-
-    def test_quota_of_a_control_group_above(self, tmp_path: Any) -> None:
-        root, membership = tmp_path / "cgroup", tmp_path / "self"
-        (root / "job" / "step").mkdir(parents=True)
-        (root / "job" / "cpu.max").write_text("100000 100000\n")
-        (root / "job" / "step" / "cpu.max").write_text("max 100000\n")
-        membership.write_text("0::/job/step\n")
-        assert granted_cpus(root, membership) == 1
-        (root / "job" / "cpu.max").write_text("max 100000\n")
-        assert granted_cpus(root, membership) == len(os.sched_getaffinity(0))
-
-    def test_quota_of_version_1(self, tmp_path: Any) -> None:
-        root, membership = tmp_path / "cgroup", tmp_path / "self"
-        (root / "cpu,cpuacct" / "job").mkdir(parents=True)
-        (root / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us").write_text("50000\n")
-        (root / "cpu,cpuacct" / "job" / "cpu.cfs_period_us").write_text("100000\n")
-        membership.write_text("4:memory:/job\n3:cpu,cpuacct:/job\n")
-        assert granted_cpus(root, membership) == 1
-
-    def test_without_control_groups(self, tmp_path: Any) -> None:
-        assert granted_cpus(tmp_path / "none", tmp_path / "none") == len(os.sched_getaffinity(0))
-
 
 class TestVirtual:
     def test_nodes(self) -> None:
@@ -327,46 +284,3 @@ class TestNodeGroups:
         with pytest.raises(ConfigError) as error:
             Cluster.local(3, 0, groups)
         assert says in str(error.value)
-
-
-class TestTexts:
-    @pytest.mark.parametrize(
-        ("text", "names"),
-        [
-            ("n1", ["n1"]),
-            ("n[1-3,07]", ["n1", "n2", "n3", "n07"]),
-            ("a[1-2]b[3-4]", ["a1b3", "a1b4", "a2b3", "a2b4"]),
-            ("a[1-2],b[3-4]", ["a1", "a2", "b3", "b4"]),
-            ("r[08-11]-ib,login-1.site", ["r08-ib", "r09-ib", "r10-ib", "r11-ib", "login-1.site"]),
-        ],
-    )
-    def test_host_lists(self, text: str, names: list[str]) -> None:
-        assert expand_hostlist(text) == names
-
-    @pytest.mark.parametrize(
-        "text", ["", "n[1-3", "n1]", "n[[1]]", "n[3-1]", "n[a-b]", "n[]", "n1,,n2", ",n1", "n 1", "n[1-999999999]",
-                 "n[1-9999][1-9999]"]
-    )  # fmt: skip
-    def test_no_host_lists(self, text: str) -> None:
-        with pytest.raises(ConfigError):
-            expand_hostlist(text)
-
-    @given(st.lists(st.tuples(st.sampled_from("abn"), st.integers(0, 500), st.integers(0, 20)), min_size=1, max_size=6))
-    def test_host_lists_keep_order_and_number(self, parts: list[tuple[str, int, int]]) -> None:
-        text = ",".join(f"{name}[{first}-{first + more}]" for name, first, more in parts)
-        expected = [f"{name}{n}" for name, first, more in parts for n in range(first, first + more + 1)]
-        assert expand_hostlist(text) == expected
-
-    def test_counts(self) -> None:
-        assert expand_counts("4(x2),8") == [4, 4, 8]
-        for text in ("", "4(x)", "4x2", "-1", "4(x99999999)"):
-            with pytest.raises(ConfigError):
-                expand_counts(text)
-
-    @pytest.mark.parametrize(
-        ("text", "count"),
-        [("gpu:a100:4", 4), ("gpu:2", 2), ("gpu", 1), ("gpu:a100", 1), ("nvme:1,gpu:3", 3), ("gpu:a:1,gpu:b:2", 3),
-         ("gres:gpu:2(IDX:0-1)", 2), ("nvme:1", None), ("", None), (None, None)],
-    )  # fmt: skip
-    def test_gres(self, text: str | None, count: int | None) -> None:
-        assert gpus_in(text) == count

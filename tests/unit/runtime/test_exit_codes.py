@@ -1,6 +1,8 @@
 """Programs of the project that a user starts end alike: a mistake of the user is one message and exit code 2."""
 
 import ast
+import errno
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -55,7 +57,20 @@ def test_the_exit_code_is_the_kind_of_error(error: Exception, code: int, capsys:
         raise error
 
     assert report_errors(command) == code
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("rlhpc: error: ")
+    assert rest == (["  what to do: rlhpc explain fault"] if isinstance(error, KeyError) else [])
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_file_that_is_closed_to_the_user_is_named(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise OSError(number, os.strerror(number), "/data/of/another/config.yaml")
+
+    assert report_errors(command) == 2
+    text = capsys.readouterr().err
+    assert f"rlhpc: error: /data/of/another/config.yaml: {os.strerror(number)}" in text
+    assert "a fault of rlhpc" not in text
 
 
 def test_no_program_ends_with_a_text() -> None:

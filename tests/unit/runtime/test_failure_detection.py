@@ -72,8 +72,8 @@ def test_who_is_spared(failure: RlhpcError, expendable: str, independent: str, l
         }
     )
     all_ranks = ranks(living)
-    assert policy.spared(failure, all_ranks) == set(spared.split())
-    assert policy.doomed(failure, all_ranks) == {r.spec.name for r in all_ranks} - set(spared.split())
+    assert policy.names_to_keep(failure, all_ranks) == set(spared.split())
+    assert policy.names_to_end(failure, all_ranks) == {r.spec.name for r in all_ranks} - set(spared.split())
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def outcome(policy: FailurePolicy, failure: RlhpcError) -> str:
     living = ranks("actor-0:ready env-0:ended env-1:ready")
     if policy.is_departure(failure, living):
         return "leaves"
-    spared = policy.spared(failure, living)
+    spared = policy.names_to_keep(failure, living)
     return {frozenset(): "ends", frozenset({"actor-0"}): "group"}.get(frozenset(spared), "rank")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -11,13 +12,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhpc.jobs.shared_files import write_json
-from rlhpc.runtime.disk_errors import explained, log_stream
+from rlhpc.runtime import files
+from rlhpc.runtime.disk_errors import explain_error, log_stream
 from rlhpc.runtime.errors import RegistryError, StorageError
-from rlhpc.runtime.files import follow_umask, replace_durably
+from rlhpc.runtime.files import (
+    create_exclusively,
+    create_folder,
+    follow_umask,
+    remove_tree,
+    rename,
+    replace_durably,
+    stat_files,
+)
 from rlhpc.runtime.registry import write_atomic
 from tests.users import needs_root
 
@@ -67,7 +78,7 @@ def test_a_full_filesystem_leaves_the_old_file(writer: Writer, full: Path) -> No
         writer(full / "file.json", b"c" * 10_000)
     assert (full / "file.json").read_bytes() == b"old"
     assert sorted(p.name for p in full.iterdir()) == ["file.json", "filler"]
-    said = explained(caught.value, "it")
+    said = explain_error(caught.value, "it")
     assert isinstance(said, StorageError) and said.exit_code == 2
     assert f"{full}/file.json: No space left on device. The filesystem at {full} is full, 0.0 of 1 MiB are free" in str(
         said
@@ -103,6 +114,27 @@ def test_files_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     assert stat.S_IMODE((tmp_path / "keys.json").stat().st_mode) == 0o600, "secrets do not"
 
 
+@pytest.mark.parametrize("count", [3, 200])
+def test_each_file_is_queried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    paths = [tmp_path / f"{number}" for number in range(count)]
+    for number, path in enumerate(paths):
+        path.write_bytes(bytes(number))
+    (tmp_path / "link").symlink_to(paths[-1])
+    queried: list[str] = []
+    query = os.stat
+
+    def counted(path: str, **options: Any) -> os.stat_result:
+        queried.append(os.fspath(path))
+        return query(path, **options)
+
+    monkeypatch.setattr(os, "stat", counted)
+    statuses = stat_files([*paths, tmp_path / "missing", tmp_path / "link"])
+    monkeypatch.undo()
+    assert [*statuses] == [*paths, tmp_path / "link"]
+    assert [status.st_size for status in statuses.values()] == [*range(count), count - 1]
+    assert sorted(queried) == sorted(map(str, [*paths, tmp_path / "missing", tmp_path / "link"]))
+
+
 LOG = """
 import os, sys
 from rlhpc.runtime.disk_errors import log_stream
@@ -132,3 +164,99 @@ def test_a_log_has_what_was_printed(tmp_path: Path) -> None:
         stream.write("\ud800\n")
         stream.flush()
     assert (tmp_path / "log").read_text() == "one\n\\ud800\n"
+
+
+def late(call: Callable[..., Any], code: int) -> Callable[..., Any]:
+    """A call that is done, and reports an error: the reply was lost, and the request sent again."""
+
+    def done(*args: Any, **kwargs: Any) -> None:
+        call(*args, **kwargs)
+        raise OSError(code, os.strerror(code))
+
+    return done
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EEXIST])
+def test_a_rename_whose_reply_was_lost(tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "rename", late(Path.rename, code))
+    for name in ("new", "old"):
+        (tmp_path / "source").write_text(name)
+        (tmp_path / "old").write_text("replaced")
+        assert rename(tmp_path / "source", tmp_path / name) == tmp_path / name
+        assert (tmp_path / name).read_text() == name
+    (tmp_path / "folder").mkdir()
+    rename(tmp_path / "folder", tmp_path / "renamed")
+    (tmp_path / "link").symlink_to("new")
+    rename(tmp_path / "link", tmp_path / "best")
+    assert (tmp_path / "best").is_symlink()
+    replace_durably(tmp_path / "new", b"by a temporary file")
+    assert (tmp_path / "new").read_bytes() == b"by a temporary file"
+
+
+def test_a_rename_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    with pytest.raises(FileNotFoundError):
+        rename(tmp_path / "nothing", tmp_path / "target")
+    (tmp_path / "source").touch()
+    (tmp_path / "target").touch()
+    with pytest.raises(FileNotFoundError):
+        rename(tmp_path / "source", tmp_path / "no" / "target")
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(FileExistsError):
+        rename(tmp_path / "source", tmp_path / "target")
+    assert (tmp_path / "source").exists()
+
+
+def test_a_link_whose_reply_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", late(os.link, errno.EEXIST))
+    assert create_exclusively(tmp_path / "claim", b"mine")
+    monkeypatch.undo()
+    assert not create_exclusively(tmp_path / "claim", b"another's")
+    assert (tmp_path / "claim").read_bytes() == b"mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_new_folder_whose_reply_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "mkdir", late(Path.mkdir, errno.EEXIST))
+    create_folder(tmp_path / "staging")
+    monkeypatch.undo()
+    (tmp_path / "staging" / "file").touch()
+    (tmp_path / "link").symlink_to("staging")
+    for name in ("staging", "link"):
+        with pytest.raises(FileExistsError):
+            create_folder(tmp_path / name)
+    assert remove_tree(tmp_path / "staging") and remove_tree(tmp_path / "nothing")
+
+
+def test_a_status_of_the_server(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("12345")
+    os.link(path, tmp_path / "second")
+    status = path.stat()
+    expected = (status.st_ino, 2, 5, status.st_mtime_ns)
+    for statx in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if not statx:
+                patch.setattr(files, "_load_statx", lambda: None)
+            answer = files.server_status(path)
+        assert (answer.inode, answer.num_links, answer.size, answer.mtime_ns) == expected
+    with pytest.raises(FileNotFoundError):
+        files.server_status(tmp_path / "nothing")
+
+
+def test_a_file_that_was_replaced_while_it_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("content")
+    replies = iter([errno.ESTALE] * 3)
+    read = files._read_file
+
+    def stale(path: Path, max_bytes: int) -> bytes:
+        for code in replies:
+            raise OSError(code, os.strerror(code))
+        return read(path, max_bytes)
+
+    monkeypatch.setattr(files, "_read_file", stale)
+    assert files.read_file(tmp_path / "file") == b"content"
+    replies = iter([errno.ESTALE] * 1000)
+    with pytest.raises(OSError, match="Stale file handle"):
+        files.read_file(tmp_path / "file")

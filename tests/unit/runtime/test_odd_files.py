@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.elastic.records import stays
+from rlhpc.jobs.elastic.records import read_stays
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.status import newest_generation, print_logs, render_status
@@ -61,7 +61,7 @@ def test_a_run_folder_of_them(kind: str, tmp_path: Path, capsys: pytest.CaptureF
     )  # fmt: skip
     for path in places:
         ODD[kind](path)
-    assert newest_generation(run) is not None and stays(run) == []
+    assert newest_generation(run) is not None and read_stays(run) == []
     assert "state" in render_status(run)
     print_logs(run)
     with pytest.raises(OSError):

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.runtime import plugins as lookup
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.plugins import Registry, required
+from rlhpc.runtime.plugins import Registry, require_package
 
 
 def registry() -> Registry:
@@ -93,9 +93,9 @@ def test_what_stands_for_nothing(name: str, said: str) -> None:
 
 
 def test_a_package_that_is_not_installed() -> None:
-    assert required("os.path", "never said") is os.path
+    assert require_package("os.path", "never said") is os.path
     with pytest.raises(ConfigError) as error:
-        required("nowhere", "pictures need Pillow", "embodied")
+        require_package("nowhere", "pictures need Pillow", "embodied")
     assert str(error.value) == "pictures need Pillow (No module named 'nowhere'): pip install 'rlhpc[embodied]'"
 
 

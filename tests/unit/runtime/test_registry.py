@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from rlhpc.runtime import registry as watch
 from rlhpc.runtime.comm.context import Context
 from rlhpc.runtime.errors import RendezvousTimeout, RlhpcError, StaleGeneration
 from rlhpc.runtime.registry import CurveKeys, GenerationFolder, RegistryWatch
+from tests.at_each_line import at_each_line
 
 KEYS = CurveKeys(b"public", b"secret")
 
@@ -78,7 +80,7 @@ def test_the_driver_is_told_of_a_registry_that_was_made_anew(
     assert eye.owns_registry() and not happened.wait(0.1)
     parent = registry.root.parent
     replaced = parent.with_name("away")
-    other = GenerationFolder.create(replaced, GenerationFolder.next_local_generation(replaced))
+    other = GenerationFolder.create_next(replaced)
     other.save_keys(CurveKeys(b"other", b"keys"))
     assert other.generation == registry.generation
     parent.rename(parent.with_name("old"))
@@ -104,3 +106,38 @@ def test_the_first_record_of_a_kind_makes_its_folder(registry: GenerationFolder)
     with pytest.raises((RlhpcError, OSError)):  # a registry that was removed is not made anew
         registry.put("services", "node-7", {})
     assert not registry.root.exists()
+
+
+def test_an_outdated_listing_gives_no_generation_a_second_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records of the first one's ranks would be read as those of the second."""
+    parent = tmp_path / "run" / "registry"
+    first = GenerationFolder.create_next(parent)
+    first.put("members", "actor-0", {})
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter(()))
+    second, third = GenerationFolder.create_next(parent), GenerationFolder.create_next(parent)
+    assert [each.generation for each in (first, second, third)] == ["local-0", "local-1", "local-2"]
+    assert second.get("members", "actor-0") is None
+    jobs = [GenerationFolder.create_next(parent, "9", "0").generation for _ in range(3)]
+    assert jobs == ["9-0", "9-0.1", "9-0.2"]
+    monkeypatch.undo()
+    assert GenerationFolder.create_next(parent, "9", "0").generation == "9-0.3"
+    assert GenerationFolder.create_next(parent, "9", "1").generation == "9-1"
+    with pytest.raises(StaleGeneration, match="replaced by 9-1"):
+        first.check_current()
+
+
+def test_a_request_to_trace_that_is_made_while_another_is_taken_is_not_lost(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def prepare() -> tuple[GenerationFolder, list[int]]:
+        registry = GenerationFolder.create(tmp_path / str(next(numbers)) / "registry", "local-0")
+        registry.request_trace(1)
+        return registry, []
+
+    def take(state: tuple[GenerationFolder, list[int]]) -> None:
+        state[1].append(state[0].take_trace_request())
+
+    for (registry, taken), line in at_each_line(prepare, take, lambda state: state[0].request_trace(2), "registry.py"):
+        taken.append(registry.take_trace_request())
+        assert taken in ([1, 2], [2, 0]), f"line {line}"
+        assert not [path for path in registry.root.iterdir() if "trace" in path.name], f"line {line}"

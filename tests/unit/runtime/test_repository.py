@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.runtime.repository import git_state, run_git
+from rlhpc.runtime.repository import git_output, git_state, remote_url, repository_top, run_git
 
 IDENTITY = ("-c", "user.name=n", "-c", "user.email=e@x", "-c", "protocol.file.allow=always")
 
@@ -23,8 +24,9 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "-q", "-b", "trunk")
-    (folder / "f").write_text("1")
-    git(folder, "add", "f")
+    for name in ("f", "unchanged"):
+        (folder / name).write_text("1")
+    git(folder, "add", ".")
     git(folder, "commit", "-qm", "m")
     return folder
 
@@ -166,5 +168,21 @@ def test_no_command_of_a_repository_is_run(attack: str, repository: Path, tmp_pa
     assert not mark.exists()
     assert state == {} if attack == "promisor" else (state["branch"], state["dirty"]) == ("trunk", True)
     (repository / "f").write_text("3")
+    os.utime(repository / "unchanged", (0, 0))  # git writes its index again, and calls the hook after that
     subprocess.run(["git", "-C", str(repository), "status", "--porcelain"], check=False, capture_output=True)
     assert mark.exists() == (attack in EFFECTIVE), "as git itself does it"
+
+
+def test_the_remote_and_the_exact_output(repository: Path, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.SubprocessError):
+        remote_url(repository)
+    git(repository, "remote", "add", "origin", "https://git.example.org/a.git")
+    git(repository, "config", "include.path", str(tmp_path / "more"))
+    (tmp_path / "more").write_text('[remote "origin"]\nurl = https://elsewhere\n')
+    (repository / "below").mkdir()
+    assert remote_url(repository / "below") == "https://git.example.org/a.git", "of this file, not of one it includes"
+    assert repository_top(repository / "below") == repository
+    (repository / "f").write_bytes(b"\xff2 \n")
+    assert git_output(repository, "diff", "HEAD").endswith(b"+\xff2 \n")
+    with pytest.raises(OSError, match="in no git repository"):
+        repository_top(tmp_path)

@@ -69,7 +69,7 @@ def client(monkeypatch: pytest.MonkeyPatch, packed: Packed) -> RpcClient:
     service = SimpleNamespace(epoch=0, pack=lambda *_, **__: packed, unpack=lambda frames: int(frames[0]))
     context: Any = SimpleNamespace(service=service, wait_deadline=30.0)
     made = RpcClient(context, lambda error: None, lambda: None)
-    made._pending = Walked()
+    made._pending_calls = Walked()
     return made
 
 
@@ -87,7 +87,7 @@ def test_calls_are_looked_through_once_for_each_rank_that_leaves(client: RpcClie
     call = client.call(ranks, "m", (), {})
     client._sender.answer(*range(200))
     assert call.wait() == list(range(200))
-    assert client._pending.walks == 1
+    assert client._pending_calls.walks == 1
 
 
 def test_whoever_leaves_is_not_waited_for(client: RpcClient) -> None:
@@ -103,7 +103,7 @@ def test_whoever_leaves_is_not_waited_for(client: RpcClient) -> None:
         call.wait(0.05)
     threading.Timer(0.05, client._sender.answer, [4]).start()
     assert call.wait() == [0, 2, 4] and call.ranks == [0, 2, 4]
-    assert not client._pending
+    assert not client._pending_calls
 
 
 def test_what_a_rank_that_is_gone_does_not_get_is_freed(client: RpcClient, packed: Packed) -> None:

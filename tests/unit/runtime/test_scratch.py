@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.cli import main
+from rlhpc.jobs import shared_probe
 from rlhpc.runtime import scratch as scratch_module
 from rlhpc.runtime.errors import ConfigError, OwnershipError, StorageError
 from rlhpc.runtime.scratch import (
@@ -383,6 +384,7 @@ def test_clean_says_what_it_removed_and_what_lives(
     (tmp_path / "site.yaml").write_text(f"cluster:\n  scratch: {site_scratch}\n")
     monkeypatch.setenv("RLHPC_SITE", str(tmp_path / "site.yaml"))
     monkeypatch.setenv("RLHPC_SCRATCH", "")  # so that what the command sets is taken back
+    monkeypatch.setattr(shared_probe, "remove_unused_folders", list)  # those of other tests
     spill = session(site_scratch, "dead-spill", lock=False)
     dead = session(roots[0], "dead")
     foreign = roots[0] / f"rlhpc-{os.getuid()}-0000"
@@ -445,6 +447,8 @@ OWN_FOLDERS = {
     "cli/config.py": "a command's, which has no session",
     "language/models/builtin.py": "a plan's, which has no session",
     "language/evaluation/evaluate.py": "a command's, which has no session",
+    "language/rollout/engine_probe.py": "a probe job's of the doctor, which has no session",
+    "publishing/code.py": "a command's, which has no session",
     "runs/tuning/tune.py": "in the run's folder, to be looked at",
     "runtime/repository.py": "a command's or the driver's, for the time of one call of git",
 }
@@ -515,4 +519,5 @@ def test_large_files_lie_below_the_sites_scratch_and_sockets_do_not(
         assert (files / "large").exists()
     finally:
         scratch.remove()
+        scratch.release()
     assert not list(disk.iterdir()) and not list(roots[0].iterdir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import operator
 import os
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from rlhpc import Channel, Cluster, NodePlacementStrategy, RendezvousTimeout, Session, WorkerFailed
+from rlhpc.runtime import registry
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests import warm
@@ -215,3 +217,32 @@ def test_a_driver_with_many_open_files_starts_ranks(launch: Launch) -> None:
     finally:
         for descriptor in opened:
             os.close(descriptor)
+
+
+def test_the_processor_time_and_memory_of_ranks_are_published_and_removed_at_the_end(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that watches the registry, at most every ten seconds, for `rlhpc watch` on any host."""
+    monkeypatch.setattr(registry, "LOOK_S", 0.01)
+    launch(2, "used")
+    running = Session.current()
+    assert running is not None
+    path = running.registry.root / "ranks" / "usage.json"
+
+    def usage() -> dict[str, list[float | None]]:
+        return dict(json.loads(path.read_text())["usage"]) if path.exists() else {}
+
+    running._next_usage_at = 0.0
+    wait_until(lambda: {"used-0", "used-1"} <= set(usage()), 30)
+    cores, memory, accelerator_memory, accelerator_use = usage()["used-1"]
+    assert cores is not None and memory is not None and accelerator_memory is None and accelerator_use is None
+    assert 0 <= cores <= 64 and 2**22 < memory < 2**36
+    (member,) = (member for member in running.ranks.all_members() if member.spec.name == "used-0")
+    for usage_now, is_due in ((7.0, False), (8.0, True)):
+        if is_due:
+            running._next_usage_at = 0.0
+        member.usage = (usage_now, 1.0, None)
+        running._publish()
+        assert (usage()["used-0"][0] == usage_now) is is_due
+    running.stop()
+    assert not path.exists()

@@ -28,6 +28,7 @@ OTHER_PORTS = {
     "runtime/comm/zmq_sockets.py": "ZeroMQ accepts by itself, on a thread that needs no interpreter",
     "jobs/doctor/node_probe.py": "its text runs on a node's own Python, without this package, for seconds",
     "language/agents/runner/loopback.py": "in a network of its own, where one episode is alone",
+    "runtime/node_locks.py": "looks for a free port, and listens on none",
     "language/agents/services.py": "looks for a free port, and listens on none",
     "language/sandbox/python.py": "what a program must not reach, for the time of one trial; nobody is served",
 }

@@ -11,7 +11,12 @@ from torch import nn
 
 from rlhpc.runtime import torch_adapter
 from rlhpc.runtime.devices import accelerator
-from rlhpc.runtime.torch_adapter import add_product, sums_in_product
+from rlhpc.runtime.torch_adapter import (
+    add_product,
+    segment_attention,
+    segment_attention_backward,
+    sums_in_product,
+)
 
 
 def test_a_replaced_forward_is_called_between_the_modules_hooks() -> None:
@@ -127,3 +132,77 @@ def test_an_accelerator_adds_in_the_product() -> None:
     in_product = sums_in_product(device, torch.bfloat16)
     assert in_product or device != "cuda"
     torch.testing.assert_close(total.double(), expected, rtol=1e-4, atol=1e-3 if in_product else 0.3)
+
+
+def test_attention_of_segments_merges_to_that_of_all_keys() -> None:
+    """Outputs and gradients of two sets of keys, merged by their log-sum-exps, are those of a softmax over both."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(9, heads, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    ends = torch.tensor([0, 9], dtype=torch.int32)
+    sets = [(slice(4), ends.clamp(max=4)), (slice(4, 9), ends.clamp(max=5))]
+    parts = [
+        segment_attention(q, k[keys], v[keys], ends, key_ends, (9, 5), is_causal=False, scale=0.3)
+        for keys, key_ends in sets
+    ]
+    log_sums = torch.logaddexp(parts[0][1], parts[1][1])
+    outputs = sum(out * (sums - log_sums).exp().T[..., None] for out, sums in parts)
+    states = [states.clone().requires_grad_() for states in (q, k, v)]
+    logits = torch.einsum("qhd,khd->hqk", states[0], states[1].repeat_interleave(2, 1)) * 0.3
+    expected = torch.einsum("hqk,khd->qhd", logits.softmax(-1), states[2].repeat_interleave(2, 1))
+    torch.testing.assert_close(outputs, expected.detach())
+    torch.testing.assert_close(log_sums, logits.logsumexp(-1).detach())
+    grads = [
+        segment_attention_backward(
+            grad, q, k[keys], v[keys], outputs, log_sums, ends, key_ends, (9, 5), is_causal=False, scale=0.3
+        )
+        for keys, key_ends in sets
+    ]
+    found = [grads[0][0] + grads[1][0], *(torch.cat([grads[0][i], grads[1][i]]) for i in (1, 2))]
+    for each, wanted in zip(found, torch.autograd.grad(expected, states, grad), strict=True):
+        torch.testing.assert_close(each, wanted)
+
+
+def test_the_operators_of_a_gpu_take_the_same_segments() -> None:
+    """As torch declares them: fake tensors check arguments and tell shapes, and compute nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v, grad = (torch.empty(9, heads, 16, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2, 4))
+        ends = torch.empty(3, dtype=torch.int32, device="cuda")
+        layout = (ends, ends, (5, 5))
+        outputs, log_sums = segment_attention(q, k, v, *layout, is_causal=True, scale=0.3)
+        assert outputs.shape == q.shape and log_sums.shape == (4, 9) and log_sums.dtype == torch.float32
+        states = (grad, q, k, v, outputs, log_sums, *layout)
+        grads = segment_attention_backward(*states, is_causal=True, scale=0.3)
+        assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]
+        assert all(each.is_cuda for each in grads)
+
+
+@pytest.mark.parametrize("has_mask", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize(("has_variable_batch", "num_graphs"), [(True, 1), (False, 2)])
+def test_a_batch_of_one_row_shares_the_graph_of_others(
+    monkeypatch: pytest.MonkeyPatch, has_mask: bool, has_variable_batch: bool, num_graphs: int
+) -> None:
+    """Torch makes a separate graph for a size of 1, and does not if the dimension is marked."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    class Attention(nn.Module):
+        def forward(self, states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+            heads = states.view(*states.shape[:-1], 2, -1).transpose(1, 2)
+            outputs = nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=attention_mask)
+            return states + outputs.transpose(1, 2).flatten(2)
+
+    monkeypatch.setattr(torch_adapter, "_COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = Attention(), Attention()
+    torch_adapter.compile_forward(compiled, lambda error: error, has_variable_batch=has_variable_batch)
+    for rows, tokens in ((1, 5), (3, 4), (2, 9), (1, 2)):
+        states = torch.randn(rows, tokens, 8, requires_grad=True)
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril().expand(rows, -1, -1, -1) if has_mask else None
+        outputs = [module(states, attention_mask=mask) for module in (compiled, plain)]
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(*(torch.autograd.grad(output.square().sum(), states)[0] for output in outputs))
+    assert counters["stats"]["unique_graphs"] == num_graphs and not counters["graph_break"]
+    torch._dynamo.reset()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.trust import FLAG, Trust, without_variables
+from rlhpc.runtime.trust import FLAG, Trust, named_code, without_variables
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,21 @@ def test_resolvers_of_a_foreign_file_become_text_or_are_refused() -> None:
     for section, key in (({"env": {"path": "${oc.env:TOKEN}"}}, "env.path"), ({"a": [{"b": "x${f:}"}]}, r"a\[0\]\.b")):
         with pytest.raises(ConfigError, match=rf"export: {key} is .* reads a variable of your environment"):
             without_variables(section, Trust(), "export")
+
+
+def test_all_sections_are_searched_for_code_and_variables() -> None:
+    config = {
+        "runner": {"task_type": "my_kind:Kind", "logger": {"kwargs": {"wandb": {"key": "${oc.env:WANDB_API_KEY}"}}}},
+        "cluster": {"setup": ["module load cuda"], "sbatch": []},
+        "env": {"train": {"wrappers": [{"my_wrap:Wrap": {"n": 1}}, "gymnasium.wrappers:ClipAction"]}},
+        "actor": {"model": {"trust_remote_code": True, "model_path": "${runner.run_dir}/a"}},
+        "rollout": {"engine_kwargs": {"worker_cls": "my_engine.Worker"}},
+    }
+    assert {(entry.key, entry.value, entry.module) for entry in named_code(config)} == {
+        ("runner.task_type", "my_kind:Kind", "my_kind"),
+        ("runner.logger.kwargs.wandb.key", "${oc.env:WANDB_API_KEY}", ""),
+        ("cluster.setup[0]", "module load cuda", ""),
+        ("env.train.wrappers[0]", "my_wrap:Wrap", "my_wrap"),
+        ("actor.model.trust_remote_code", "True", ""),
+        ("rollout.engine_kwargs.worker_cls", "my_engine.Worker", "my_engine"),
+    }

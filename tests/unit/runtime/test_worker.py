@@ -13,9 +13,9 @@ import torch
 from rlhpc.runtime import worker as worker_module
 from rlhpc.runtime.comm.context import Context, install
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.worker import Worker, bind_spec
 from rlhpc.runtime.worker_spec import WorkerSpec
+from tests.serving import temporary_scratch
 from tests.unit.runtime.comm.rank_pairs import rank_pair
 
 
@@ -35,10 +35,8 @@ class Engine(Worker):
 
 @pytest.fixture
 def contexts(tmp_path: Path) -> Iterator[tuple[Context, Context]]:
-    scratch = Scratch.create()
-    with rank_pair(tmp_path, scratch) as pair:
+    with temporary_scratch() as scratch, rank_pair(tmp_path, scratch) as pair:
         yield pair
-    scratch.remove()
 
 
 def worker_of(monkeypatch: pytest.MonkeyPatch, group: str) -> Robot:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from rlhpc import (
+    Channel,
     Cluster,
     DeadlineExceeded,
     NodePlacementStrategy,
     PackedPlacementStrategy,
     PlacementError,
     Session,
+    WorkerFailed,
     WorkerGroup,
 )
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from rlhpc.runtime.errors import ConfigError
 from tests.eventually import has_ended
+from tests.instrumented import Instrumented
 from tests.launching import Launch
 from tests.probes import Awkward, Greedy, Pair, Probe
 
@@ -152,3 +156,68 @@ def test_ranks_that_share_devices_see_each_others() -> None:
         assert group.accelerators == [frozenset({(0, index)}) for index in range(4)]
     finally:
         group.shutdown()
+
+
+@pytest.fixture
+def tools() -> Iterator[WorkerGroup]:
+    group = Instrumented.create_group().launch(Cluster.local(), NodePlacementStrategy([0, 0]), "tools")
+    yield group
+    group.shutdown()
+
+
+def test_async_methods_run_on_the_event_loop_of_their_rank(tools: WorkerGroup) -> None:
+    channel = Channel.create("later")
+    assert tools.start_task(channel).wait() == [5, 5], "other tasks run while a method waits"
+    for item in ("first", "second"):
+        channel.put(item)
+    assert sorted(tools.finish_task().wait()) == ["first", "second"], (
+        "what a method leaves behind goes on in the next one"
+    )
+    with pytest.raises(WorkerFailed, match="raised in a coroutine"):
+        tools.execute_on(0).raise_later().wait()
+
+
+def test_a_rank_whose_event_loop_is_idle_waits_and_is_not_called_busy(tools: WorkerGroup) -> None:
+    channel = Channel.create("never")
+    waiting = tools.execute_on(0).wait_for_item(channel)
+    napping = tools.execute_on(1).survive_for(3.0)
+    with pytest.raises(DeadlineExceeded) as overdue:
+        waiting.wait(1.0)
+    assert "tools[1]" in str(overdue.value) and "survive_for" in str(overdue.value)
+    assert "tools[0]" not in str(overdue.value), "its tasks wait for an item"
+    napping.wait()
+    channel.put("at last")
+    assert waiting.wait() == ["at last"]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("src", [None, ("tools", 1)])
+def test_a_broadcast_has_a_source_or_takes_the_first_rank(
+    tools: WorkerGroup, async_op: bool, src: tuple[str, int] | None
+) -> None:
+    more = Instrumented.create_group().launch(Cluster.local(), name="more")
+    groups = [("tools", [0, 1]), ("more", 0)]
+    handles = [group.shout(groups, src, async_op) for group in (tools, more)]
+    expected = "from tools-1" if src else "from tools-0"
+    assert [result for handle in handles for result in handle.wait()] == [expected] * 3
+    more.shutdown()
+
+
+def test_items_are_taken_in_batches_in_the_background() -> None:
+    channel = Channel.create("weights")
+    work = channel.get_batch(3, async_op=True)
+    for weight in (1, 2, 3):
+        assert not work.done()
+        channel.put(f"item {weight}", weight=weight)
+        if weight == 2:
+            break
+    assert work.wait(20) == ["item 1", "item 2"]
+    with pytest.raises(asyncio.QueueEmpty):
+        channel.get_nowait()
+
+
+def test_a_rank_outside_a_broadcast_is_told_so(tools: WorkerGroup) -> None:
+    with pytest.raises(
+        WorkerFailed, match=r"tools-1 takes no part in a broadcast from \('tools', 0\) to \[\('tools', 0\)\]"
+    ):
+        tools.execute_on(1).shout([("tools", 0)], None, False).wait()

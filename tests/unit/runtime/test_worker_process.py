@@ -17,7 +17,7 @@ import pytest
 from rlhpc import Cluster, WorkerFailed
 from rlhpc.runtime import devices, worker_process
 from rlhpc.runtime.placement import Placement
-from rlhpc.runtime.worker_spec import spec_of
+from rlhpc.runtime.worker_spec import for_input, spec_of
 from tests.launching import Launch
 from tests.probes import Awkward
 
@@ -54,6 +54,21 @@ def test_ranks_may_open_as_many_files_as_the_system_lets_them(launch: Launch) ->
     pid = group.identity().wait()[0]["pid"]
     soft, hard = psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)
     assert soft == min(hard, 1 << 16)
+
+
+def test_a_rank_that_does_not_see_the_drivers_socket_says_so_at_once(tmp_path: Path) -> None:
+    """As in a container with a /tmp of its own, on the only node of a job, where nobody listens on TCP."""
+    placement = Placement(0, 0, 0, 1, (), "cluster")
+    spec = spec_of(
+        "actor", placement, 1, Cluster.local(1, 0), {}, 1, tmp_path, registry="", token="t", body=b"",
+        driver={"ipc": f"ipc://{tmp_path}/elsewhere/s"},
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "rlhpc.runtime.worker_process", "step"], input=for_input([spec]),
+        env={**os.environ, "SLURM_PROCID": "0"}, capture_output=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"actor-0 does not see the driver's socket {tmp_path}/elsewhere/s" in done.stderr.decode()
 
 
 TERMINATED = """
@@ -118,3 +133,43 @@ def test_ranks_with_accelerators_do_so_unless_told_not_to(
     assert start() == [], "a rank without an accelerator is not bound"
     assert start(0, bind_cores=False) == []
     assert not Cluster.local(1, 1).bind_cores, "imaginary accelerators are near nothing"
+
+
+#: Modules of the driver's part of the runtime, which a rank needs only for groups of its own.
+DRIVER_MODULES = {
+    "rlhpc.runtime.session",
+    "rlhpc.runtime.cluster",
+    "rlhpc.runtime.worker_group",
+    "rlhpc.runtime.placement",
+}
+#: Driver whose rank prints the modules that it has imported.
+FRESH_RANK = """
+import sys
+from rlhpc import Cluster, Session, Worker
+assert "torch" not in sys.modules, "the driver has imported torch before it starts ranks"
+
+class Fresh(Worker):
+    def modules(self):
+        return list(sys.modules)
+
+group = Fresh.create_group().launch(Cluster.local(1, 0), fork=sys.argv[1] == "fork")
+modules = group.modules().wait()[0]
+Session.current().stop()
+print(*modules)
+"""
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_a_rank_answers_before_it_has_imported_much(way: str) -> None:
+    """No rank of a node answers before these modules are imported, by the node's fork server or by each rank."""
+    driver = subprocess.run(
+        [sys.executable, "-c", FRESH_RANK, way], capture_output=True, text=True, check=True, timeout=120
+    )
+    modules = set(driver.stdout.split())
+    packages = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names
+    assert "rlhpc.runtime.rpc" in modules and ("torch" in packages) == (way == "fork")
+    assert not DRIVER_MODULES & modules
+    assert (
+        not {"omegaconf", "yaml", "psutil", "pydantic", "submitit", "snakemake", "torchvision", "transformers"}
+        & packages
+    )

@@ -50,6 +50,15 @@ def test_another_set_of_fields_is_refused() -> None:
             WorkerSpec.from_json(json.dumps(changed).encode())
 
 
+def test_the_specifications_of_thousands_of_ranks_take_little() -> None:
+    """Each task of a step reads those of all tasks, so the bytes grow with the square of their number."""
+    sizes = {
+        ranks: len(for_input([replace(SPEC, rank=rank, log_out=f"/logs/actor-{rank}.out") for rank in range(ranks)]))
+        for ranks in (1000, 2000)
+    }
+    assert (sizes[2000] - sizes[1000]) / 1000 < 40
+
+
 def test_specifications_go_through_a_pipe() -> None:
     reading, writing = os.pipe()
     specs = [SPEC, replace(SPEC, rank=2, body=bytes(1 << 14))]

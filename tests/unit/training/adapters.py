@@ -64,5 +64,5 @@ class Adapted:
     def sent(self, in_parts: bool = False) -> torch.Tensor:
         if in_parts:  # as to engines that take what each rank holds
             held = pieces(self.model, None, lambda tensor: tensor)
-            return next(values for region, values in held if region.name == self.name)()
+            return next(values for held_slice, values in held if held_slice.name == self.name)()
         return dict(full_weights(self.model, lambda tensor: tensor))[self.name]

@@ -45,9 +45,11 @@ def llama(layers: int = 2, **options: Any) -> LlamaForCausalLM:
 
 def test_a_module_without_plans_has_no_layers_and_is_not_divided() -> None:
     blueprint, module = Small(), nn.Linear(2, 2)
-    assert not blueprint.has_reference and blueprint.layers(module) == blueprint.apart(module) == []
-    assert blueprint.slices() is None and blueprint.last(module) is None and blueprint.exported("weight")
-    assert list(blueprint.created_tensors(module)) == [] and blueprint.identity() == blueprint.about(module) == {}
+    assert not blueprint.has_reference and blueprint.layers(module) == blueprint.expert_modules(module) == []
+    assert blueprint.slices() is None and blueprint.last_layer(module) is None and blueprint.is_exported("weight")
+    assert (
+        list(blueprint.created_tensors(module)) == [] and blueprint.identity() == blueprint.recorded_facts(module) == {}
+    )
     with pytest.raises(NotImplementedError):
         blueprint.build_reference()
     plain = type("Mesh", (), {"sizes": MeshSizes(1, 1)})()

@@ -10,7 +10,7 @@ import torch
 
 from rlhpc import Worker
 from rlhpc.checkpoint.state import load_state, load_tensors
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.embodied.config import PpoConfig
 from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.training import ReplicatedBackend
@@ -27,12 +27,12 @@ def flat(backend: object) -> FlatModule:
 
 def test_a_policy_s_goes_on() -> None:
     folder = HERE / "policy"
-    cfg = untouched(PpoConfig)
+    cfg = default_section(PpoConfig)
     cfg.actor.model.hidden_sizes = [8]
     trainer = PolicyTrainer(cfg)
     trainer.set_up_device()
     with gym.make("CartPole-v1") as env:
-        backend = trainer.build_backend(cfg.actor, (env.observation_space, env.action_space), look=False)
+        backend = trainer.build_backend(cfg.actor, (env.observation_space, env.action_space), reads_norm=False)
     trainer.load(str(folder))
     saved, optimizer = load_tensors(folder / "model.safetensors"), load_state(folder / "optimizer.pt")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in trainer.policy.state_dict().items())
@@ -52,7 +52,7 @@ def test_a_language_model_s_goes_on(tmp_path: Path) -> None:
 
     folder = HERE / "language"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path)
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     cfg.actor.model.model_path = str(tmp_path)
     trainer = TokenTrainer(cfg, Worker())
     trainer.load(folder)

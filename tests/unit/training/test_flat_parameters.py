@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from rlhpc.config.sections import ScheduledOptimConfig
 from rlhpc.runtime.devices import accelerator
 from rlhpc.training import flat_parameters as adam
-from rlhpc.training.flat_parameters import AdamOptions, FlatAdam
+from rlhpc.training.flat_parameters import AdamOptions, FlatAdam, schedule_factor
 from tests.accelerators import ON_CPU
 
 SIZE = 1003
@@ -84,3 +85,17 @@ def test_on_an_accelerator_it_differs_from_the_cpu_by_rounding(name: str, decay:
     assert there.fuses is (device != "cpu")
     torch.testing.assert_close(there.parameter.cpu(), here.parameter, rtol=1e-5, atol=1e-6)
     assert torch.equal(there.parameter, trained(optimizer(of, device), gradients(device)).parameter)
+
+
+def test_a_schedule_rises_falls_to_its_end_and_stays_there() -> None:
+    optim = ScheduledOptimConfig(lr=1.0, min_lr=0.1, lr_warmup_steps=3, lr_scheduler="linear")
+    factors = [schedule_factor(optim, done, done / 13) for done in range(13)]
+    assert factors[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert factors[8] == pytest.approx(0.1 + 0.9 * 0.5) and factors[12] == pytest.approx(0.1 + 0.9 * 0.1)
+    optim.lr_decay_steps = 8
+    factors = [schedule_factor(optim, done, done / 13) for done in range(13)]
+    assert factors[8:] == pytest.approx([0.1] * 5), "from the end of the schedule on"
+    assert schedule_factor(optim, 4, 4 / 13) == pytest.approx(0.1 + 0.9 * 0.8)
+    plain = ScheduledOptimConfig(lr=1.0, min_lr=0.1)
+    assert schedule_factor(plain, 5, 0.5) == 1.0
+    assert schedule_factor(plain, 5, 0.5, is_annealed=True) == pytest.approx(0.55)

@@ -149,5 +149,7 @@ def test_the_account_of_memory_knows_which_layers_get_adapters(family: str, targ
     adapted = attached(model, targets)
     if isinstance(adapted, str):
         return
-    found = sum(4 * (out + given) for out, given in size_of("somebody/model", config=config).adapted(targets).values())
+    found = sum(
+        4 * (out + given) for out, given in size_of("somebody/model", config=config).adapted_layers(targets).values()
+    )
     assert found == sum(tensor.numel() for name, tensor in adapted.named_parameters() if ".lora_" in name)

@@ -1,4 +1,4 @@
-"""Writer of safetensors folders: layout of the files, and boxes that several ranks write."""
+"""Writer of safetensors folders: layout of the files, and slices that several ranks write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlhpc.checkpoint.tensor_slice import Box, cut, full_box
+from rlhpc.checkpoint.tensor_slice import TensorSlice, cut, full_slice
 from rlhpc.training import safetensors_writer
 from rlhpc.training.safetensors_writer import Layout
 
@@ -49,7 +49,7 @@ def assert_equal(folder: Path) -> None:
 def test_one_file_has_all_tensors(tmp_path: Path) -> None:
     files = layout()
     files.begin(tmp_path)
-    written = files.write(tmp_path, [(name, full_box(SHAPES[name]), values) for name, values in tensors().items()])
+    written = files.write(tmp_path, [(name, full_slice(SHAPES[name]), values) for name, values in tensors().items()])
     files.finish(tmp_path)
     assert_equal(tmp_path)
     assert written == files.total_bytes == sum(values.nbytes for values in tensors().values())
@@ -61,7 +61,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00009.safetensors").touch()  # of another save
     files = layout(max_file_bytes=150)
     files.begin(tmp_path)
-    files.write(tmp_path, [(name, full_box(SHAPES[name]), values) for name, values in tensors().items()])
+    files.write(tmp_path, [(name, full_slice(SHAPES[name]), values) for name, values in tensors().items()])
     assert_equal(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": files.total_bytes, "total_parameters": files.num_parameters}
@@ -74,26 +74,26 @@ def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 8, 1 << 20])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_ranks_write_the_boxes_that_they_hold(
+def test_ranks_write_the_slices_that_they_hold(
     tmp_path: Path, axis: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(safetensors_writer, "CHUNK", chunk)
     files = layout()
     files.begin(tmp_path)
     for rank in range(2):
-        boxes = []
+        tensor_slices = []
         for name, values in tensors().items():
             shape = SHAPES[name]
             if len(shape) <= axis or not values.numel():
                 if rank == 0:
-                    boxes.append((name, full_box(shape), values))
+                    tensor_slices.append((name, full_slice(shape), values))
                 continue
             half = shape[axis] // 2
             starts = tuple(half * rank if dim == axis else 0 for dim in range(len(shape)))
             sizes = tuple((shape[axis] - half if rank else half) if dim == axis else n for dim, n in enumerate(shape))
-            box = Box(starts, sizes)
-            boxes.append((name, box, cut(values, box)))
-        files.write(tmp_path, boxes)
+            tensor_slice = TensorSlice(starts, sizes)
+            tensor_slices.append((name, tensor_slice, cut(values, tensor_slice)))
+        files.write(tmp_path, tensor_slices)
     assert_equal(tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_values_are_converted_to_the_files_dtype(tmp_path: Path) -> None:
     files = Layout({"x": ((2, 3), torch.bfloat16)})
     files.begin(tmp_path)
     values = torch.tensor([[1.0, 2.5, -3.0], [0.1, 0.2, 0.3]], requires_grad=True)
-    files.write(tmp_path, [("x", full_box((2, 3)), values.t().contiguous().t())])  # not contiguous
+    files.write(tmp_path, [("x", full_slice((2, 3)), values.t().contiguous().t())])  # not contiguous
     assert torch.equal(stored(tmp_path)["x"], values.detach().bfloat16())
 
 

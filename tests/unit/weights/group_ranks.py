@@ -53,7 +53,7 @@ class GroupRank(Worker):
     def abort(self) -> None:
         """Takes part in a broadcast, and aborts before the others have confirmed it."""
         self.group.broadcast(self.group.memory(1 << 20))
-        self.group.end(notify=True)
+        self.group.end(notifies=True)
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from rlhpc import Worker
-from rlhpc.checkpoint.tensor_slice import Box, cut
+from rlhpc.checkpoint.tensor_slice import TensorSlice, cut
 from rlhpc.runs.device import worker_device
-from rlhpc.training.shard_layout import boxes
+from rlhpc.training.shard_layout import tensor_slices
 from rlhpc.weights import make_sync, reshard, reshard_collective, transport
 from rlhpc.weights.reshard import Shard as Part
 from rlhpc.weights.reshard import ShardSync
@@ -56,20 +56,20 @@ def whole(name: str, version: int) -> torch.Tensor:
     return torch.randn(SHAPES[name], generator=generator)
 
 
-def wanted(rank: int) -> dict[str, tuple[Box, ...]]:
+def wanted(rank: int) -> dict[str, tuple[TensorSlice, ...]]:
     """What rank 0 or 1 of an engine of two wants: rows of some, columns of others, all of norms, experts one by one."""
-    found: dict[str, tuple[Box, ...]] = {}
+    found: dict[str, tuple[TensorSlice, ...]] = {}
     for name, shape in SHAPES.items():
         if "norm" in name:
-            found[name] = (Box((0,), shape),)
+            found[name] = (TensorSlice((0,), shape),)
         elif "experts" in name:
             if int(name.split(".")[3]) % 2 == rank:
-                found[name] = (Box((0, 0), shape),)
+                found[name] = (TensorSlice((0, 0), shape),)
         elif "o_proj" in name:
-            found[name] = (Box((0, 64 * rank), (64, 64)),)
+            found[name] = (TensorSlice((0, 64 * rank), (64, 64)),)
         else:
             half = shape[0] // 2
-            found[name] = (Box((half * rank, *(0 for _ in shape[1:])), (half, *shape[1:])),)
+            found[name] = (TensorSlice((half * rank, *(0 for _ in shape[1:])), (half, *shape[1:])),)
     return found
 
 
@@ -145,17 +145,17 @@ class Trainer(Worker):
                     every = [whole(f"{layer}.experts.{e}.up.weight", version) for e in range(EXPERTS)]
                     fused[layer] = distribute_tensor(torch.stack(every), self.line, [Shard(0)], src_data_rank=None)
                 number = int(name.split(".")[3])
-                for box, local in boxes(fused[layer]):
-                    if box.starts[0] <= number < box.ends[0]:
-                        values = fused[layer].to_local()[number - box.starts[0] + local.starts[0]]
-                        yield Part(name, shape, full.dtype, Box((0, 0), shape), lambda v=values: v)  # type: ignore[misc]
+                for tensor_slice, local in tensor_slices(fused[layer]):
+                    if tensor_slice.starts[0] <= number < tensor_slice.ends[0]:
+                        values = fused[layer].to_local()[number - tensor_slice.starts[0] + local.starts[0]]
+                        yield Part(name, shape, full.dtype, TensorSlice((0, 0), shape), lambda v=values: v)  # type: ignore[misc]
                 continue
             held = distribute_tensor(
                 full, self.mesh, self.columns if "o_proj" in name else self.rows, src_data_rank=None
             )
-            for box, local in boxes(held):
+            for tensor_slice, local in tensor_slices(held):
                 yield Part(
-                    name, shape, full.dtype, box,
+                    name, shape, full.dtype, tensor_slice,
                     lambda h=held, b=local: cut(h.to_local(), b), bool(FROZEN.match(name)),  # type: ignore[misc]
                 )  # fmt: skip
 
@@ -184,9 +184,9 @@ class Trainer(Worker):
         """The most memory that it took."""
         assert isinstance(self.sync, ShardSync)
         parts = [
-            Part(name, tuple(held.shape), held.dtype, box, lambda h=held: h.to_local())  # type: ignore[misc]
+            Part(name, tuple(held.shape), held.dtype, tensor_slice, lambda h=held: h.to_local())  # type: ignore[misc]
             for name, held in self.large.items()
-            for box, _ in boxes(held)
+            for tensor_slice, _ in tensor_slices(held)
         ]
         memory = Resident()
         self.sync.send_shards(version, parts)
@@ -206,7 +206,9 @@ class Engine(Worker):
         self.sync = make_sync(sync, self, ("trainer", 0), RECEIVERS[:1], complete_updates=True)
         small_parts()
         assert isinstance(self.sync, ShardSync)
-        self.sync.want({name: (Box((512 * self.rank, 0), (512, columns)),) for name, (_, columns) in LARGE.items()})
+        self.sync.want(
+            {name: (TensorSlice((512 * self.rank, 0), (512, columns)),) for name, (_, columns) in LARGE.items()}
+        )
 
     def take_large(self) -> tuple[int, float]:
         """The most memory that it took, and the sum of what came."""
@@ -229,10 +231,14 @@ class Engine(Worker):
         for name, tensor in update.tensors:
             names.append(name)
             expected = whole(name, update.version)
-            for box in (
-                (Box((0,) * expected.dim(), tuple(expected.shape)),) if self.wanted is None else self.wanted[name]
+            for tensor_slice in (
+                (TensorSlice((0,) * expected.dim(), tuple(expected.shape)),)
+                if self.wanted is None
+                else self.wanted[name]
             ):
-                if not torch.equal(cut(tensor, box), cut(expected, box)):
+                if not torch.equal(cut(tensor, tensor_slice), cut(expected, tensor_slice)):
                     wrong.append(name)
-        assert isinstance(self.sync, ShardSync)
+        assert isinstance(self.sync, ShardSync) and update.transfer is not None
+        carried = update.transfer.bytes_by_transport
+        assert carried.total() > 0 and {*carried} <= {"shards_host", "shards_gloo"}, "each slice is counted"
         return update.version, names, wrong, self.sync.sent_bytes

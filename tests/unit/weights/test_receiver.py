@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlhpc.runtime.comm import device_memory as devices
+from rlhpc.runtime.comm.device_memory import DeviceMappings, DevicePool
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use, discard, map_private
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.scratch import Scratch
@@ -17,13 +19,14 @@ from rlhpc.weights.delta import Elements
 from rlhpc.weights.receiver import Subscriber, UpdateTarget
 from rlhpc.weights.sender import Announcement, DeviceChunkWriter, Publisher, WeightChunk
 from tests.late_copies import LateCopies
+from tests.serving import temporary_scratch
+from tests.stand_in_device import StandIn
 
 
 @pytest.fixture
 def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
+    with temporary_scratch() as made:
+        yield made
 
 
 class Receiver:
@@ -287,3 +290,77 @@ def test_what_is_left_of_a_version_that_broke_off_is_skipped(scratch: Scratch) -
     next(update.tensors)  # the engine failed after the first tensor
     send(publisher, 1, sender, [receiver])
     assert receiver.apply() == 1 and same(receiver.module, sender)
+
+
+class OnDevice:
+    """Stages chunks in buffers on a stand-in for an accelerator (`TransportSender`), unless they are kept from it."""
+
+    def __init__(self, scratch: Scratch, budget: int) -> None:
+        self.device = StandIn(scratch.shm, budget=budget)
+        self.pool = DevicePool(scratch, {"host": "here", "ipc": "", "tcp": "", "bulk": ""})
+        self.mappings = DeviceMappings(self.pool.local)
+        self.device_budget, self.sizes = budget, list[int]()
+        self.refused: set[int] = set()
+
+    def stage(self, tensors: Any) -> Any:
+        if len(self.sizes) in self.refused:
+            self.refused.remove(len(self.sizes))
+            return None
+        message = self.pool.write(tensors)
+        self.sizes.append(0 if message is None else message.size)
+        return message
+
+
+BUDGET = 1 << 20
+
+
+@pytest.mark.parametrize("refused", [(), (1, 3)], ids=["all on the device", "two pieces through the host"])
+def test_a_tensor_larger_than_the_budget_stays_on_the_device_in_pieces(
+    scratch: Scratch, refused: tuple[int, ...]
+) -> None:
+    """Odd shapes and dtypes among small tensors, frozen ones and empty ones; every one has the sender's bits."""
+    road = OnDevice(scratch, BUDGET)
+    devices.use(road.device)
+    try:
+        values = {
+            "small": torch.randn(3),
+            "wide": torch.randn(BUDGET + 777).to(torch.bfloat16),
+            "frozen": torch.randn(BUDGET // 4 + 5),
+            "empty": torch.zeros(0, 4),
+            "scalar": torch.tensor(7),
+            "bytes": torch.randint(0, 256, (3, BUDGET // 2 + 1), dtype=torch.uint8),
+            "last": torch.randn(2, 2).double(),
+        }
+        sent = {name: road.device.tensor(value) if value.numel() else value for name, value in values.items()}
+        pool, mappings = SegmentPool(scratch), Mappings()
+        publisher = Publisher(pool, 1, "frozen", transport=road)  # type: ignore[arg-type]
+        subscriber, inbox = Subscriber(), deque[Announcement]()
+
+        def read(chunk: WeightChunk, late: bool) -> Any:
+            del late
+            if chunk.payload is not None:
+                message: Any = chunk.payload[0]
+                return road.mappings.take(message, 0)
+            return map_private(chunk.path) if chunk.retained else mappings.lease(chunk.path, 0)
+
+        for version in range(2):
+            road.sizes.clear()
+            road.refused = set(refused) if version else set()
+            announcements = publisher.publish(version, sent.items(), {"frozen"})
+
+            def next_announcement(announcements: Iterator[Announcement] = announcements) -> Announcement:
+                inbox.append(next(announcements))
+                return inbox.popleft()
+
+            update = subscriber.receive(next_announcement, read)
+            received = dict(update.tensors)
+            assert received.keys() == {*values} - ({"frozen"} if version else set())
+            for name, tensor in received.items():
+                assert isinstance(tensor, torch.Tensor)
+                assert tensor.shape == values[name].shape and tensor.dtype == values[name].dtype
+                assert torch.equal(tensor, values[name]), name
+            version_digests = update.version_digests()
+            assert version_digests is not None and version_digests.digests.keys() >= received.keys()
+            assert len(road.sizes) >= 14 and all(0 < size <= BUDGET // 4 for size in road.sizes), "none was too large"
+    finally:
+        devices.use(None)

@@ -1,4 +1,4 @@
-"""Weights from shards to shards, between real processes: each box is the sender's bit for bit, nobody sends more than its
+"""Weights from shards to shards, between real processes: each slice is the sender's bit for bit, nobody sends more than its
 share, and what never changes is sent once."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlhpc import FlexiblePlacementStrategy, NodePlacementStrategy, Session, WorkerGroup
-from rlhpc.checkpoint.tensor_slice import full_box
+from rlhpc.checkpoint.tensor_slice import full_slice
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
 from tests.accelerators import OTHERS_ON_CARD, cluster_of
 from tests.unit.weights.reshard_ranks import FROZEN, LARGE, PART, SHAPES, Engine, Trainer, wanted
@@ -46,7 +46,14 @@ def passed_on(everything: bool, delta: str) -> list[int]:
     if everything:
         return [sum(4 * math.prod(shape) for shape in SHAPES.values())] * 3 + [0]
     trained = [{n: b for n, b in wanted(rank).items() if delta == "off" or not FROZEN.match(n)} for rank in (0, 1)]
-    return [*(sum(4 * box.numel for boxes in named.values() for box in boxes) for named in trained), 0, 0]
+    return [
+        *(
+            sum(4 * tensor_slice.numel for tensor_slices in named.values() for tensor_slice in tensor_slices)
+            for named in trained
+        ),
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +68,7 @@ def passed_on(everything: bool, delta: str) -> list[int]:
         ("whole", "frozen", False, True, "shards"),
     ],
 )
-def test_each_box_arrives_bit_for_bit(
+def test_each_slice_arrives_bit_for_bit(
     groups: Groups, layout: str, delta: str, experts: bool, everything: bool, sync: str
 ) -> None:
     trainer, near, far = groups["trainer"], groups["near"], groups["far"]
@@ -70,10 +77,12 @@ def test_each_box_arrives_bit_for_bit(
             group.shutdown()
             group.relaunch().wait_ready()
     wait_all(trainer.open(layout, delta, experts, sync), near.open(everything, sync), far.open(everything, sync))
-    each = [{name: (full_box(shape),) for name, shape in SHAPES.items()}] if everything else [wanted(0), wanted(1)]
-    parts = [(name, box) for want in each for name, boxes in want.items() for box in boxes]
-    total = sum(4 * box.numel for _, box in parts)
-    fixed = sum(4 * box.numel for name, box in parts if FROZEN.match(name))
+    each = [{name: (full_slice(shape),) for name, shape in SHAPES.items()}] if everything else [wanted(0), wanted(1)]
+    parts = [
+        (name, tensor_slice) for want in each for name, tensor_slices in want.items() for tensor_slice in tensor_slices
+    ]
+    total = sum(4 * tensor_slice.numel for _, tensor_slice in parts)
+    fixed = sum(4 * tensor_slice.numel for name, tensor_slice in parts if FROZEN.match(name))
     for version in range(5):
         if version == 3:  # an engine that is started anew; the trainer is told that it may be another
             far.shutdown()

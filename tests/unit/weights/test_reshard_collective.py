@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rlhpc.checkpoint.tensor_slice import Box, full_box
+from rlhpc.checkpoint.tensor_slice import TensorSlice, full_slice
 from rlhpc.weights.reshard_collective import pack_round, unpack_round
 from rlhpc.weights.transfer_plan import ShardMetadata, TransferRound, plan_rounds, plan_transfer
 from rlhpc.weights.verification import WeightsDiffer
@@ -13,7 +13,7 @@ from rlhpc.weights.verification import WeightsDiffer
 SHAPES = {"a": (6, 5), "b": (40, 3), "c": (), "d": (7,)}
 DTYPES = {"a": "float32", "b": "bfloat16", "c": "int64", "d": "float64"}
 WHOLE = {
-    name: torch.arange(1, 1 + full_box(shape).numel).view(shape).to(getattr(torch, DTYPES[name]))
+    name: torch.arange(1, 1 + full_slice(shape).numel).view(shape).to(getattr(torch, DTYPES[name]))
     for name, shape in SHAPES.items()
 }
 
@@ -23,8 +23,8 @@ def held(rank: int) -> list[ShardMetadata]:
     found = []
     for name, shape in SHAPES.items():
         half = shape[0] // 2 if len(shape) == 2 else 0
-        box = Box((half * rank, 0), (half, shape[1])) if half else full_box(shape)
-        found.append(ShardMetadata(name, shape, WHOLE[name].itemsize, box, False, DTYPES[name]))
+        tensor_slice = TensorSlice((half * rank, 0), (half, shape[1])) if half else full_slice(shape)
+        found.append(ShardMetadata(name, shape, WHOLE[name].itemsize, tensor_slice, False, DTYPES[name]))
     return found
 
 
@@ -33,8 +33,8 @@ CUT = plan_rounds(ROUTES.slices, 100)
 
 
 def values(piece: object) -> torch.Tensor:
-    name, box = piece[0], piece[1]  # type: ignore[index]
-    return WHOLE[name][tuple(slice(*ends) for ends in zip(box.starts, box.ends, strict=True))]
+    name, tensor_slice = piece[0], piece[1]  # type: ignore[index]
+    return WHOLE[name][tuple(slice(*ends) for ends in zip(tensor_slice.starts, tensor_slice.ends, strict=True))]
 
 
 def sent(load: TransferRound) -> torch.Tensor:

@@ -13,17 +13,17 @@ import torch
 from rlhpc.runtime import devices as device
 from rlhpc.runtime.comm.remote_fetch import ReceiveBuffers
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentPool, bytes_in_use
-from rlhpc.runtime.devices import SideCopies, host_memory, lock_pages
+from rlhpc.runtime.devices import host_memory, lock_pages
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.weights.sender import DeviceChunkWriter, Publisher
 from tests.late_copies import LateCopies
+from tests.serving import temporary_scratch
 
 
 @pytest.fixture
 def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
+    with temporary_scratch() as made:
+        yield made
 
 
 def named(count: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,12 +60,6 @@ def test_a_version_that_breaks_off_leaves_nothing_behind(scratch: Scratch) -> No
     with pytest.raises(OSError, match="another rank died"):
         list(publisher.publish(0, breaking()))
     assert copies.under_way == 0 and bytes_in_use(scratch.shm) == 0
-
-
-def test_on_the_cpu_a_copy_is_there_at_once() -> None:
-    target, source = torch.zeros(3), torch.ones(3)
-    SideCopies("cpu").begin([(target, source)])()
-    assert torch.equal(target, source)
 
 
 @pytest.fixture

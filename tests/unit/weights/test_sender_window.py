@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -13,11 +14,12 @@ import torch
 
 from rlhpc.runtime.comm.shared_memory import Mappings, SegmentGone, SegmentPool
 from rlhpc.runtime.errors import DeadlineExceeded
-from rlhpc.runtime.scratch import Scratch
+from rlhpc.weights import sender
 from rlhpc.weights.receiver import Subscriber
 from rlhpc.weights.sender import MAX_UNREAD_CHUNKS, Announcement, ChunkWindow, DeviceChunkWriter, Publisher
 from tests.eventually import wait_until
 from tests.late_copies import LateCopies
+from tests.serving import temporary_scratch
 
 TENSORS, ELEMENTS = 40, 4096
 #: A tensor a part; the segment also has a page for its header and one for the table.
@@ -27,9 +29,8 @@ NAMES = ["rollout-0", "rollout-1"]
 
 @pytest.fixture
 def pool() -> Iterator[SegmentPool]:
-    scratch = Scratch.create()
-    yield SegmentPool(scratch, max_idle=0)
-    scratch.remove()
+    with temporary_scratch() as scratch:
+        yield SegmentPool(scratch, max_idle=0)
 
 
 class Loader:
@@ -149,6 +150,26 @@ def test_who_is_gone_is_named_or_if_it_was_started_again_left_alone(pool: Segmen
     else:
         assert "waited 0 s for rollout-1 to take in" in str(sending.error)
     loaders[1].let.release(TENSORS)
+
+
+@pytest.mark.parametrize(("interval_s", "is_checked"), [(3600.0, False), (0.0, True)])
+def test_waiting_for_readers_seldom_reads_their_records(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float, is_checked: bool
+) -> None:
+    """A check reads files of every late reader, of which there may be thousands."""
+    monkeypatch.setattr(sender, "_PRESENCE_S", interval_s)
+    checked: list[int] = []
+    num_looks = itertools.count()
+
+    def awaited(path: str) -> list[bool]:
+        return [next(num_looks) < 20, False]
+
+    window = ChunkWindow(awaited, NAMES, is_present=lambda reader: checked.append(reader) is None)
+    window.start_all()
+    for number in range(MAX_UNREAD_CHUNKS):
+        window.record(str(number))
+    window.wait()
+    assert bool(checked) == is_checked
 
 
 def test_a_sender_may_wait_for_readers_that_have_not_begun() -> None:

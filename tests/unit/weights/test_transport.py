@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from rlhpc.weights.transport import Prefetcher
+from rlhpc.weights.sender import Announcement
+from rlhpc.weights.transport import Prefetcher, WeightReceiver
 from tests.eventually import wait_until
 
 
@@ -74,3 +78,25 @@ def test_who_stops_leaves_nobody_waiting() -> None:
     assert threading.active_count() == before
     announced.set()
     assert list(ahead(numbers())) == [1, 2]
+
+
+def test_memory_that_another_thread_received_stays_until_this_threads_stream_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine computes on a stream of its own, and the prefetching thread allocates on the first one."""
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of thread {threading.get_ident()}")
+    streams: list[Any] = []
+    on_device: Any = SimpleNamespace(is_cpu=False, device="an accelerator", record_stream=streams.append)
+    announcement: Any = object.__new__(Announcement)
+
+    def chunks() -> Iterator[Any]:
+        yield announcement, [on_device, torch.zeros(2)]
+        yield announcement, memoryview(b"on the host")
+        yield announcement, None
+
+    receiver: Any = object.__new__(WeightReceiver)
+    receiver._origin, receiver._prefetcher = SimpleNamespace(host="another"), Prefetcher()
+    context = SimpleNamespace(service=SimpleNamespace(endpoint={"host": "this"}))
+    monkeypatch.setattr("rlhpc.weights.transport.current", lambda: context)
+    assert len([*receiver._prefetch_chunks(chunks())]) == 3
+    assert streams == [f"stream of thread {threading.get_ident()}"]

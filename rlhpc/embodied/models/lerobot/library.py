@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlhpc.embodied.config.model_options import LerobotPiOptions
+from rlhpc.embodied.models.lerobot import openpi_folder
 from rlhpc.embodied.models.lerobot.checkpoint import FolderDescription
 from rlhpc.embodied.python_env import importable, lerobot_error
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, read_json
+from rlhpc.runtime.scratch import temporary_folder
 from rlhpc.runtime.text import first_line
 from rlhpc.runtime.torch_adapter import import_torchvision
+
+#: Keys of config.json that options of `actor.model.kwargs` replace.
+_REPLACED_KEYS = {"chunk_size", "n_action_steps", "train_expert_only"}
 
 
 def load(description: FolderDescription, vlm: str | None = None) -> Any:
@@ -35,10 +44,13 @@ def load(description: FolderDescription, vlm: str | None = None) -> Any:
     from lerobot.policies.factory import get_policy_class
 
     try:
-        config = PreTrainedConfig.from_pretrained(description.path)
+        with lerobot_folder(description) as folder:
+            config = PreTrainedConfig.from_pretrained(folder)
         # The folder has all weights, so nothing is downloaded.
         overrides = {"device": "cpu", "pretrained_backbone_weights": None, "load_vlm_weights": False}
         overrides |= {"vlm_model_name": vlm} if vlm else {}
+        for name in _REPLACED_KEYS & description.config.keys():
+            setattr(config, name, description.config[name])
         is_pi = description.family in ("pi0", "pi05")
         if is_pi:  # bfloat16 would round small optimizer steps away
             overrides |= {"dtype": "float32", "compile_model": False}
@@ -61,13 +73,26 @@ def load(description: FolderDescription, vlm: str | None = None) -> Any:
     return policy
 
 
+@contextmanager
+def lerobot_folder(description: FolderDescription) -> Iterator[Path]:
+    """Yields a folder with LeRobot's files of a policy without the weights: the policy's own, or one for an openpi folder."""
+    if not description.is_openpi:
+        yield description.path
+        return
+    with temporary_folder("lerobot") as folder:
+        for name, content in openpi_folder.processor_files(description.config).items():
+            (folder / name).write_text(json.dumps(content))
+        yield folder
+
+
 class Processors:
     """Pre- and postprocessor of a policy, which normalise by the statistics of the folder or of a dataset.
 
     Args:
         description: Description of the folder.
         config: Configuration of the policy.
-        statistics: A LeRobot dataset's folder, or its stats.json; None takes the policy folder's statistics.
+        statistics: A LeRobot dataset's folder, or its stats.json (of an openpi folder, openpi's norm_stats.json); None takes
+            the policy folder's statistics.
         vlm: See `load`.
 
     Raises:
@@ -76,15 +101,22 @@ class Processors:
 
     def __init__(self, description: FolderDescription, config: Any, statistics: Any, vlm: str | None = None) -> None:
         self._path = description.path
+        self._description = description
         self._config = config
         self._vlm = vlm
-        self._stats = None if statistics is None else _read_statistics(expand_home(str(statistics)))
+        if description.is_openpi:
+            columns = openpi_folder.lerobot_statistics(statistics, description.path, description.config)
+            self._stats: Any = {
+                name: {stat: torch.tensor(row) for stat, row in rows.items()} for name, rows in columns.items()
+            }
+        else:
+            self._stats = None if statistics is None else _read_statistics(expand_home(str(statistics)))
         if self._stats is None and not (description.path / "policy_preprocessor.json").is_file():
             raise ConfigError(
                 f"actor.model.model_path: {description.path} has no policy_preprocessor.json; name the dataset whose "
                 "statistics scale its actions: actor.model.kwargs.statistics"
             )
-        self._tokenizer_name = _tokenizer_of(description.path)
+        self._tokenizer_name = _find_tokenizer_name(description.path)
         self._by_device: dict[str, tuple[Any, Any]] = {}
         self.for_device(torch.device("cpu"))
 
@@ -96,7 +128,7 @@ class Processors:
 
     def preprocess(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Converts a batch to the inputs of the policy's network."""
-        return self.for_device(_device_of(batch))[0](batch)
+        return self.for_device(_find_device(batch))[0](batch)
 
     def postprocess(self, actions: Tensor) -> Tensor:
         """Converts the network's actions to the environment's units."""
@@ -111,14 +143,20 @@ class Processors:
             processor.save_pretrained(folder)
 
     def _build_processors(self, device: str) -> tuple[Any, Any]:
-        from lerobot.policies.factory import make_pre_post_processors
-
         normalizer_overrides: dict[str, Any] = {} if self._stats is None else {"stats": self._stats}
         tokenizer_overrides = {"tokenizer_processor": {"tokenizer_name": self._vlm}} if self._vlm else {}
+        with lerobot_folder(self._description) as folder:
+            return self._load_processors(folder, device, normalizer_overrides, tokenizer_overrides)
+
+    def _load_processors(
+        self, folder: Path, device: str, normalizer_overrides: dict[str, Any], tokenizer_overrides: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        from lerobot.policies.factory import make_pre_post_processors
+
         kwargs: dict[str, Any] = {"dataset_stats": self._stats}
-        if (self._path / "policy_preprocessor.json").is_file():
+        if (folder / "policy_preprocessor.json").is_file():
             kwargs = {
-                "pretrained_path": str(self._path),
+                "pretrained_path": str(folder),
                 "preprocessor_overrides": {
                     "device_processor": {"device": device},
                     "normalizer_processor": normalizer_overrides,
@@ -133,11 +171,32 @@ class Processors:
                 f"actor.model.model_path: lerobot cannot load the processors of {self._path}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
-
+        if isinstance(options := self._description.options, LerobotPiOptions):
+            _apply_prompt_options(preprocessor, options)
         return preprocessor, postprocessor
 
 
-def _tokenizer_of(folder: Path) -> str | None:
+def _apply_prompt_options(preprocessor: Any, options: LerobotPiOptions) -> None:
+    """Gives a preprocessor of π0 or π0.5 the prompts of `discrete_state_input` and `prompt_tokens`.
+
+    Without the state, a prompt is the instruction and an end of line, as π0's.
+    """
+    from lerobot.policies.pi0.processor_pi0 import Pi0NewLineProcessor
+    from lerobot.policies.pi05.processor_pi05 import Pi05PrepareStateTokenizerProcessorStep
+    from lerobot.processor import TokenizerProcessorStep
+
+    steps = list(preprocessor.steps)
+    prompts: dict[bool, Any] = {False: Pi0NewLineProcessor, True: Pi05PrepareStateTokenizerProcessorStep}
+    for i, step in enumerate(steps):
+        has_state = options.discrete_state_input
+        if has_state is not None and isinstance(step, prompts[not has_state]):
+            steps[i] = prompts[has_state]()
+        if options.prompt_tokens is not None and isinstance(step, TokenizerProcessorStep):
+            step.max_length = options.prompt_tokens
+    preprocessor.steps = steps
+
+
+def _find_tokenizer_name(folder: Path) -> str | None:
     """Returns the name of the tokenizer in a folder's preprocessor; None if the preprocessor has no tokenizer."""
     try:
         steps = read_json((folder / "policy_preprocessor.json").read_bytes())["steps"]
@@ -146,17 +205,17 @@ def _tokenizer_of(folder: Path) -> str | None:
         return None
 
 
-def _device_of(batch: dict[str, Any]) -> torch.device:
+def _find_device(batch: dict[str, Any]) -> torch.device:
     return next(tensor.device for tensor in batch.values() if isinstance(tensor, Tensor))
 
 
 def _read_statistics(path: Path) -> dict[str, dict[str, Tensor]]:
     file = path / "meta" / "stats.json" if path.is_dir() else path
     try:
-        content = read_json(file.read_bytes())
+        statistics_content = read_json(file.read_bytes())
         stats = {
             name: {key: torch.tensor(statistic, dtype=torch.float32) for key, statistic in column_statistics.items()}
-            for name, column_statistics in content.items()
+            for name, column_statistics in statistics_content.items()
         }
         if "action" not in stats:
             raise KeyError("action")

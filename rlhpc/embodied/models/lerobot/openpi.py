@@ -5,7 +5,7 @@ refuses any other. The changes are small. This module applies them to the instal
 modules of π0 and π0.5:
 
 - Gemma's norm may be adapted to a condition c (adaRMS, π0.5's expert): x / rms(x) · (1 + scale(c)) + shift(c), and a
-  gate(c) on the block's output. The norm also returns the gate, which is None without a condition.
+  gate(c) on the block's output. The norm also returns the gate, which is None if there is no condition.
 - Gemma does not scale its inputs by √width, and PaliGemma does not scale its image features by 1/√width, because
   LeRobot scales the text embeddings itself.
 - A pass with `use_cache=False` does not extend the cached keys and values.
@@ -57,11 +57,11 @@ class AdaptedNorm(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Normalises `[B, S, width]`, by a condition `[B, width]`; also returns the gate `[B, 1, width]`."""
-        normalized = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        normalized_x = x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
         if cond is None or self.dense is None:
-            return (normalized * (1 + self.weight.float())).to(x.dtype), None
-        scale, shift, gate = self.dense(cond)[:, None].chunk(3, -1)
-        return (normalized * (1 + scale.float()) + shift.float()).to(x.dtype), gate.to(x.dtype)
+            return (normalized_x * (1 + self.weight.float())).to(x.dtype), None
+        scale, norm_shift, gate = self.dense(cond)[:, None].chunk(3, -1)
+        return (normalized_x * (1 + scale.float()) + norm_shift.float()).to(x.dtype), gate.to(x.dtype)
 
 
 def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
@@ -72,10 +72,10 @@ def gated_residual(x: Tensor, y: Tensor, gate: Tensor | None) -> Tensor:
 class _AdaptedLayer(GemmaDecoderLayer):
     def forward(self, *args: Any, **attention: Any) -> Tensor:
         x, cond = args  # positional: hidden states, and the condition of the norms
-        normalized, gate = self.input_layernorm(x, cond)
-        x = gated_residual(x, self.self_attn(hidden_states=normalized, **attention)[0], gate)
-        normalized, gate = self.post_attention_layernorm(x, cond)
-        return gated_residual(x, self.mlp(normalized), gate)
+        normalized_x, gate = self.input_layernorm(x, cond)
+        x = gated_residual(x, self.self_attn(hidden_states=normalized_x, **attention)[0], gate)
+        normalized_x, gate = self.post_attention_layernorm(x, cond)
+        return gated_residual(x, self.mlp(normalized_x), gate)
 
 
 class _ReadOnlyCache:
@@ -85,8 +85,8 @@ class _ReadOnlyCache:
         self._layers = cache.layers
 
     def update(self, keys: Tensor, values: Tensor, layer: int, cache_kwargs: Any = None) -> tuple[Tensor, Tensor]:
-        cached = self._layers[layer]
-        return torch.cat([cached.keys, keys], 2), torch.cat([cached.values, values], 2)
+        cached_layer = self._layers[layer]
+        return torch.cat([cached_layer.keys, keys], 2), torch.cat([cached_layer.values, values], 2)
 
 
 class _AdaptedGemma(GemmaModel):
@@ -174,13 +174,16 @@ def load(policy_class: Any, config: Any, weights: Path) -> Any:
         ValueError: Weights are missing, or belong to another model.
     """
     policy = policy_class(config)
-    state = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
-    state = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in state.items()}
-    missing, unexpected = policy.load_state_dict(state, strict=False)
+    state_dict = policy._fix_pytorch_state_dict_keys(load_file(weights), config)
+    state_dict = {name if name.startswith("model.") else f"model.{name}": weight for name, weight in state_dict.items()}
+    missing_names, unexpected_names = policy.load_state_dict(state_dict, strict=False)
     parameters = policy.state_dict()
-    loaded_pointers = {parameters[name].data_ptr() for name in state.keys() & parameters.keys()}
+    loaded_pointers = {parameters[name].data_ptr() for name in state_dict.keys() & parameters.keys()}
     # Token embeddings and LM head are tied, so a file may have only one of them.
-    mismatches = [*unexpected, *(name for name in missing if parameters[name].data_ptr() not in loaded_pointers)]
+    mismatches = [
+        *unexpected_names,
+        *(name for name in missing_names if parameters[name].data_ptr() not in loaded_pointers),
+    ]
     if mismatches:
         raise ValueError(
             f"{weights.name} and its configuration do not fit: {', '.join(mismatches[:3])} ({len(mismatches)} in all)"

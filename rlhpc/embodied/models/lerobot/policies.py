@@ -3,145 +3,25 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlhpc.embodied.config import ModelConfig
-from rlhpc.embodied.config.model_options import LerobotDiffusionOptions, LerobotFlowOptions
-from rlhpc.embodied.envs.observations import count_rows, decode_text
-from rlhpc.embodied.models.action_heads import GaussianHead, sum_to_level
+from rlhpc.embodied.config.model_options import LerobotDiffusionOptions, LerobotFlowOptions, LerobotPiOptions
+from rlhpc.embodied.envs.observations import boxes_of
+from rlhpc.embodied.models.action_heads import GaussianHead
 from rlhpc.embodied.models.base import Guide, Obs, Policy, Velocity
-from rlhpc.embodied.models.flow import Flow
-from rlhpc.embodied.models.lerobot import checkpoint as folder
-from rlhpc.embodied.models.lerobot import library
-from rlhpc.embodied.models.lerobot.checkpoint import FAMILIES, describe
-from rlhpc.embodied.models.vlm import ValueHead
+from rlhpc.embodied.models.flow import Flow, NoisyVelocity
+from rlhpc.embodied.models.lerobot.base import DenoisingPolicy, LerobotPolicy
+from rlhpc.embodied.models.lerobot.checkpoint import describe
+from rlhpc.embodied.models.normalization import AlohaJoints
+from rlhpc.embodied.models.vlm import DeepValueHead
 from rlhpc.runtime.errors import ConfigError
 
-
-class LerobotPolicy(Policy):
-    """Policy of LeRobot's library. A subclass implements acting and the value head's input.
-
-    `actor.model`: `model_path`, `num_action_chunks` (number of predicted actions that are executed), `add_value_head`;
-    `kwargs` are `LerobotOptions`.
-
-    Attributes:
-        inner: The policy of LeRobot's library.
-    """
-
-    has_head = False
-    inner: Any
-
-    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
-        super().__init__(cfg, observation_space, action_space)
-        self.description = folder.describe(cfg, observation_space, action_space)
-        self.dim = math.prod(action_space.shape)
-        options = self.description.options
-        vlm, task = (options.vlm, options.task) if isinstance(options, LerobotFlowOptions) else (None, None)
-        self.inner = library.load(self.description, vlm)
-        self.processors = library.Processors(self.description, self.inner.config, options.statistics, vlm)
-        self._task = task or ""
-        self.value_head = ValueHead(self.value_inputs(), self.value_width) if cfg.add_value_head else None
-
-    def value_inputs(self) -> int:
-        """Returns the width of the value head's input."""
-        raise NotImplementedError
-
-    @property
-    def imitated(self) -> range:
-        """Offsets of the actions that behaviour cloning learns (`Policy.imitated`): the offsets of all actions that the
-        network predicts, beginning at its oldest observation.
-        """
-        return range(
-            self.oldest_obs_offset,
-            self.oldest_obs_offset + int(getattr(self.inner.config, FAMILIES[self.description.family])),
-        )
-
-    @property
-    def oldest_obs_offset(self) -> int:
-        """Offset of the policy's oldest input observation from the current one; 0 or negative."""
-        return 1 - self.description.num_obs_steps
-
-    # -- inputs ---------------------------------------------------------------------------------------------------
-
-    def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
-        """Converts observations, and actions if given, to the inputs of LeRobot's networks: normalised, by name, with
-        one image per camera.
-
-        Args:
-            obs: Observations of the environment; `[B, num_obs_steps, ...]` if the network takes several steps.
-            actions: `[B, imitated, dim]`, in the environment's units.
-            is_pad: `[B, imitated]`, true for actions outside the episode; by default, all actions are inside.
-        """
-        obs_arrays = obs if isinstance(obs, dict) else {"": obs}
-        batch: dict[str, Any] = {}
-        for name, source in self.description.sources.items():
-            batch[name] = (
-                self._camera_images(name, obs_arrays) if source is None else self._state_vector(obs_arrays[source])
-            )
-        batch["task"] = self._task_texts(obs_arrays, count_rows(obs))
-        if actions is not None:
-            batch["action"] = actions.reshape(len(actions), -1, self.dim).float()
-            batch["action_is_pad"] = torch.zeros(batch["action"].shape[:2], dtype=torch.bool, device=actions.device)
-            if is_pad is not None:
-                batch["action_is_pad"] = is_pad
-        return self.processors.preprocess(batch)
-
-    def add_time_axis(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Returns the batch. A subclass adds a time axis to observations if its network needs the axis."""
-        return batch
-
-    def _state_vector(self, array: Tensor) -> Tensor:
-        return array.flatten(1 if self.description.num_obs_steps == 1 else 2).float()
-
-    def _camera_images(self, name: str, obs_arrays: dict[str, Tensor]) -> Tensor:
-        """Returns the images of a camera input, channels first, with values from 0 to 1."""
-        key, camera_index = self.description.cameras[name]
-        return (
-            obs_arrays[key][..., 3 * camera_index : 3 * camera_index + 3].movedim(-1, -3).float() / 255
-        ).contiguous()
-
-    def _task_texts(self, obs_arrays: dict[str, Tensor], rows: int) -> list[str]:
-        if "instruction" not in obs_arrays:
-            return [self._task] * rows
-        instructions = (
-            obs_arrays["instruction"] if self.description.num_obs_steps == 1 else obs_arrays["instruction"][:, -1]
-        )
-        return [decode_text(bytes(row)) for row in instructions.cpu().numpy()]
-
-    @contextmanager
-    def eval_mode(self) -> Iterator[Any]:
-        """Yields LeRobot's policy without dropout and random crops, so that acting and training compute the same
-        log-probs.
-        """
-        was_training = self.inner.training
-        self.inner.eval()
-        try:
-            yield self.inner
-        finally:
-            self.inner.train(was_training)
-
-    # -- training and export --------------------------------------------------------------------------------------
-
-    def bc_loss(self, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of behaviour cloning (`Policy.bc_loss`): LeRobot's loss, which is a mean over the rows, repeated
-        for each row.
-        """
-        batch = self.add_time_axis(self.batch(inputs["obs"], inputs["actions"], inputs.get("is_pad")))
-        self.inner.train()
-        return self.inner(batch)[0].expand(len(inputs["actions"]))
-
-    def release(self, target: Path, step: int) -> None:
-        """Writes the policy with LeRobot's `save_pretrained`, and its processors."""
-        del step
-        self.inner.save_pretrained(target)
-        self.processors.save(target)
+_LOG_2PI = math.log(2 * math.pi)
 
 
 class ActPolicy(LerobotPolicy):
@@ -154,8 +34,8 @@ class ActPolicy(LerobotPolicy):
         super().__init__(cfg, observation_space, action_space)
         self.head = GaussianHead(self.dim, cfg.log_std_init, self.chunk)
 
-    def value_inputs(self) -> int:
-        """Returns the width of the encoder's outputs (`LerobotPolicy.value_inputs`)."""
+    def value_input_size(self) -> int:
+        """Returns the width of the encoder's outputs (`LerobotPolicy.value_input_size`)."""
         return int(self.inner.config.dim_model)
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -163,15 +43,17 @@ class ActPolicy(LerobotPolicy):
         batch = self.batch(obs)
         if self.inner.config.image_features:
             batch["observation.images"] = [batch[name] for name in self.inner.config.image_features]
-        encoded: list[Tensor] = []
-        with self.eval_mode() as inner:
-            hook = inner.model.encoder.register_forward_hook(lambda module, args, out: encoded.append(out))
+        encodings: list[Tensor] = []
+        with self.eval_mode() as lerobot_policy:
+            hook = lerobot_policy.model.encoder.register_forward_hook(
+                lambda module, args, module_output: encodings.append(module_output)
+            )
             try:
-                chunk: Tensor = inner.model(batch)[0]
+                chunk: Tensor = lerobot_policy.model(batch)[0]
             finally:
                 hook.remove()
         mean = chunk[:, : self.chunk].flatten(1) if policy else None
-        return mean, self._values(encoded[0].mean(0)) if value else None
+        return mean, self._values(encodings[0].mean(0)) if value else None
 
     def default_forward(self, inputs: dict[str, Any], *args: bool, **kwargs: bool) -> dict[str, Tensor]:
         """Runs the training pass (`Policy.default_forward`); `inputs["scaled"]` are the normalised actions from
@@ -183,122 +65,8 @@ class ActPolicy(LerobotPolicy):
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Chooses actions for a batch of observations (`Policy.predict_action_batch`)."""
-        scaled, extras = Policy.predict_action_batch(self, obs, mode, noise)
-        return self.processors.postprocess(scaled), {**extras, "inputs": {"scaled": scaled}}
-
-
-class DenoisingPolicy(LerobotPolicy):
-    """Policy that denoises actions step by step. The states form a chain `[B, K + 1, *state_shape]`. The
-    log-probability of a chunk is the log-probability of the chain, restricted to the executed actions. Evaluation
-    denoises deterministically.
-
-    Attributes:
-        steps: K, number of denoising steps.
-    """
-
-    steps: int
-
-    @property
-    @abstractmethod
-    def state_shape(self) -> tuple[int, int]:
-        """Shape of a state: number of actions that the network predicts, and width of an action, which may be padded."""
-
-    @abstractmethod
-    def encode(self, obs: Obs) -> tuple[Any, Tensor]:
-        """Encodes observations once; returns the encoding for the denoising steps, and the value head's input `[B, width]`."""
-
-    @abstractmethod
-    def chain(self, encoded: Any, noise: Tensor) -> Tensor:
-        """Returns the chain of states `[B, K + 1, *state_shape]` for noise of the same shape."""
-
-    @abstractmethod
-    def chain_logprobs(self, encoded: Any, chain: Tensor) -> Tensor:
-        """Returns log-probabilities `[B, *state_shape]`, summed over all steps."""
-
-    @abstractmethod
-    def noise_entropy(self) -> float:
-        """Returns the entropy of the noise of all steps, per component of a state; the entropy is constant."""
-
-    @abstractmethod
-    def denoise(self, encoded: Any, x: Tensor) -> Tensor:
-        """Denoises a state deterministically to normalised actions `[B, *state_shape]`."""
-
-    def denoise_for_evaluation(self, encoded: Any, hidden: Tensor, obs: Obs, noise: Tensor | None) -> Tensor:
-        """Returns the actions for evaluation, denoised from rows of `sample_start`."""
-        return self.denoise(encoded, self.start_for(obs, noise, hidden.device))
-
-    @property
-    def start_shape(self) -> tuple[int, ...]:
-        """Shape of a state (`Policy.start_shape`)."""
-        return self.state_shape
-
-    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Returns None in place of the head's input, and the values (`Policy.features`)."""
-        with self.eval_mode():
-            return None, self._values(self.encode(obs)[1]) if value else None
-
-    def default_forward(
-        self,
-        inputs: dict[str, Any],
-        compute_logprobs: bool = True,
-        compute_entropy: bool = False,
-        compute_values: bool = False,
-    ) -> dict[str, Tensor]:
-        """Runs the training pass (`Policy.default_forward`); `inputs["chain"]` are the states from
-        `predict_action_batch`.
-        """
-        outputs: dict[str, Tensor] = {}
-        with self.eval_mode():
-            encoded, hidden = self.encode(inputs["obs"])
-            if compute_logprobs:
-                outputs["logprobs"] = self._sum_components(self.chain_logprobs(encoded, inputs["chain"]))
-        if compute_entropy:
-            outputs["entropy"] = self._sum_components(
-                hidden.new_full((len(hidden), *self.state_shape), self.noise_entropy())
-            )
-        if compute_values:
-            outputs["values"] = self._values(hidden)
-        return outputs
-
-    def predict_action_batch(
-        self, obs: Obs, mode: str = "train", noise: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Chooses actions for a batch of observations (`Policy.predict_action_batch`); evaluations denoise
-        deterministically.
-        """
-        with self.eval_mode():
-            encoded, hidden = self.encode(obs)
-            values = self._values(hidden)
-            if mode == "eval":
-                return self._executed_actions(self.denoise_for_evaluation(encoded, hidden, obs, noise)), {
-                    "prev_values": values
-                }
-            chain = self.chain(encoded, self.noise_for(obs, noise, hidden.device))
-            logprobs = self._sum_components(self.chain_logprobs(encoded, chain))
-        return self._executed_actions(chain[:, -1]), {
-            "prev_logprobs": logprobs,
-            "prev_values": values,
-            "inputs": {"chain": chain},
-        }
-
-    def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Draws standard normal noise `[*shape, K + 1, *state_shape]`: the initial state, and the noise of each step."""
-        return torch.randn((*shape, self.steps + 1, *self.state_shape), generator=generator)
-
-    def _executed_actions(self, actions: Tensor) -> Tensor:
-        return self.processors.postprocess(self._select_executed(actions))
-
-    def _sum_components(self, values: Tensor) -> Tensor:
-        return sum_to_level(self._select_executed(values), self.logprob_type, self.chunk)
-
-    def _select_executed(self, values: Tensor) -> Tensor:
-        """Returns the executed actions, which begin at the current observation; the prediction begins at the oldest
-        one.
-        """
-        return values[:, -self.oldest_obs_offset : self.chunk - self.oldest_obs_offset, : self.dim]
-
-
-_LOG_2PI = math.log(2 * math.pi)
+        scaled_actions, action_extras = Policy.predict_action_batch(self, obs, mode, noise)
+        return self.processors.postprocess(scaled_actions), {**action_extras, "inputs": {"scaled": scaled_actions}}
 
 
 class DiffusionPolicy(DenoisingPolicy):
@@ -319,10 +87,10 @@ class DiffusionPolicy(DenoisingPolicy):
         model.num_inference_steps = self.steps
         model.noise_scheduler.set_timesteps(self.steps)
         self._times = [int(t) for t in model.noise_scheduler.timesteps]
-        self._stds = [max(self.noise_level, math.sqrt(self._coefficients(t)[2])) for t in self._times]
+        self._stds = [max(self.noise_level, math.sqrt(self._compute_coefficients(t)[2])) for t in self._times]
 
-    def value_inputs(self) -> int:
-        """Returns the width of the conditioning (`LerobotPolicy.value_inputs`)."""
+    def value_input_size(self) -> int:
+        """Returns the width of the conditioning (`LerobotPolicy.value_input_size`)."""
         model = self.inner.diffusion
         return int(model.unet.down_modules[0][0].cond_encoder[1].in_features) - int(
             model.config.diffusion_step_embed_dim
@@ -335,7 +103,7 @@ class DiffusionPolicy(DenoisingPolicy):
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _coefficients(self, t: int) -> tuple[float, float, float]:
+    def _compute_coefficients(self, t: int) -> tuple[float, float, float]:
         """Returns the coefficients of x_0 and x_t in the posterior mean at `t`, and the posterior variance."""
         scheduler = self.inner.diffusion.noise_scheduler
         previous_t = t - int(scheduler.config.num_train_timesteps) // self.steps
@@ -348,19 +116,19 @@ class DiffusionPolicy(DenoisingPolicy):
         )
         return predicted_scale, state_scale, (1 - previous_alpha) / (1 - current_alpha) * (1 - ratio)
 
-    def _run_unet(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
-        return self.inner.diffusion.unet(x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoded)
+    def _run_unet(self, encoding: Tensor, x: Tensor, t: int) -> Tensor:
+        return self.inner.diffusion.unet(x, x.new_full((len(x),), t, dtype=torch.long), global_cond=encoding)
 
-    def _posterior_mean(self, encoded: Tensor, x: Tensor, t: int) -> Tensor:
+    def _compute_posterior_mean(self, encoding: Tensor, x: Tensor, t: int) -> Tensor:
         """Returns the posterior mean of the step from `t`."""
         scheduler = self.inner.diffusion.noise_scheduler
-        prediction, alpha = self._run_unet(encoded, x, t), float(scheduler.alphas_cumprod[t])
+        prediction, alpha = self._run_unet(encoding, x, t), float(scheduler.alphas_cumprod[t])
         if scheduler.config.prediction_type == "epsilon":
             prediction = (x - math.sqrt(1 - alpha) * prediction) / math.sqrt(alpha)
         if scheduler.config.clip_sample:
             clip_range = float(scheduler.config.clip_sample_range)
             prediction = prediction.clamp(-clip_range, clip_range)
-        predicted_scale, state_scale, _ = self._coefficients(t)
+        predicted_scale, state_scale, _ = self._compute_coefficients(t)
         return predicted_scale * prediction + state_scale * x
 
     def add_time_axis(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -381,18 +149,18 @@ class DiffusionPolicy(DenoisingPolicy):
         conditioning: Tensor = self.inner.diffusion._prepare_global_conditioning(rows)
         return conditioning, conditioning
 
-    def chain(self, encoded: Tensor, noise: Tensor) -> Tensor:
+    def chain(self, encoding: Tensor, noise: Tensor) -> Tensor:
         """Returns the chain of states (`DenoisingPolicy.chain`)."""
-        states = [noise[:, 0]]
+        chain_states = [noise[:, 0]]
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-            states.append(self._posterior_mean(encoded, states[-1], t) + std * noise[:, k + 1])
-        return torch.stack(states, 1)
+            chain_states.append(self._compute_posterior_mean(encoding, chain_states[-1], t) + std * noise[:, k + 1])
+        return torch.stack(chain_states, 1)
 
-    def chain_logprobs(self, encoded: Tensor, chain: Tensor) -> Tensor:
+    def chain_logprobs(self, encoding: Tensor, chain: Tensor) -> Tensor:
         """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
         logprobs = torch.zeros_like(chain[:, 0])
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-            deviation = (chain[:, k + 1] - self._posterior_mean(encoded, chain[:, k], t)) / std
+            deviation = (chain[:, k + 1] - self._compute_posterior_mean(encoding, chain[:, k], t)) / std
             logprobs = logprobs - 0.5 * deviation**2 - math.log(std) - 0.5 * _LOG_2PI
         return logprobs
 
@@ -400,15 +168,15 @@ class DiffusionPolicy(DenoisingPolicy):
         """Returns the entropy of the steps' noise (`DenoisingPolicy.noise_entropy`)."""
         return sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in self._stds)
 
-    def denoise(self, encoded: Tensor, x: Tensor) -> Tensor:
+    def denoise(self, encoding: Tensor, x: Tensor) -> Tensor:
         """Denoises by the scheduler's steps for DDIM, otherwise by the posterior means (`DenoisingPolicy.denoise`)."""
         scheduler = self.inner.diffusion.noise_scheduler
         is_ddim = type(scheduler).__name__ == "DDIMScheduler"
         for t in self._times:
             x = (
-                scheduler.step(self._run_unet(encoded, x, t), t, x).prev_sample
+                scheduler.step(self._run_unet(encoding, x, t), t, x).prev_sample
                 if is_ddim
-                else self._posterior_mean(encoded, x, t)
+                else self._compute_posterior_mean(encoding, x, t)
             )
         return x
 
@@ -427,20 +195,20 @@ class LeRobotFlowPolicy(DenoisingPolicy):
         options = self.description.options
         assert isinstance(options, LerobotFlowOptions)
         self.steps = options.num_steps or int(getattr(self.inner.config, self.steps_key))
-        self.flow = Flow(self.steps, options.noise_level)
+        self.flow = Flow(self.steps, options.noise_level, one_step=options.noise_steps == "one")
 
     @property
     def state_shape(self) -> tuple[int, int]:
         """Chunk size of the network and width of its padded actions (`DenoisingPolicy.state_shape`)."""
         return int(self.inner.config.chunk_size), int(self.inner.config.max_action_dim)
 
-    def chain(self, encoded: Velocity, noise: Tensor) -> Tensor:
+    def chain(self, encoding: Velocity, noise: Tensor) -> Tensor:
         """Returns the chain of states (`DenoisingPolicy.chain`)."""
-        return self.flow.act(encoded, noise[:, 1:], noise[:, 0])
+        return self.flow.act(encoding, noise[:, 1:], noise[:, 0])
 
-    def chain_logprobs(self, encoded: Velocity, chain: Tensor) -> Tensor:
+    def chain_logprobs(self, encoding: Velocity, chain: Tensor) -> Tensor:
         """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
-        return self.flow.logprobs(encoded, chain)
+        return self.flow.logprobs(encoding, chain)
 
     def noise_entropy(self) -> float:
         """Returns the entropy of the steps' noise (`DenoisingPolicy.noise_entropy`)."""
@@ -454,43 +222,158 @@ class LeRobotFlowPolicy(DenoisingPolicy):
     def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
         """Predicts a chunk as in evaluation (`Policy.plan`)."""
         with self.eval_mode():
-            velocity, hidden = self.encode(obs)
-            return self.denoise_for_evaluation(velocity if guide is None else guide(velocity), hidden, obs, noise)
+            velocity, value_input = self.encode(obs)
+            return self.denoise_for_evaluation(velocity if guide is None else guide(velocity), value_input, obs, noise)
 
     def played(self, plan: Tensor, part: slice) -> Tensor:
         """Returns the environment's actions for a slice of a plan (`Policy.played`)."""
         return self.processors.postprocess(plan[:, part, : self.dim])
 
-    def denoise(self, encoded: Velocity, x: Tensor) -> Tensor:
+    def denoise(self, encoding: Velocity, x: Tensor) -> Tensor:
         """Denoises with the same arithmetic as LeRobot (`DenoisingPolicy.denoise`)."""
         dt = -1.0 / self.steps
         for k in range(self.steps):
-            x = x + dt * encoded(x, x.new_full((len(x),), 1.0 + k * dt))
+            x = x + dt * encoding(x, x.new_full((len(x),), 1.0 + k * dt))
         return x
 
 
+class _PiVelocity:
+    """Velocity of π0 for encoded observations, which also records the inputs of the value head.
+
+    Attributes:
+        features: Means of the action expert's hidden states `[B, width]`, of each call.
+    """
+
+    def __init__(self, policy: PiPolicy, state_inputs: list[Tensor], mask: Tensor, cache: Any) -> None:
+        self._policy, self._prefix = policy, (*state_inputs, mask, cache)
+        self.features: list[Tensor] = []
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        """Returns velocities `[B, chunk, dim]`."""
+        return self.with_noise(x, t)[0]
+
+    def with_noise(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns velocities, and logarithms of the learned standard deviations if the policy has a noise head, otherwise the
+        velocities again.
+        """
+        model, hidden_states = self._policy.inner.model, list[Tensor]()
+        hook_handle = model.action_out_proj.register_forward_pre_hook(
+            lambda module, args: hidden_states.append(args[0])
+        )
+        try:
+            velocity: Tensor = model.denoise_step(*self._prefix, x, t)
+        finally:
+            hook_handle.remove()
+        if self._policy.values_need_chain:
+            self.features.append(hidden_states[0].float().mean(1))
+        noise_head = self._policy.noise_head
+        return velocity, velocity if noise_head is None else noise_head(hidden_states[0])
+
+
+def _find_recording_velocity(encoding: Any) -> _PiVelocity:
+    """Returns the velocity behind an encoding of `PiPolicy`."""
+    bound_method: Any = encoding.network if isinstance(encoding, NoisyVelocity) else None
+    velocity: _PiVelocity = encoding if bound_method is None else bound_method.__self__
+    return velocity
+
+
+class NoiseHead(nn.Module):
+    """Learned noise of denoising steps (ReinFlow, Zhang et al. 2025): the logarithm of a standard deviation within a range,
+    of each component of an action.
+
+    Args:
+        width: Width of the hidden states.
+        outputs: Number of components of an action.
+        noise_range: Lowest and highest standard deviation.
+    """
+
+    def __init__(self, width: int, outputs: int, noise_range: Sequence[float]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, outputs)
+        )
+        self._low, self._high = (math.log(std) for std in noise_range)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Returns log standard deviations `[B, chunk, outputs]` for hidden states `[B, chunk, width]`."""
+        std_position = (torch.tanh(self.layers(hidden_states.float())) + 1) / 2
+        return self._low + (self._high - self._low) * std_position
+
+
 class PiPolicy(LeRobotFlowPolicy):
-    """π0 or π0.5 of LeRobot; the value head takes PaliGemma's hidden state of the last token, and for π0 also the state."""
+    """π0 or π0.5 of LeRobot, with a value head on `value_input`, and optionally a learned noise.
+
+    `actor.model` takes the keys of `LerobotPolicy`; `kwargs` are `LerobotPiOptions`.
+    """
 
     steps_key = "num_inference_steps"
+    pi_options: LerobotPiOptions
+
+    def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
+        super().__init__(cfg, observation_space, action_space)
+        options = self.description.options
+        assert isinstance(options, LerobotPiOptions)
+        self.pi_options = options
+        self.values_need_chain = options.value_input == "action_expert" and cfg.add_value_head
+        if cfg.add_value_head and options.value_hidden:
+            self.value_head = DeepValueHead(self.value_input_size(), self.value_width, options.value_hidden)
+        self.noise_head: NoiseHead | None = None
+        if options.noise_method == "flow_noise":
+            self.noise_head = NoiseHead(self._expert_width, self.state_shape[1], options.noise_range)
+        reads_state = bool(options.delta_actions or options.adapt_to_pi)
+        state_width = math.prod(boxes_of(observation_space)[self._state_source].shape) if reads_state else 0
+        if options.adapt_to_pi and (state_width, self.dim) != (AlohaJoints.width, AlohaJoints.width):
+            raise ConfigError(
+                f"actor.model.kwargs.adapt_to_pi is true, which needs a state and actions of {AlohaJoints.width} components, "
+                f"those of two ALOHA arms; these have {state_width} and {self.dim}"
+            )
+        if options.delta_actions and max(options.delta_actions) >= min(self.dim, state_width):
+            raise ConfigError(
+                f"actor.model.kwargs.delta_actions is {list(options.delta_actions)}; actions have {self.dim} components and "
+                f"the state {state_width}, counted from 0"
+            )
 
     @property
     def _has_state(self) -> bool:
         """True if the action expert takes the robot's state."""
         return self.description.family == "pi0"
 
-    def value_inputs(self) -> int:
-        """Returns the width of the value head's input (`LerobotPolicy.value_inputs`)."""
+    @property
+    def _state_source(self) -> str:
+        """Entry of the environment's observations that feeds the state."""
+        obs_sources = [obs_source for obs_source in self.description.sources.values() if obs_source is not None]
+        if not obs_sources:
+            raise ConfigError(
+                "actor.model.kwargs: delta_actions and adapt_to_pi need a state, which "
+                f"{self.description.path} does not take"
+            )
+        return obs_sources[0]
+
+    @property
+    def _expert_width(self) -> int:
+        return int(self.inner.model.action_out_proj.in_features)
+
+    def value_input_size(self) -> int:
+        """Returns the width of the value head's input (`LerobotPolicy.value_input_size`)."""
+        options = self.description.options
+        assert isinstance(options, LerobotPiOptions)
+        if options.value_input == "action_expert":
+            return self._expert_width
         width = int(self.inner.model.paligemma_with_expert.paligemma.config.text_config.hidden_size)
-        return width + (int(self.inner.config.max_state_dim) if self._has_state else 0)
+        has_state = self._has_state and options.value_input == "last_token"
+        return width + (int(self.inner.config.max_state_dim) if has_state else 0)
 
     def encode(self, obs: Obs) -> tuple[Velocity, Tensor]:
-        """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.encode`)."""
+        """Encodes observations; returns the velocity function for the denoising steps, and the value head's input
+        (`DenoisingPolicy.encode`).
+        """
         from lerobot.policies.pi0.modeling_pi0 import make_att_2d_masks
 
-        inner, model, batch = self.inner, self.inner.model, self.batch(obs)
+        lerobot_policy, model, batch = self.inner, self.inner.model, self.batch(obs)
         token_ids, token_mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
-        prefix_embeddings, mask, causal = model.embed_prefix(*inner._preprocess_images(batch), token_ids, token_mask)
+        prefix_embeddings, mask, causal = model.embed_prefix(
+            *lerobot_policy._preprocess_images(batch), token_ids, token_mask
+        )
         paligemma_with_expert = model.paligemma_with_expert
         # As in `sample_actions`, which computes no gradients in its other steps.
         paligemma_with_expert.paligemma.language_model.config._attn_implementation = "eager"
@@ -500,13 +383,117 @@ class PiPolicy(LeRobotFlowPolicy):
             inputs_embeds=[prefix_embeddings, None],
             use_cache=True,
         )
-        state = [inner.prepare_state(batch)] if self._has_state else []
+        state_inputs = [lerobot_policy.prepare_state(batch)] if self._has_state else []
+        velocity = _PiVelocity(self, state_inputs, mask, cache)
+        value_input = self._build_value_input(prefix_hidden, mask, token_ids.shape[1], state_inputs)
+        if self.noise_head is None:
+            return velocity, value_input
+        return NoisyVelocity(velocity.with_noise), value_input
 
-        def velocity(x: Tensor, t: Tensor) -> Tensor:
-            return model.denoise_step(*state, mask, cache, x, t)
+    def _build_value_input(
+        self, prefix: Tensor, mask: Tensor, prompt_tokens: int, state_inputs: list[Tensor]
+    ) -> Tensor:
+        """Returns the value head's input from PaliGemma's hidden states `[B, tokens, width]`, which end with the prompt's."""
+        input_kind = self.pi_options.value_input
+        if input_kind == "mean_token":
+            included_mask = mask.clone()
+            included_mask[:, -prompt_tokens:] = True
+            weights = included_mask.to(prefix.dtype)[..., None]
+            value_input = (prefix * weights).sum(1) / weights.sum(1)
+        elif input_kind == "first_token":
+            value_input = prefix[:, 0]
+        else:
+            last_token = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+            value_input = prefix[torch.arange(len(prefix)), last_token]
+            value_input = torch.cat([value_input.float(), *state_inputs], 1)
+        return value_input.detach().float() if self.pi_options.detach_value_input else value_input.float()
 
-        last_token = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-        return velocity, torch.cat([prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float(), *state], 1)
+    def chain_values(self, encoding: Any, value_input: Tensor) -> Tensor:
+        """Returns the mean of the values in the computed denoising steps, or the values of the encoded observations
+        (`DenoisingPolicy.chain_values`).
+        """
+        if not self.values_need_chain:
+            return self._values(value_input)
+        velocity = _find_recording_velocity(encoding)
+        features = torch.stack(velocity.features, 1)
+        velocity.features = []
+        if self.pi_options.detach_value_input:
+            features = features.detach()
+        return self._values(features).mean(1)
+
+    def features(self, obs: Any, policy: bool, value: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns None in place of the head's input, and the values (`Policy.features`). Values that depend on denoising steps
+        are computed from a chain with the same noise for all observations, so that they do not depend on the batch.
+        """
+        if not (value and self.values_need_chain):
+            return super().features(obs, policy, value)
+        with self.eval_mode():
+            encoding, value_input = self.encode(obs)
+            noise = self.sample_noise((1,), torch.Generator().manual_seed(0)).to(value_input.device)
+            self.chain(encoding, noise.expand(len(value_input), *noise.shape[1:]))
+            return None, self.chain_values(encoding, value_input)
+
+    def evaluate_chain(self, encoding: Any, chain: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns log-probabilities and entropies over the steps (`DenoisingPolicy.evaluate_chain`)."""
+        velocity = _find_recording_velocity(encoding)
+        velocity.features = []
+        logprobs, entropy = self.flow.evaluate(encoding, chain)
+        if self.pi_options.step_logprobs == "sum":
+            return logprobs, entropy
+        # The start noise has a density that no weight changes, and counts as a step.
+        start_logprobs = -0.5 * chain[:, 0] ** 2 - 0.5 * _LOG_2PI
+        num_states = self.steps + 1 if not self.flow.one_step else 2
+        return (logprobs + start_logprobs) / num_states, (entropy + 0.5 + 0.5 * _LOG_2PI) / num_states
+
+    # -- actions in another space than the robot's ----------------------------------------------------------------
+
+    def _state_vector(self, array: Tensor) -> Tensor:
+        state_vector = super()._state_vector(array)
+        return AlohaJoints.state_to_pi(state_vector) if self.pi_options.adapt_to_pi else state_vector
+
+    def _offsets(self, obs: Obs) -> Tensor:
+        """Returns the offsets that are added to the network's actions, `[B, 1, dim]`."""
+        state_source = self._state_source
+        state_vector = self._state_vector(obs[state_source] if isinstance(obs, dict) else obs)
+        offsets = state_vector.new_zeros(len(state_vector), 1, self.dim)
+        components = list(self.pi_options.delta_actions)
+        offsets[:, 0, components] = state_vector[:, components]
+        return offsets
+
+    def _executed_actions(self, actions: Tensor, obs: Obs) -> Tensor:
+        executed_actions = super()._executed_actions(actions, obs)
+        if self.pi_options.delta_actions:
+            executed_actions = executed_actions + self._offsets(obs)
+        return AlohaJoints.actions_from_pi(executed_actions) if self.pi_options.adapt_to_pi else executed_actions
+
+    def batch(self, obs: Obs, actions: Tensor | None = None, is_pad: Tensor | None = None) -> dict[str, Any]:
+        """Converts observations and actions to the network's inputs (`LerobotPolicy.batch`)."""
+        if actions is not None:
+            actions = actions.reshape(len(actions), -1, self.dim).float()
+            if self.pi_options.adapt_to_pi:
+                actions = AlohaJoints.actions_to_pi(actions)
+            if self.pi_options.delta_actions:
+                actions = actions - self._offsets(obs)
+        return super().batch(obs, actions, is_pad)
+
+    def plan(self, obs: Obs, guide: Guide | None = None, noise: Tensor | None = None) -> Tensor:
+        """Predicts a chunk as in evaluation (`Policy.plan`).
+
+        Raises:
+            ConfigError: Actions are relative to the state, which differs between the chunks, or in another space than the
+                robot's.
+        """
+        if self.pi_options.adapt_to_pi:
+            raise ConfigError(
+                "env.eval.real_time_chunking: a chunk cannot be continued in π0's joint space "
+                "(actor.model.kwargs.adapt_to_pi); set env.eval.real_time_chunking.inference_delay=null"
+            )
+        if self.pi_options.delta_actions:
+            raise ConfigError(
+                "env.eval.real_time_chunking: actions relative to the state (actor.model.kwargs.delta_actions) cannot be "
+                "continued from another state; set env.eval.real_time_chunking.inference_delay=null"
+            )
+        return super().plan(obs, guide, noise)
 
 
 class SmolVlaPolicy(LeRobotFlowPolicy):
@@ -516,21 +503,21 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
 
     steps_key = "num_steps"
 
-    def value_inputs(self) -> int:
-        """Returns the width of the hidden state (`LerobotPolicy.value_inputs`)."""
+    def value_input_size(self) -> int:
+        """Returns the width of the hidden state (`LerobotPolicy.value_input_size`)."""
         return int(self.inner.model.vlm_with_expert.config.text_config.hidden_size)
 
     def encode(self, obs: Obs) -> tuple[Velocity, Tensor]:
         """Returns the velocity for an observation, and the value head's input (`DenoisingPolicy.encode`)."""
         from lerobot.policies.smolvla.modeling_smolvla import make_att_2d_masks
 
-        inner, batch = self.inner, self.batch(obs)
-        images, image_mask = inner.prepare_images(batch)
+        lerobot_policy, batch = self.inner, self.batch(obs)
+        images, image_mask = lerobot_policy.prepare_images(batch)
         token_ids, token_mask = (batch[f"observation.language.{name}"] for name in ("tokens", "attention_mask"))
-        prefix_embeddings, mask, causal = inner.model.embed_prefix(
-            images, image_mask, token_ids, token_mask, state=inner.prepare_state(batch)
+        prefix_embeddings, mask, causal = lerobot_policy.model.embed_prefix(
+            images, image_mask, token_ids, token_mask, state=lerobot_policy.prepare_state(batch)
         )
-        (prefix_hidden, _), cache = inner.model.vlm_with_expert.forward(
+        (prefix_hidden, _), cache = lerobot_policy.model.vlm_with_expert.forward(
             attention_mask=make_att_2d_masks(mask, causal),
             position_ids=mask.cumsum(1) - 1,
             past_key_values=None,
@@ -539,11 +526,11 @@ class SmolVlaPolicy(LeRobotFlowPolicy):
             fill_kv_cache=True,
         )
 
-        def velocity(x: Tensor, t: Tensor) -> Tensor:
-            return inner.model.denoise_step(mask, cache, x, t)
+        def compute_velocity(x: Tensor, t: Tensor) -> Tensor:
+            return lerobot_policy.model.denoise_step(mask, cache, x, t)
 
         last_token = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-        return velocity, prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float()
+        return compute_velocity, prefix_hidden[torch.arange(len(prefix_hidden)), last_token].float()
 
 
 _POLICY_CLASSES: dict[str, type[LerobotPolicy]] = {
@@ -552,7 +539,7 @@ _POLICY_CLASSES: dict[str, type[LerobotPolicy]] = {
 
 
 def lerobot_policy(cfg: ModelConfig, observation_space: Any, action_space: Any) -> LerobotPolicy:
-    """Builds the policy in the folder `actor.model.model_path`, of any supported family.
+    """Builds the policy of any supported family from the folder `actor.model.model_path`.
 
     Raises:
         ConfigError: The policy cannot be loaded, or was made for another task.

@@ -17,37 +17,37 @@ def chat_reply(answer: StoredResponse, body: Mapping[str, Any], model: str, toke
     """Returns the response to `/v1/chat/completions`."""
     turn = answer.turn
     reason = "tool_calls" if answer.message.get("tool_calls") else stop_reason(turn.finish_reason)
-    choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": reason, "logprobs": None}
+    reply_choice: dict[str, Any] = {"index": 0, "message": answer.message, "finish_reason": reason, "logprobs": None}
     if body.get("logprobs"):
         decoder = None if body.get("return_tokens_as_token_ids") else tokenizer
-        choice["logprobs"] = {"content": _logprobs(answer, decoder)}
+        reply_choice["logprobs"] = {"content": _format_logprobs(answer, decoder)}
     response = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
-        "usage": _usage(answer),
+        "choices": [reply_choice],
+        "usage": _format_usage(answer),
     }
     if body.get("return_token_ids"):
         response["prompt_token_ids"] = answer.prompt_ids
-        choice["token_ids"] = turn.token_ids
+        reply_choice["token_ids"] = turn.token_ids
     return response
 
 
 def generate_reply(answer: StoredResponse) -> dict[str, Any]:
     """Returns the response to `/inference/v1/generate`, in vLLM's format."""
     turn = answer.turn
-    choice = {
+    reply_choice = {
         "index": 0,
         "token_ids": turn.token_ids,
         "finish_reason": stop_reason(turn.finish_reason),
-        "logprobs": {"content": _logprobs(answer, None)},
+        "logprobs": {"content": _format_logprobs(answer, None)},
     }
-    return {"request_id": uuid.uuid4().hex, "choices": [choice], "versions": turn.versions}
+    return {"request_id": uuid.uuid4().hex, "choices": [reply_choice], "versions": turn.versions}
 
 
-def _usage(answer: StoredResponse) -> dict[str, int]:
+def _format_usage(answer: StoredResponse) -> dict[str, int]:
     num_prompt_tokens, num_sampled_tokens = len(answer.prompt_ids), len(answer.turn.token_ids)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -56,15 +56,15 @@ def _usage(answer: StoredResponse) -> dict[str, int]:
     }
 
 
-def _logprobs(answer: StoredResponse, tokenizer: Any) -> list[dict[str, Any]]:
+def _format_logprobs(answer: StoredResponse, tokenizer: Any) -> list[dict[str, Any]]:
     """Returns the log-probs of the sampled tokens in OpenAI's format. Without a tokenizer, token ids replace the texts."""
-    entries = []
+    logprob_entries = []
     for token, logprob in zip(answer.turn.token_ids, answer.turn.logprobs, strict=True):
         token_text = f"token_id:{token}" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
-        entries.append(
+        logprob_entries.append(
             {"token": token_text, "logprob": logprob, "bytes": list(token_text.encode()), "top_logprobs": []}
         )
-    return entries
+    return logprob_entries
 
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens"}
@@ -78,7 +78,7 @@ def conversation_of(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[s
     """
     messages: list[Message] = []
     if body.get("system"):
-        messages.append({"role": "system", "content": _text(body["system"])})
+        messages.append({"role": "system", "content": _join_text(body["system"])})
     for message in body["messages"]:
         if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
             raise RequestError("messages must be objects with role user or assistant, and content")
@@ -117,22 +117,22 @@ def _convert_user(message: Mapping[str, Any]) -> list[Message]:
     for block in _blocks(message.get("content")):
         block_type = block.get("type")
         if block_type == "tool_result":
-            result_parts = [_text_or_image(result_part) for result_part in _blocks(block.get("content") or "")]
+            result_parts = [_keep_text_or_image(result_part) for result_part in _blocks(block.get("content") or "")]
             tool_messages.append(
                 {"role": "tool", "tool_call_id": _field(block, "tool_use_id"), "content": result_parts}
             )
         else:
-            user_parts.append(_text_or_image(block))
+            user_parts.append(_keep_text_or_image(block))
     if user_parts or not tool_messages:
         return [*tool_messages, {"role": "user", "content": user_parts}]
     return tool_messages
 
 
-def _text_or_image(block: Mapping[str, Any]) -> Any:
+def _keep_text_or_image(block: Mapping[str, Any]) -> Any:
     """Returns a text or image block unchanged, because chat completions accept it.
 
     Raises:
-        RequestError: The block has another type.
+        RequestError: The block has a different type.
     """
     if block.get("type") not in ("text", "image"):
         raise RequestError(
@@ -142,16 +142,16 @@ def _text_or_image(block: Mapping[str, Any]) -> Any:
     return block
 
 
-def _blocks(content: Any) -> list[Any]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+def _blocks(raw_content: Any) -> list[Any]:
+    if isinstance(raw_content, str):
+        return [{"type": "text", "text": raw_content}]
+    if not isinstance(raw_content, list) or not all(isinstance(block, Mapping) for block in raw_content):
         raise RequestError("a message's content must be a text, or a list of blocks")
-    return content
+    return raw_content
 
 
-def _text(content: Any) -> str:
-    blocks = _blocks(content)
+def _join_text(raw_content: Any) -> str:
+    blocks = _blocks(raw_content)
     if any(block.get("type") != "text" for block in blocks):
         raise RequestError("system must be a text, or blocks of type text")
     return "".join(_field(block, "text") for block in blocks)
@@ -171,15 +171,15 @@ def _field(block: Mapping[str, Any], name: str) -> str:
 
 def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
     """Returns the response to `/v1/messages`."""
-    message, content = answer.message, list[dict[str, Any]]()
+    message, content_blocks = answer.message, list[dict[str, Any]]()
     if message.get("reasoning_content"):
-        content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+        content_blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
     if message["content"]:
-        content.append({"type": "text", "text": message["content"]})
+        content_blocks.append({"type": "text", "text": message["content"]})
     for call in message.get("tool_calls", []):
         function = call["function"]
         block = {"type": "tool_use", "id": call["id"], "name": function["name"]}
-        content.append({**block, "input": parse_arguments(function["arguments"])})
+        content_blocks.append({**block, "input": parse_arguments(function["arguments"])})
     reason = _REASONS[stop_reason(answer.turn.finish_reason)]
     stop_sequence = None if answer.reply is None or message.get("tool_calls") else answer.reply.stop
     reason = "tool_use" if message.get("tool_calls") else reason if stop_sequence is None else "stop_sequence"
@@ -188,7 +188,7 @@ def message_reply(answer: StoredResponse, model: str) -> dict[str, Any]:
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": content,
+        "content": content_blocks,
         "stop_reason": reason,
         "stop_sequence": stop_sequence,
         "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.turn.token_ids)},
@@ -210,9 +210,9 @@ def chat_error(refusal: RequestError) -> dict[str, Any]:
     return {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}}
 
 
-def _unsent(text: str, sent: str) -> str:
-    """Returns the unsent remainder of a text; "" if the text does not start with `sent`."""
-    return text[len(sent) :] if text.startswith(sent) else ""
+def _unsent(complete_text: str, sent_text: str) -> str:
+    """Returns the unsent remainder of a text; "" if the text does not start with `sent_text`."""
+    return complete_text[len(sent_text) :] if complete_text.startswith(sent_text) else ""
 
 
 class ChatStream:
@@ -224,7 +224,7 @@ class ChatStream:
         tokenizer: Tokenizer of the model.
 
     Attributes:
-        requested: Whether the client requests a stream.
+        is_requested: Whether the client requests a stream.
         id: Id of the completion.
     """
 
@@ -232,7 +232,7 @@ class ChatStream:
 
     def __init__(self, body: Mapping[str, Any], model: str, tokenizer: Any) -> None:
         self._body, self.model, self._tokenizer = body, model, tokenizer
-        self.requested = bool(body.get("stream"))
+        self.is_requested = bool(body.get("stream"))
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._chunk_fields = {
             "id": self.id,
@@ -240,7 +240,7 @@ class ChatStream:
             "model": model,
             "object": "chat.completion.chunk",
         }
-        self._sent = {"reasoning_content": "", "content": ""}
+        self._sent_texts = {"reasoning_content": "", "content": ""}
         self._started = False
         #: Whether the whole response is sent at the end, because it contains log-probs or token ids.
         self.is_sent_at_end = bool(body.get("logprobs") or body.get("return_token_ids"))
@@ -257,31 +257,35 @@ class ChatStream:
             reasoning, content: Full texts so far.
         """
         del num_prompt_tokens
-        texts = {"reasoning_content": reasoning, "content": content}
-        delta = {name: unsent_text for name, text in texts.items() if (unsent_text := _unsent(text, self._sent[name]))}
+        text_by_field = {"reasoning_content": reasoning, "content": content}
+        delta = {
+            name: unsent_text
+            for name, field_text in text_by_field.items()
+            if (unsent_text := _unsent(field_text, self._sent_texts[name]))
+        }
         if not delta:
             return []
-        self._sent = texts
+        self._sent_texts = text_by_field
         return [self._format_event(delta)]
 
     def end(self, answer: StoredResponse) -> list[str]:
         """Returns the remaining events of the complete reply."""
         reply = self.reply(answer)
-        choice = reply["choices"][0]
-        message = choice["message"]
+        reply_choice = reply["choices"][0]
+        message = reply_choice["message"]
         delta = {
             **message,
-            **{name: _unsent(message[name], self._sent[name]) for name in self._sent if name in message},
+            **{name: _unsent(message[name], self._sent_texts[name]) for name in self._sent_texts if name in message},
         }
         if "tool_calls" in message:
             delta["tool_calls"] = [
                 {"index": call_index, **call} for call_index, call in enumerate(message["tool_calls"])
             ]
-        logprobs_field = {"logprobs": choice["logprobs"]}
-        if "token_ids" in choice:
-            logprobs_field["token_ids"] = choice["token_ids"]
+        logprobs_field = {"logprobs": reply_choice["logprobs"]}
+        if "token_ids" in reply_choice:
+            logprobs_field["token_ids"] = reply_choice["token_ids"]
             self._chunk_fields["prompt_token_ids"] = reply["prompt_token_ids"]
-        events = [self._format_event(delta, **logprobs_field), self._format_event({}, choice["finish_reason"])]
+        events = [self._format_event(delta, **logprobs_field), self._format_event({}, reply_choice["finish_reason"])]
         if (self._body.get("stream_options") or {}).get("include_usage"):
             events.append(_format_data({**self._chunk_fields, "choices": [], "usage": reply["usage"]}))
         return [*events, "data: [DONE]\n\n"]
@@ -289,8 +293,8 @@ class ChatStream:
     def _format_event(self, delta: Mapping[str, Any], reason: str | None = None, **extra_fields: Any) -> str:
         role = {} if self._started else {"role": "assistant"}
         self._started = True
-        choice = {"index": 0, "delta": {**role, **delta}, "finish_reason": reason, **extra_fields}
-        return _format_data({**self._chunk_fields, "choices": [choice]})
+        chunk_choice = {"index": 0, "delta": {**role, **delta}, "finish_reason": reason, **extra_fields}
+        return _format_data({**self._chunk_fields, "choices": [chunk_choice]})
 
 
 def _format_data(chunk: Mapping[str, Any]) -> str:
@@ -305,7 +309,7 @@ class MessageStream:
         model: Name of the model in the client's request.
 
     Attributes:
-        requested: Whether the client requests a stream.
+        is_requested: Whether the client requests a stream.
         id: Id of the message.
     """
 
@@ -314,9 +318,9 @@ class MessageStream:
 
     def __init__(self, body: Mapping[str, Any], model: str) -> None:
         self.model, self._started, self.id = model, False, f"msg_{uuid.uuid4().hex}"
-        self.requested = bool(body.get("stream"))
+        self.is_requested = bool(body.get("stream"))
         self._blocks = list[str]()  # types of the content blocks so far
-        self._sent = {"thinking": "", "text": ""}
+        self._sent_texts = {"thinking": "", "text": ""}
 
     def reply(self, answer: StoredResponse) -> dict[str, Any]:
         """Returns the complete response."""
@@ -361,10 +365,10 @@ class MessageStream:
 
     def _text(self, block_type: str, text: str) -> list[str]:
         """Returns the events for the unsent text of a block, including the block's start if the block is new."""
-        unsent_text, is_open = _unsent(text, self._sent[block_type]), block_type in self._blocks
+        unsent_text, is_open = _unsent(text, self._sent_texts[block_type]), block_type in self._blocks
         if not unsent_text or (is_open and self._blocks[-1] != block_type):
             return []
-        self._sent[block_type] = text
+        self._sent_texts[block_type] = text
         empty_block = {"type": block_type, block_type: "", **({"signature": ""} if block_type == "thinking" else {})}
         return [
             *([] if is_open else self._block(empty_block)),

@@ -29,8 +29,8 @@ class Connections:
         self._handler = handler
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
         #: Connections without a key, from other hosts and from this host; and connections with a key, by episode.
-        self._remote = ConnectionTable[asyncio.BaseTransport](_MAX_REMOTE)
-        self._local, self._authenticated = (
+        self._remote_connections = ConnectionTable[asyncio.BaseTransport](_MAX_REMOTE)
+        self._local_connections, self._authenticated_connections = (
             ConnectionTable[asyncio.BaseTransport](),
             ConnectionTable[asyncio.BaseTransport](),
         )
@@ -42,30 +42,30 @@ class Connections:
         """Marks a connection as authenticated with a valid key of `owner`."""
         if transport in self._timers:
             self.remove(transport)
-            self._authenticated.add(transport, owner)
+            self._authenticated_connections.add(transport, owner)
 
     def register(self, transport: asyncio.BaseTransport, timer: asyncio.TimerHandle) -> bool:
         """Registers a new connection; returns False if the limits do not allow it."""
         if is_short_of_descriptors() and not self._free_descriptors():
             return False
         self._timers[transport] = timer
-        host = _remote_host(transport)
-        oldest = (self._remote if host else self._local).add(transport, host)
-        if oldest is not None:
-            self._close(oldest)
+        host = _find_remote_host(transport)
+        evicted_transport = (self._remote_connections if host else self._local_connections).add(transport, host)
+        if evicted_transport is not None:
+            self._close_transport(evicted_transport)
         return True
 
     def _free_descriptors(self) -> bool:
         """Frees file descriptors: closes a connection without a key, or of an episode with many connections. Returns False if
         no such connection is open.
         """
-        while self._remote:
-            self._close(self._remote.pop())
+        while self._remote_connections:
+            self._close_transport(self._remote_connections.pop())
         # Episodes come first, because new local connections need time to send a key.
-        if self._authenticated.max_per_owner() > _MIN_PER_EPISODE:
-            self._close(self._authenticated.pop())
-        elif self._local:
-            self._close(self._local.pop())
+        if self._authenticated_connections.max_per_owner() > _MIN_PER_EPISODE:
+            self._close_transport(self._authenticated_connections.pop())
+        elif self._local_connections:
+            self._close_transport(self._local_connections.pop())
         else:
             return False
         return True
@@ -74,10 +74,10 @@ class Connections:
         """Removes a connection that has ended."""
         if timer := self._timers.pop(transport, None):
             timer.cancel()
-        for table in (self._remote, self._local, self._authenticated):
+        for table in (self._remote_connections, self._local_connections, self._authenticated_connections):
             table.remove(transport)
 
-    def _close(self, transport: asyncio.BaseTransport) -> None:
+    def _close_transport(self, transport: asyncio.BaseTransport) -> None:
         self.remove(transport)
         _abort(transport)
 
@@ -105,8 +105,8 @@ class _Connection(asyncio.Protocol):
         self._connections.remove(self._transport)
         self._handler.connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        self._handler.data_received(data)
+    def data_received(self, received_bytes: bytes) -> None:
+        self._handler.data_received(received_bytes)
 
     def eof_received(self) -> bool | None:
         return self._handler.eof_received()
@@ -118,7 +118,7 @@ class _Connection(asyncio.Protocol):
         self._handler.resume_writing()
 
 
-def _remote_host(transport: asyncio.BaseTransport) -> str:
+def _find_remote_host(transport: asyncio.BaseTransport) -> str:
     """Returns the address of a client on another host; "" for a client on this host."""
     peer_address, local_address = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
     is_remote = (

@@ -24,7 +24,7 @@ class _DelayedRewards:
     callback.
     """
 
-    pending: dict[str, AgentTurn]
+    pending_turns: dict[str, AgentTurn]
     total: float
     on_complete: Callable[[float | None], None]
     timer: asyncio.TimerHandle | None = None
@@ -39,15 +39,15 @@ class Feedback:
     """Delayed rewards of a gateway's completions. Runs on the gateway's event loop.
 
     Args:
-        turns: Function that returns all turns of the episodes that have not ended.
+        list_turns: Function that returns all turns of the episodes that have not ended.
 
     Attributes:
         key: Key of the scorer. It is valid only for rewards, and no other key is valid for them.
     """
 
-    def __init__(self, turns: Callable[[], list[AgentTurn]]) -> None:
+    def __init__(self, list_turns: Callable[[], list[AgentTurn]]) -> None:
         self.key = f"rf-{secrets.token_urlsafe(24)}"
-        self._turns = turns
+        self._turns = list_turns
         self._pending_episodes: dict[str, _DelayedRewards] = {}
         self._rewards: collections.OrderedDict[str, float] = collections.OrderedDict()
 
@@ -66,7 +66,7 @@ class Feedback:
         delayed_episode.timer = loop.call_later(timeout_s, self._on_timeout, delayed_episode)
         for name, turn in turns.items():
             if turn.feedback is None:
-                delayed_episode.pending[name] = turn
+                delayed_episode.pending_turns[name] = turn
                 self._pending_episodes.update(dict.fromkeys(turn.names, delayed_episode))
             else:  # the reward arrived before the episode ended
                 delayed_episode.total += turn.feedback
@@ -108,16 +108,16 @@ class Feedback:
 
     def _record_reward(self, name: str, reward: float) -> None:
         delayed_episode = self._pending_episodes.get(name)
-        turns = self._turns() if delayed_episode is None else delayed_episode.pending.values()
+        turns = self._turns() if delayed_episode is None else delayed_episode.pending_turns.values()
         turn = next((turn for turn in turns if name in turn.names), None)
         if turn is None:
             raise RequestError(f"no completion {name} awaits a reward here", 404, "not_found")
         turn.feedback = turn.reward = reward
         if delayed_episode is not None:
             delayed_episode.total += reward
-            delayed_episode.pending = {
+            delayed_episode.pending_turns = {
                 completion_id: pending_turn
-                for completion_id, pending_turn in delayed_episode.pending.items()
+                for completion_id, pending_turn in delayed_episode.pending_turns.items()
                 if pending_turn is not turn
             }
             for completion_id in turn.names:
@@ -125,7 +125,7 @@ class Feedback:
             self._finish_if_complete(delayed_episode)
 
     def _finish_if_complete(self, delayed_episode: _DelayedRewards) -> None:
-        if not delayed_episode.pending:
+        if not delayed_episode.pending_turns:
             delayed_episode.stop()
             delayed_episode.on_complete(delayed_episode.total)
 
@@ -136,18 +136,20 @@ class Feedback:
         delayed_episode.on_complete(None)
 
 
-def awaited_turns(turns: list[AgentTurn], later: bool | list[str]) -> dict[str, AgentTurn]:
+def awaited_turns(turns: list[AgentTurn], delayed_turns: bool | list[str]) -> dict[str, AgentTurn]:
     """Returns the turns with delayed rewards, by completion id.
 
     Args:
         turns: Turns of an episode.
-        later: Ids of completions; True for the last completion.
+        delayed_turns: Ids of completions; True for the last completion.
 
     Raises:
         RequestError: The episode has no such completion.
     """
     named_turns = [turn for turn in turns if turn.received and turn.names]
-    ids = ([named_turns[-1].names[0]] if named_turns else ["any"]) if later is True else list(later or ())
+    ids = (
+        ([named_turns[-1].names[0]] if named_turns else ["any"]) if delayed_turns is True else list(delayed_turns or ())
+    )
     turns_by_id = {name: turn for name in ids for turn in named_turns if name in turn.names}
     if missing_ids := [name for name in ids if name not in turns_by_id]:
         raise RequestError(f"`later` is about a completion that nobody received in this episode: {missing_ids[0]}")

@@ -28,9 +28,9 @@ class IncrementalParser:
 
     Args:
         tokenizer: Tokenizer of the model.
-        opened: Whether the prompt ends with an opening reasoning tag.
+        starts_in_reasoning: Whether the prompt ends with an opening reasoning tag.
         has_reasoning: Whether to separate reasoning from the answer.
-        calls: Whether to separate tool calls from the answer.
+        has_calls: Whether to separate tool calls from the answer.
         stop: Texts that end the reply and are not part of it.
         hidden_tokens: Special tokens to remove from the reply.
     """
@@ -39,13 +39,18 @@ class IncrementalParser:
         self,
         tokenizer: Any,
         *,
-        opened: bool,
+        starts_in_reasoning: bool,
         has_reasoning: bool,
-        calls: bool,
+        has_calls: bool,
         stop: Sequence[str] = (),
         hidden_tokens: Collection[int] = (),
     ) -> None:
-        self._tokenizer, self._opened, self._has_reasoning, self._calls = tokenizer, opened, has_reasoning, calls
+        self._tokenizer, self._starts_in_reasoning, self._has_reasoning, self._calls = (
+            tokenizer,
+            starts_in_reasoning,
+            has_reasoning,
+            has_calls,
+        )
         self._stop, self._hidden_tokens = tuple(stop), hidden_tokens
         self._text, self._prefix_offset, self._read_offset = "", 0, 0
 
@@ -55,34 +60,34 @@ class IncrementalParser:
         Args:
             ids: All tokens so far.
         """
-        self._read([token for token in ids if token not in self._hidden_tokens])
-        reasoning, text = "", self._text
+        self._read_tokens([token for token in ids if token not in self._hidden_tokens])
+        reasoning, answer_text = "", self._text
         for stop_text in self._stop:
-            text = _text_before(text, stop_text)
+            answer_text = _cut_before_tag(answer_text, stop_text)
         if self._has_reasoning:
-            stripped_text = text.lstrip()
+            answer = answer_text.lstrip()
             if (
-                not self._opened
-                and _THINK_TAG.startswith(stripped_text[: len(_THINK_TAG)])
-                and len(stripped_text) < len(_THINK_TAG)
+                not self._starts_in_reasoning
+                and _THINK_TAG.startswith(answer[: len(_THINK_TAG)])
+                and len(answer) < len(_THINK_TAG)
             ):
                 return "", ""
-            if self._opened or stripped_text.startswith(_THINK_TAG):
-                reasoning, closing_tag, text = stripped_text.removeprefix(_THINK_TAG).partition(_THINK_END)
-                reasoning = (reasoning if closing_tag else _text_before(reasoning, _THINK_END)).strip("\n")
-                text = text.lstrip()
+            if self._starts_in_reasoning or answer.startswith(_THINK_TAG):
+                reasoning, closing_tag, answer_text = answer.removeprefix(_THINK_TAG).partition(_THINK_END)
+                reasoning = (reasoning if closing_tag else _cut_before_tag(reasoning, _THINK_END)).strip("\n")
+                answer_text = answer_text.lstrip()
         if self._calls:  # the answer before tool calls has no surrounding white space
-            text = _text_before(text, _CALL_TAG).strip()
-        return reasoning, text
+            answer_text = _cut_before_tag(answer_text, _CALL_TAG).strip()
+        return reasoning, answer_text
 
-    def _read(self, ids: list[int]) -> None:
+    def _read_tokens(self, ids: list[int]) -> None:
         """Appends the text of new tokens, unless it ends with an incomplete character. Decodes new tokens together with the
         preceding tokens, because a token's text can depend on them.
         """
-        old_text = self._decode(ids[self._prefix_offset : self._read_offset])
-        new_text = self._decode(ids[self._prefix_offset :])
-        if len(new_text) > len(old_text) and not new_text.endswith(_REPLACEMENT_CHARACTER):
-            self._text += new_text[len(old_text) :]
+        decoded_prefix = self._decode(ids[self._prefix_offset : self._read_offset])
+        text = self._decode(ids[self._prefix_offset :])
+        if len(text) > len(decoded_prefix) and not text.endswith(_REPLACEMENT_CHARACTER):
+            self._text += text[len(decoded_prefix) :]
             self._prefix_offset, self._read_offset = self._read_offset, len(ids)
 
     def _decode(self, ids: list[int]) -> str:
@@ -90,15 +95,15 @@ class IncrementalParser:
         return text
 
 
-def _text_before(text: str, tag: str) -> str:
+def _cut_before_tag(partial_text: str, tag: str) -> str:
     """Returns the text before a tag; omits an incomplete tag at the end of the text."""
-    tag_start = text.find(tag)
+    tag_start = partial_text.find(tag)
     if tag_start >= 0:
-        return text[:tag_start]
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if text.endswith(tag[:length]):
-            return text[:-length]
-    return text
+        return partial_text[:tag_start]
+    for prefix_length in range(min(len(tag) - 1, len(partial_text)), 0, -1):
+        if partial_text.endswith(tag[:prefix_length]):
+            return partial_text[:-prefix_length]
+    return partial_text
 
 
 log = logging.getLogger(__name__)
@@ -142,20 +147,20 @@ class Reply:
         return message
 
 
-def think(text: str, opened: bool = False) -> tuple[str | None, str]:
+def think(text: str, starts_in_reasoning: bool = False) -> tuple[str | None, str]:
     """Splits a reply into the reasoning, between `<think>` and `</think>`, and the text after it. The reasoning is None if
     the reply has no tags. If only the end tag is missing, all text after the start tag is reasoning.
 
     Args:
         text: The reply.
-        opened: Whether the prompt ends with `<think>`.
+        starts_in_reasoning: Whether the prompt ends with `<think>`.
     """
-    match = _THINK.match(text)
-    if match is not None:
-        return match[1].strip("\n"), text[match.end() :]
-    stripped_text = text.lstrip()
-    if opened or stripped_text.startswith("<think>"):
-        return stripped_text.removeprefix("<think>").strip("\n"), ""
+    think_match = _THINK.match(text)
+    if think_match is not None:
+        return think_match[1].strip("\n"), text[think_match.end() :]
+    answer = text.lstrip()
+    if starts_in_reasoning or answer.startswith("<think>"):
+        return answer.removeprefix("<think>").strip("\n"), ""
     return None, text
 
 
@@ -163,9 +168,9 @@ def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
     """Splits a reply into the answer and tool calls of the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
     Returns the answer and the calls as (name, arguments as JSON). Other content between the tags remains in the answer.
     """
-    calls, answer, position = list[tuple[str, str]](), "", 0
+    calls, answer, search_start = list[tuple[str, str]](), "", 0
     for opening_tag in _CALL_START.finditer(text):
-        if opening_tag.start() < position:  # inside a call
+        if opening_tag.start() < search_start:  # inside a call
             continue
         try:
             call, call_end = parse_json_at(text, opening_tag.end())
@@ -176,8 +181,8 @@ def hermes(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
             continue
         arguments = call.get("arguments", {})
         calls.append((str(call["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments)))
-        answer, position = answer + text[position : opening_tag.start()], closing_tag.end()
-    return ((answer + text[position:]).strip() if calls else text), calls
+        answer, search_start = answer + text[search_start : opening_tag.start()], closing_tag.end()
+    return ((answer + text[search_start:]).strip() if calls else text), calls
 
 
 class Parsers:
@@ -194,54 +199,56 @@ class Parsers:
 
     def __init__(self, tokenizer: Any, tools: str | None, reasoning: str | None) -> None:
         self._tokenizer = tokenizer
-        self._reasoning: Callable[[str, bool], tuple[str | None, str]] | None = None
-        self._tools: Callable[[str, Any], tuple[str, list[tuple[str, str]]]] | None = None
+        self._reasoning_parser: Callable[[str, bool], tuple[str | None, str]] | None = None
+        self._tool_parser: Callable[[str, Any], tuple[str, list[tuple[str, str]]]] | None = None
         if reasoning is not None:
-            self._reasoning = think if reasoning == "think" else _load_vllm_reasoning_parser(reasoning, tokenizer)
+            self._reasoning_parser = (
+                think if reasoning == "think" else _load_vllm_reasoning_parser(reasoning, tokenizer)
+            )
         if tools is not None:
-            self._tools = hermes if tools == "hermes" else _load_vllm_tool_parser(tools, tokenizer)
+            self._tool_parser = hermes if tools == "hermes" else _load_vllm_tool_parser(tools, tokenizer)
         #: Special tokens that no parser reads. Empty with vLLM's parsers, which may read any token.
         self._hidden_tokens = frozenset[int]()
-        if self._reasoning in (None, think) and self._tools in (None, hermes):
+        if self._reasoning_parser in (None, think) and self._tool_parser in (None, hermes):
             self._hidden_tokens = frozenset(
                 token for token in special_tokens(tokenizer) if self._decode([token]).strip() not in _TAGS
             )
 
     def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
         """Parses a turn's text up to the first stop text. Parses tool calls only if the request has tools."""
-        text, stop_text = self._text(without_end(token_ids, self._tokenizer), stop)
+        answer_text, stop_text = self._text(without_end(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning(text, self._ends_in_reasoning(prompt))
-        if self._tools is not None and tools:
-            text, calls = self._tools(text, tools)
-            text = text.strip()  # as in `IncrementalParser`, which must strip before the calls are known
-        return Reply(text, reasoning, calls, stop_text)
+        if self._reasoning_parser is not None:
+            reasoning, answer_text = self._reasoning_parser(answer_text, self._ends_with_reasoning_tag(prompt))
+        if self._tool_parser is not None and tools:
+            answer_text, calls = self._tool_parser(answer_text, tools)
+            answer_text = answer_text.strip()  # as in `IncrementalParser`, which must strip before the calls are known
+        return Reply(answer_text, reasoning, calls, stop_text)
 
     def _text(self, ids: list[int], stop: Sequence[str]) -> tuple[str, str | None]:
         """Returns the text without hidden tokens up to the first stop text; and that stop text, or None."""
-        text, stop_text = cut_at_stop(
+        answer_text, stop_text = cut_at_stop(
             self._tokenizer, [token for token in ids if token not in self._hidden_tokens], stop
         )
         if stop_text is not None or not stop:
-            return text, stop_text
+            return answer_text, stop_text
         full_text, stop_text = cut_at_stop(self._tokenizer, ids, stop)
         if stop_text is None:
-            return text, None
+            return answer_text, None
         # The stop text contains a hidden special token.
         num_visible_ids = len(ids)
         while len(self._decode(ids[:num_visible_ids])) > len(full_text):
             num_visible_ids -= 1
-        text_after = full_text[len(self._decode(ids[:num_visible_ids])) :]
+        remaining_text = full_text[len(self._decode(ids[:num_visible_ids])) :]
         return self._decode(
             [token for token in ids[:num_visible_ids] if token not in self._hidden_tokens]
-        ) + text_after, stop_text
+        ) + remaining_text, stop_text
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 
-    def _ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
+    def _ends_with_reasoning_tag(self, prompt: Sequence[int]) -> bool:
         """Returns whether a prompt ends with an opening reasoning tag."""
         return self._decode(prompt[-_OPENING_TOKENS:]).rstrip().endswith("<think>")
 
@@ -253,16 +260,16 @@ class Parsers:
             tools: Tools as the client sent them.
             stop: Texts that end the reply.
         """
-        calls = self._tools is not None and bool(tools)
-        if self._reasoning not in (None, think) or (calls and self._tools is not hermes):
+        calls = self._tool_parser is not None and bool(tools)
+        if self._reasoning_parser not in (None, think) or (calls and self._tool_parser is not hermes):
             return None
-        has_reasoning = self._reasoning is not None
-        opened = has_reasoning and self._ends_in_reasoning(prompt)
+        has_reasoning = self._reasoning_parser is not None
+        starts_in_reasoning = has_reasoning and self._ends_with_reasoning_tag(prompt)
         return IncrementalParser(
             self._tokenizer,
-            opened=opened,
+            starts_in_reasoning=starts_in_reasoning,
             has_reasoning=has_reasoning,
-            calls=calls,
+            has_calls=calls,
             stop=stop,
             hidden_tokens=self._hidden_tokens,
         )
@@ -278,14 +285,14 @@ def _load_vllm_reasoning_parser(name: str, tokenizer: Any) -> Callable[[str, boo
     except (KeyError, RuntimeError) as error:
         raise ConfigError(f"agent.reasoning_parser is {name!r}, which vLLM does not have: {error}") from None
 
-    def read(text: str, opened: bool) -> tuple[str | None, str]:
-        del opened  # vLLM's parsers know the templates of their models
+    def read(text: str, starts_in_reasoning: bool) -> tuple[str | None, str]:
+        del starts_in_reasoning  # vLLM's parsers know the templates of their models
         try:
-            reasoning, content = parser.extract_reasoning(text, _vllm_request())
+            reasoning, answer_text = parser.extract_reasoning(text, _make_vllm_request())
         except Exception as error:
             log.warning("vLLM's reasoning parser %s cannot read a reply, which stays text: %r", name, error)
             return None, text
-        return reasoning, content or ""
+        return reasoning, answer_text or ""
 
     return read
 
@@ -302,7 +309,7 @@ def _load_vllm_tool_parser(name: str, tokenizer: Any) -> Callable[[str, Any], tu
         raise ConfigError(f"agent.tool_parser is {name!r}, which cannot be used: {error}") from None
 
     def read(text: str, tools: Any) -> tuple[str, list[tuple[str, str]]]:
-        request = _vllm_request(tools)
+        request = _make_vllm_request(tools)
         parser = parser_class(tokenizer, request.tools)
         try:
             extraction = parser.extract_tool_calls(text, request)
@@ -318,7 +325,7 @@ def _load_vllm_tool_parser(name: str, tokenizer: Any) -> Callable[[str, Any], tu
     return read
 
 
-def _vllm_request(tools: Any = None) -> Any:
+def _make_vllm_request(tools: Any = None) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(

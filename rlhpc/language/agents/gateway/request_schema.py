@@ -44,14 +44,14 @@ class BodySchema:
     inner: Mapping[str, BodySchema] = field(default_factory=dict)
 
 
-def read_body(raw: bytes, schema: BodySchema) -> dict[str, Any]:
+def read_body(raw_body: bytes, schema: BodySchema) -> dict[str, Any]:
     """Parses and checks the body of a request. The returned body has valid UTF-8 texts, finite numbers and no `null` values.
 
     Raises:
         RequestError: The body is not a JSON object, or a key has a wrong type or an unsupported value.
     """
     try:
-        parsed_body = load_json(raw)
+        parsed_body = load_json(raw_body)
         body = repair_json(parsed_body, MAX_REQUEST_DEPTH)
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}") from None
@@ -62,10 +62,10 @@ def read_body(raw: bytes, schema: BodySchema) -> dict[str, Any]:
 
 
 def _check_keys(body: Mapping[str, Any], schema: BodySchema) -> None:
-    for name, (is_allowed, allowed_text) in schema.keys.items():
+    for name, (is_allowed, allowed_types) in schema.keys.items():
         field_value = body.get(name)
         if (field_value is not None or name in schema.required) and not is_allowed(field_value):
-            raise RequestError(f"{schema.key_prefix}{name} must be {allowed_text}")
+            raise RequestError(f"{schema.key_prefix}{name} must be {allowed_types}")
     for name, nested_schema in schema.inner.items():
         if body.get(name) is not None:
             _check_keys(body[name], nested_schema)
@@ -97,82 +97,93 @@ _REASONS = {
 # -- checks of a value ------------------------------------------------------------------------------------------------
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(json_value: Any) -> bool:
     """Returns whether a value is a finite number in the range of a float."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return type(json_value) in (int, float) and abs(json_value) <= sys.float_info.max
 
 
-def _instance_of(type_: type) -> Check:
-    return lambda value: isinstance(value, type_)
+def _make_instance_check(type_: type) -> Check:
+    return lambda json_value: isinstance(json_value, type_)
 
 
-def _integer_in(minimum: float, maximum: float = math.inf) -> Check:
-    return lambda value: type(value) is int and minimum <= value <= maximum
+def _make_integer_check(minimum: float, max_value: float = math.inf) -> Check:
+    return lambda json_value: type(json_value) is int and minimum <= json_value <= max_value
 
 
 def _list_of(is_element: Check, minimum: int = 0, maximum: float = math.inf) -> Check:
-    return lambda value: isinstance(value, list) and minimum <= len(value) <= maximum and all(map(is_element, value))
-
-
-def _is_empty(value: Any) -> bool:
-    return value in (False, 0, "", [], {})
-
-
-def _equals(*allowed: Any) -> Check:
-    """Returns a check that a value equals one of `allowed` and has the same type, so that True does not equal 1."""
-    return lambda value: any(type(value) is type(constant) and value == constant for constant in allowed)
-
-
-def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_STOP_CHARACTERS and valid_text(value) == value
-
-
-def _is_tool(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and value.get("type", "function") == "function"
-        and _is_function(value.get("function"), "parameters")
+    return lambda json_value: (
+        isinstance(json_value, list) and minimum <= len(json_value) <= maximum and all(map(is_element, json_value))
     )
 
 
-def _is_anthropic_tool(value: Any) -> bool:
-    return (
-        _is_function(value, "input_schema")
-        and value.get("input_schema") is not None
-        and value.get("type") in (None, "custom")
+def _is_empty(json_value: Any) -> bool:
+    return json_value in (False, 0, "", [], {})
+
+
+def _equals(*allowed_values: Any) -> Check:
+    """Returns a check that a value equals one of `allowed_values` and has the same type, so that True does not equal 1."""
+    return lambda json_value: any(
+        type(json_value) is type(constant) and json_value == constant for constant in allowed_values
     )
 
 
-def _is_function(value: Any, schema: str) -> bool:
+def _is_stop(json_value: Any) -> bool:
     return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("name"), str)
-        and bool(value["name"])
-        and isinstance(value.get("description") or "", str)
-        and isinstance(value.get(schema) or {}, Mapping)
+        isinstance(json_value, str)
+        and 0 < len(json_value) <= MAX_STOP_CHARACTERS
+        and valid_text(json_value) == json_value
     )
 
 
-def _is_free_choice(value: Mapping[str, Any]) -> bool:
-    return value.get("type") in ("auto", "none") and not value.get("disable_parallel_tool_use")
+def _is_tool(json_value: Any) -> bool:
+    return (
+        isinstance(json_value, Mapping)
+        and json_value.get("type", "function") == "function"
+        and _is_function(json_value.get("function"), "parameters")
+    )
+
+
+def _is_anthropic_tool(json_value: Any) -> bool:
+    return (
+        _is_function(json_value, "input_schema")
+        and json_value.get("input_schema") is not None
+        and json_value.get("type") in (None, "custom")
+    )
+
+
+def _is_function(json_value: Any, schema: str) -> bool:
+    return (
+        isinstance(json_value, Mapping)
+        and isinstance(json_value.get("name"), str)
+        and bool(json_value["name"])
+        and isinstance(json_value.get("description") or "", str)
+        and isinstance(json_value.get(schema) or {}, Mapping)
+    )
+
+
+def _is_free_choice(tool_choice: Mapping[str, Any]) -> bool:
+    return tool_choice.get("type") in ("auto", "none") and not tool_choice.get("disable_parallel_tool_use")
 
 
 # -- the routes -------------------------------------------------------------------------------------------------------
 
 _are_stops = _list_of(_is_stop, maximum=MAX_STOP_TEXTS)
-_are_objects = _list_of(_instance_of(Mapping))
+_are_objects = _list_of(_make_instance_check(Mapping))
 _STOPS = (
-    lambda value: _is_stop(value) or _are_stops(value),
+    lambda json_value: _is_stop(json_value) or _are_stops(json_value),
     f"a text, or a list of at most {MAX_STOP_TEXTS} texts; each of 1 to {MAX_STOP_CHARACTERS} characters that UTF-8 can hold",
 )
 _STOP_IDS = (
-    _list_of(_integer_in(0, 2**31 - 1), maximum=MAX_STOP_IDS),
+    _list_of(_make_integer_check(0, 2**31 - 1), maximum=MAX_STOP_IDS),
     f"a list of at most {MAX_STOP_IDS} integers that are tokens of the model",
 )
-_TEXT, _FLAG = (_instance_of(str), "a text"), (_instance_of(bool), "true or false")
-_OBJECT, _NUMBER = (_instance_of(Mapping), "an object"), (_is_number, "a number")
-_INTEGER, _POSITIVE = (_integer_in(-math.inf), "an integer"), (_integer_in(1), "an integer of at least 1")
-_MESSAGES = (_list_of(_instance_of(object), 1), "a list with at least one message")
+_TEXT, _FLAG = (_make_instance_check(str), "a text"), (_make_instance_check(bool), "true or false")
+_OBJECT, _NUMBER = (_make_instance_check(Mapping), "an object"), (_is_number, "a number")
+_INTEGER, _POSITIVE = (
+    (_make_integer_check(-math.inf), "an integer"),
+    (_make_integer_check(1), "an integer of at least 1"),
+)
+_MESSAGES = (_list_of(_make_instance_check(object), 1), "a list with at least one message")
 
 #: Sampling keys that clients may send, but that have no effect, because the run sets them.
 _RUN_KEYS = {"temperature": _NUMBER, "top_p": _NUMBER, "top_k": _INTEGER, "seed": _INTEGER}
@@ -192,7 +203,7 @@ _SAMPLING: dict[str, Check] = {
     ),
     "prompt_logprobs": _equals(False), "top_logprobs": _equals(0), "functions": _is_empty,
     "function_call": _equals("auto", "none"),
-    "response_format": lambda value: isinstance(value, Mapping) and value.get("type", "text") == "text",
+    "response_format": lambda json_value: isinstance(json_value, Mapping) and json_value.get("type", "text") == "text",
 }  # fmt: skip
 
 CHAT = BodySchema(
@@ -226,7 +237,9 @@ MESSAGES = BodySchema(
     keys={
         "messages": _MESSAGES, "model": _TEXT, "stream": _FLAG,
         "tools": (_list_of(_is_anthropic_tool), "a list of objects that each have a name and an input_schema"),
-        "system": (lambda value: isinstance(value, str) or _are_objects(value), "a text, or blocks of type text"),
+        "system": (
+            lambda json_value: isinstance(json_value, str) or _are_objects(json_value), "a text, or blocks of type text"
+        ),
         "max_tokens": _POSITIVE, "stop_sequences": (_are_stops, _STOPS[1]),
         "tool_choice": _OBJECT, "thinking": _OBJECT, "metadata": _OBJECT, "service_tier": _TEXT, "output_config": _OBJECT,
         "context_management": _OBJECT, **_RUN_KEYS,
@@ -244,7 +257,7 @@ MESSAGES = BodySchema(
 
 GENERATE = BodySchema(
     keys={
-        "token_ids": (_list_of(_integer_in(-math.inf), 1), "a list of integers, with at least one"), "model": _TEXT,
+        "token_ids": (_list_of(_make_integer_check(-math.inf), 1), "a list of integers, with at least one"), "model": _TEXT,
         "sampling_params": _OBJECT, "request_id": _TEXT, "cache_salt": _TEXT, "priority": _INTEGER,
     },
     neutral={**_SAMPLING, "stream": _equals(False), "features": _is_empty},
@@ -263,6 +276,9 @@ GENERATE = BodySchema(
 )  # fmt: skip
 
 FEEDBACK = BodySchema(
-    keys={"id": (_instance_of(str), "the id of a completion, a text"), "reward": (_is_number, "a finite number")},
+    keys={
+        "id": (_make_instance_check(str), "the id of a completion, a text"),
+        "reward": (_is_number, "a finite number"),
+    },
     required=("id", "reward"),
 )

@@ -15,6 +15,7 @@ import queue
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,7 @@ from rlhpc.language.agents.gateway.request_schema import CHAT, FEEDBACK, GENERAT
 from rlhpc.language.agents.gateway.sessions import GatewaySession, Sampler, SessionKeys, StoredResponse, key_in
 from rlhpc.language.agents.gateway.threads import Threads, call_on_loop, set_outcome
 from rlhpc.language.agents.turn_tree import OVER, Renderer, RequestError
-from rlhpc.language.data.images import Looker, PromptImages
+from rlhpc.language.data.images import PromptImageProcessor, PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
 from rlhpc.runtime.scratch import folder_for_sockets
 from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
@@ -75,6 +76,7 @@ class EngineRequest:
         answer: Callback with the completion or the error, called in the engine's thread.
         show: Callback with all tokens so far, for a streaming client; called repeatedly in the engine's thread.
         given_up: Whether the client no longer waits for the result.
+        started_ns: Time at which the request was made, by `time.monotonic_ns`, for traces.
     """
 
     session: GatewaySession
@@ -85,6 +87,7 @@ class EngineRequest:
     show: Callable[[list[int]], object] | None = None
     given_up: bool = False
     images: PromptImages | None = None
+    started_ns: int = field(default_factory=time.monotonic_ns)
 
 
 @dataclass
@@ -102,7 +105,7 @@ class StreamReader:
     arrival: asyncio.Event = field(default_factory=asyncio.Event)
 
     def show(self, ids: list[int]) -> None:
-        """Sets the tokens so far, and wakes the waiting stream."""
+        """Stores the tokens sampled so far, and wakes the waiting stream."""
         self.ids = ids
         self.arrival.set()
 
@@ -116,13 +119,13 @@ class Gateway:
         context: Maximum number of tokens of prompt and reply.
         address: Address of this host on which to also accept connections from other hosts, on a port that the system
             chooses; "" to refuse other hosts.
-        looker: Image processor; None if the model reads only text.
-        feedback: Whether rewards may be delayed.
+        image_processor: Image processor; None if the model reads only text.
+        accepts_feedback: Whether rewards may be delayed.
 
     Attributes:
         engine_queue: Queue of requests to the engine and of ended episodes.
         keys: Keys of the episodes.
-        feedback: Delayed rewards.
+        accepts_feedback: Delayed rewards.
         url: URL for clients on this host, without `/v1`.
         far: URL for clients on other hosts; "" if they have no access.
         socket: Path of a UNIX socket of the gateway, for sandboxes without a network.
@@ -134,18 +137,18 @@ class Gateway:
         parsers: Parsers,
         context: int,
         address: str = "",
-        looker: Looker | None = None,
-        feedback: bool = False,
+        image_processor: PromptImageProcessor | None = None,
+        accepts_feedback: bool = False,
     ) -> None:
         self.engine_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.loop = asyncio.new_event_loop()
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
-        self._renderer = Renderer(tokenizer, looker, context)
+        self._renderer = Renderer(tokenizer, image_processor, context)
         self._threads = Threads(_THREADS, "rlhpc-encoding")
         self._folder = folder_for_sockets("agents")
         self.socket = str(self._folder / "model")
         self.keys = SessionKeys()
-        self._accepts_feedback = feedback
+        self._accepts_feedback = accepts_feedback
         self.feedback = Feedback(lambda: [turn for session in self.keys.sessions() for turn in session.tree.turns])
         self._pending_completions: set[asyncio.Future[Completion]] = set()
         self._servers, self._runners = list[asyncio.AbstractServer](), list[web.AppRunner]()
@@ -192,9 +195,9 @@ class Gateway:
         app.add_routes(
             [
                 web.get("/v1/models", partial(self._run_route, self._list_models)),
-                web.post("/v1/chat/completions", partial(self._run_route, self._chat)),
+                web.post("/v1/chat/completions", partial(self._run_route, self._handle_chat)),
                 web.post("/inference/v1/generate", partial(self._run_route, self._generate)),
-                web.post("/v1/messages", partial(self._run_route, self._messages, error=message_error)),
+                web.post("/v1/messages", partial(self._run_route, self._messages, format_error=message_error)),
                 *extra_routes,
             ]
         )
@@ -251,7 +254,7 @@ class Gateway:
             RequestError: The request is refused.
         """
         session = self.keys.find(key)
-        answer = await self._answer(session, messages, tools, role, session.sampling_of(), self._sample)
+        answer = await self._generate_answer(session, messages, tools, role, session.sampling_of(), self._sample)
         answer.turn.mark_received()
         return answer.message
 
@@ -291,7 +294,7 @@ class Gateway:
         models = [{"id": name, **model_card} for name in session.limits.roles or (MODEL,)]
         return web.json_response({"object": "list", "data": models})
 
-    async def _chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
+    async def _handle_chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw_body, body = await self._read_body(request, session, CHAT)
         tools = None if body.get("tool_choice") == "none" else body.get("tools")
         max_tokens = body.get("max_completion_tokens", body.get("max_tokens"))
@@ -311,15 +314,15 @@ class Gateway:
     ) -> web.StreamResponse:
         """Answers a conversation in the format of `stream`, as a single response or as a stream of events."""
         reader = StreamReader()
-        draw = partial(self._sample, reader=reader) if stream.requested else self._sample
-        work = partial(self._answer, session, messages, tools, stream.model, sampling, draw)
-        pending_answer = session.answer_once(raw_body, _is_retry(request), work)
-        if stream.requested:
-            return await self._stream_reply(request, pending_answer, stream, reader, tools, sampling.stop)
+        draw = partial(self._sample, reader=reader) if stream.is_requested else self._sample
+        start_answer = partial(self._generate_answer, session, messages, tools, stream.model, sampling, draw)
+        pending_answer = session.answer_once(raw_body, _is_retry(request), start_answer)
+        if stream.is_requested:
+            return await self._send_stream_reply(request, pending_answer, stream, reader, tools, sampling.stop)
         answer = await pending_answer
         return _send_reply(request, answer, stream.reply(answer))
 
-    async def _answer(
+    async def _generate_answer(
         self,
         session: GatewaySession,
         messages: list[Any],
@@ -342,31 +345,31 @@ class Gateway:
     async def _generate(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
         raw_body, body = await self._read_body(request, session, GENERATE)
         prompt, options = body["token_ids"], body.get("sampling_params", {})
-        if self._renderer.looker is not None and self._renderer.looker.token in prompt:
+        if self._renderer.image_processor is not None and self._renderer.image_processor.token in prompt:
             raise RequestError(
                 "token_ids has a token of a picture; show pictures by /v1/chat/completions or /v1/messages"
             )
-        stop, stop_token_ids = options.get("stop") or (), options.get("stop_token_ids") or ()
-        sampling = session.sampling_of(options.get("max_tokens"), stop, stop_token_ids)
+        stop_texts, stop_token_ids = options.get("stop") or (), options.get("stop_token_ids") or ()
+        sampling = session.sampling_of(options.get("max_tokens"), stop_texts, stop_token_ids)
 
-        async def work() -> StoredResponse:
+        async def draw_tokens() -> StoredResponse:
             return await session.tokens(prompt, session.role_of(body.get("model")), sampling, self._sample)
 
-        answer = await session.answer_once(raw_body, _is_retry(request), work)
+        answer = await session.answer_once(raw_body, _is_retry(request), draw_tokens)
         return _send_reply(request, answer, generate_reply(answer))
 
     async def _take_feedback(self, request: web.Request) -> web.StreamResponse:
         try:
             self.feedback.check(key_in(request.headers))
-            self._authenticate(request, "feedback")
-            body = read_body(await _read(request, _MAX_REWARD_BYTES), FEEDBACK)
+            self._check_authentication(request, "feedback")
+            body = read_body(await _read_body(request, _MAX_REWARD_BYTES), FEEDBACK)
             if not self._accepts_feedback:
                 raise RequestError(
                     "rewards do not come later in this run: agent.feedback_timeout_s is not set", 404, "not_found"
                 )
             self.feedback.take(body)
         except RequestError as error:
-            return _error_response(error, chat_error)
+            return _format_error_response(error, chat_error)
         return web.json_response({"status": "taken"})
 
     async def _read_body(
@@ -380,7 +383,7 @@ class Gateway:
             )
         session.bytes_in += body_size
         try:
-            raw_body = await _read(request, _MAX_BODY_BYTES)
+            raw_body = await _read_body(request, _MAX_BODY_BYTES)
             if len(raw_body) <= _MAX_INLINE_BYTES:
                 return raw_body, read_body(raw_body, schema)
             async with session.encoding_lock:
@@ -390,31 +393,31 @@ class Gateway:
 
     async def _run_route(
         self,
-        route: Callable[[web.Request, GatewaySession], Awaitable[web.StreamResponse]],
+        route_handler: Callable[[web.Request, GatewaySession], Awaitable[web.StreamResponse]],
         request: web.Request,
-        error: Callable[[RequestError], dict[str, Any]] = chat_error,
+        format_error: Callable[[RequestError], dict[str, Any]] = chat_error,
     ) -> web.StreamResponse:
         """Runs a route with the session of the request's key; returns a `RequestError` in the client's format."""
         try:
             session = self.keys.find_by_headers(request.headers)
-            self._authenticate(request, session.key)
-            return await route(request, session)
+            self._check_authentication(request, session.key)
+            return await route_handler(request, session)
         except RequestError as refusal:
-            return _error_response(refusal, error)
+            return _format_error_response(refusal, format_error)
 
-    def _authenticate(self, request: web.Request, owner: str) -> None:
+    def _check_authentication(self, request: web.Request, owner: str) -> None:
         if request.transport is not None:
             for connections in self._connections:
                 connections.authenticate(request.transport, owner)
 
-    async def _stream_reply(
+    async def _send_stream_reply(
         self,
         request: web.Request,
         pending_answer: Awaitable[StoredResponse],
         stream: ChatStream | MessageStream,
         reader: StreamReader,
         tools: Any,
-        stop: Sequence[str],
+        stop_texts: Sequence[str],
     ) -> web.StreamResponse:
         """Streams a reply: the text that can no longer change while tokens are sampled, then the remainder."""
         answer_task = asyncio.ensure_future(pending_answer)
@@ -425,7 +428,7 @@ class Gateway:
             if answer_task.done():
                 answer_task.result()  # an immediate refusal becomes an HTTP status
             await response.prepare(request)
-            partial_reply = None if stream.is_sent_at_end else self._parsers.partial(reader.prompt, tools, stop)
+            partial_reply = None if stream.is_sent_at_end else self._parsers.partial(reader.prompt, tools, stop_texts)
             last_event_time = self.loop.time()
             while not answer_task.done():
                 events = (
@@ -459,19 +462,19 @@ class Gateway:
         return response
 
 
-async def _read(request: web.Request, max_bytes: int) -> bytes:
+async def _read_body(request: web.Request, max_bytes: int) -> bytes:
     """Reads the bytes of a body.
 
     Raises:
         RequestError: The body is longer than `max_bytes`.
     """
-    raw_body, length = bytearray(), request.content_length or 0
-    while length <= max_bytes:
+    raw_body, content_length = bytearray(), request.content_length or 0
+    while content_length <= max_bytes:
         chunk = await request.content.readany()
         if not chunk:
             return bytes(raw_body)
         raw_body += chunk
-        length = max(length, len(raw_body))
+        content_length = max(content_length, len(raw_body))
     raise RequestError(f"the body is longer than {max_bytes} bytes", 413)
 
 
@@ -496,8 +499,10 @@ def _send_reply(request: web.Request, answer: StoredResponse, reply: dict[str, A
     return web.json_response(reply)
 
 
-def _error_response(refusal: RequestError, error: Callable[[RequestError], dict[str, Any]]) -> web.Response:
-    response = web.json_response(error(refusal), status=refusal.status)
+def _format_error_response(
+    refusal: RequestError, format_error: Callable[[RequestError], dict[str, Any]]
+) -> web.Response:
+    response = web.json_response(format_error(refusal), status=refusal.status)
     if refusal.status in (401, 413):  # the rest of the request is not read
         response.force_close()
     return response

@@ -7,6 +7,7 @@ import collections
 import hashlib
 import json
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -110,6 +111,7 @@ class GatewaySession:
         names: Additional names that clients gave the episode.
         closed: Whether the episode has ended; later completions are dropped.
         encoding_lock: Lock that allows one conversion of a conversation to tokens at a time.
+        started_ns: Time at which the session was made, by `time.monotonic_ns`.
         bytes_in: Total size in bytes of the bodies that are being read or parsed.
     """
 
@@ -122,6 +124,7 @@ class GatewaySession:
         self.counts = collections.Counter[str]()
         self.encoding_lock = asyncio.Lock()
         self.bytes_in = 0
+        self.started_ns = time.monotonic_ns()
         self._calls: collections.OrderedDict[str, _PendingCall] = collections.OrderedDict()
         self._draw_counts = collections.Counter[bytes]()
         self._num_turns = self._num_concurrent = self._num_overlong = 0
@@ -129,14 +132,14 @@ class GatewaySession:
     # -- retries --------------------------------------------------------------------------------------------------
 
     async def answer_once(
-        self, body: bytes, is_retry: bool, work: Callable[[], Coroutine[Any, Any, StoredResponse]]
+        self, body: bytes, is_retry: bool, start_answer: Callable[[], Coroutine[Any, Any, StoredResponse]]
     ) -> StoredResponse:
         """Returns the answer to a call. A retry of the same request gets the same answer.
 
         Args:
             body: Body of the request.
             is_retry: Whether the client marks the request as a retry.
-            work: Function that computes the answer.
+            start_answer: Function that computes the answer.
 
         Raises:
             RequestError: The request is refused.
@@ -146,8 +149,8 @@ class GatewaySession:
         if is_retry and call is not None and not call.response.cancelled():
             self.counts["retried"] += 1
         else:
-            call = self._calls[digest] = _PendingCall(asyncio.ensure_future(work()))
-            call.response.add_done_callback(_retrieve_exception)
+            call = self._calls[digest] = _PendingCall(asyncio.ensure_future(start_answer()))
+            call.response.add_done_callback(_ignore_exception)
             self._calls.move_to_end(digest)
             while len(self._calls) > _MAX_ANSWERS:
                 self._calls.popitem(last=False)
@@ -189,11 +192,11 @@ class GatewaySession:
             except RequestError as error:
                 self._num_overlong += error.code == OVER
                 raise
-        keys, prompt, parent, images = encoded_prompt
+        message_keys, prompt, parent, images = encoded_prompt
         completion = await self._draw(prompt, self._with_policy(role, sampling), draw, images)
         reply = parsers.read(completion.token_ids, tools, sampling.stop, prompt)
         message = reply.message()
-        turn = self._add_turn(prompt, parent, completion, role, (*keys, key_of(canonical(message))), images)
+        turn = self._add_turn(prompt, parent, completion, role, (*message_keys, key_of(canonical(message))), images)
         return StoredResponse(turn, prompt, reply, message)
 
     def _encode(
@@ -203,8 +206,8 @@ class GatewaySession:
         renderer.check_count(messages)
         canonical_messages = [canonical(message) for message in messages]
         renderer.check_length(canonical_messages, tools)
-        keys = keys_of(canonical_messages, tools)
-        return keys, *renderer.prompt(self.tree, canonical_messages, keys, tools, role)
+        message_keys = keys_of(canonical_messages, tools)
+        return message_keys, *renderer.prompt(self.tree, canonical_messages, message_keys, tools, role)
 
     async def tokens(self, prompt: list[int], role: int, sampling: SamplingParams, draw: Sampler) -> StoredResponse:
         """Samples a completion of a prompt given as tokens and records it as a turn; returns the response.
@@ -216,7 +219,7 @@ class GatewaySession:
         return StoredResponse(self._add_turn(prompt, self.tree.find_parent(prompt, role), completion, role), prompt)
 
     def role_of(self, model: Any) -> int:
-        """Returns the index of the role with the model name that a client sent; 0 without roles.
+        """Returns the index of the role with the model name that a client sent; 0 if there are no roles.
 
         Raises:
             RequestError: No role has that name.
@@ -253,11 +256,11 @@ class GatewaySession:
         Raises:
             RequestError: The episode has reached its limit of turns, of tokens, or of calls that exceed the context.
         """
-        limits, num_sampled_tokens = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
-        max_requests = max(limits.turns, _MAX_OVERLONG_CALLS)
+        episode_limits, num_sampled_tokens = self.limits, sum(len(turn.token_ids) for turn in self.tree.turns)
+        max_requests = max(episode_limits.turns, _MAX_OVERLONG_CALLS)
         for is_reached, limit_text in (
-            (self._num_turns >= limits.turns, f"agent.max_turns ({limits.turns})"),
-            (num_sampled_tokens >= limits.tokens, f"agent.max_tokens ({limits.tokens})"),
+            (self._num_turns >= episode_limits.turns, f"agent.max_turns ({episode_limits.turns})"),
+            (num_sampled_tokens >= episode_limits.tokens, f"agent.max_tokens ({episode_limits.tokens})"),
             (self._num_overlong >= max_requests, f"{max_requests} calls that were longer than the context"),
         ):
             if is_reached:
@@ -297,7 +300,7 @@ class GatewaySession:
         parent: int | None,
         completion: Completion,
         role: int,
-        keys: tuple[str, ...] = (),
+        message_keys: tuple[str, ...] = (),
         images: PromptImages | None = None,
     ) -> AgentTurn:
         prefix_length = 0 if parent is None else len(self.tree.ids(parent))
@@ -308,7 +311,7 @@ class GatewaySession:
             completion.logprobs,
             completion.versions,
             completion.finish_reason,
-            keys,
+            message_keys,
             role=role,
             experts=completion.experts,
             images=images,
@@ -317,7 +320,7 @@ class GatewaySession:
         return turn
 
 
-def _retrieve_exception(future: asyncio.Future[StoredResponse]) -> None:
+def _ignore_exception(future: asyncio.Future[StoredResponse]) -> None:
     """Retrieves a call's exception, so that asyncio does not log it if no client waits for the call."""
     if not future.cancelled():
         future.exception()
@@ -366,13 +369,13 @@ class SessionKeys:
         """
         if is_same_key(key, self.process):
             if not name:
-                raise _invalid_key("this key is of a process: X-Session-ID must say which episode")
+                raise _make_invalid_key_error("this key is of a process: X-Session-ID must say which episode")
             if name not in self._session_by_name:
-                raise _invalid_key("there is no episode of this X-Session-ID, or it has ended")
+                raise _make_invalid_key_error("there is no episode of this X-Session-ID, or it has ended")
             return self._session_by_name[name]
         session = self._session_by_key.get(key)
         if session is None:
-            raise _invalid_key("there is no episode of this key, or it has ended")
+            raise _make_invalid_key_error("there is no episode of this key, or it has ended")
         if name and name != session.name:
             self._add_name(session, name)
         return session
@@ -396,9 +399,9 @@ class SessionKeys:
         self._session_by_name[name] = session
 
 
-def is_same_key(key: str, other: str) -> bool:
+def is_same_key(key: str, other_key: str) -> bool:
     """Returns whether two keys are equal, in constant time. Keys from headers may contain bytes that are not UTF-8."""
-    return secrets.compare_digest(key.encode(errors="surrogateescape"), other.encode())
+    return secrets.compare_digest(key.encode(errors="surrogateescape"), other_key.encode())
 
 
 def key_in(headers: Mapping[str, str]) -> str:
@@ -406,5 +409,5 @@ def key_in(headers: Mapping[str, str]) -> str:
     return headers.get("Authorization", "").removeprefix("Bearer ").strip() or headers.get("x-api-key", "")
 
 
-def _invalid_key(reason: str) -> RequestError:
+def _make_invalid_key_error(reason: str) -> RequestError:
     return RequestError(reason, 401, "invalid_api_key")

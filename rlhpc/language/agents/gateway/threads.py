@@ -95,10 +95,10 @@ class _Call:
 
     def run(self) -> None:
         try:
-            outcome = self.function(*self.args)
+            call_result = self.function(*self.args)
         except Exception as error:
-            outcome = error
-        call_on_loop(self.result.get_loop(), set_outcome, self.result, outcome)
+            call_result = error
+        call_on_loop(self.result.get_loop(), set_outcome, self.result, call_result)
 
 
 def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
@@ -110,11 +110,11 @@ def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object
     return True
 
 
-def set_outcome(future: asyncio.Future[Any], outcome: Any) -> None:
+def set_outcome(future: asyncio.Future[Any], call_result: Any) -> None:
     """Sets the result or the exception of a future, unless the future is already done."""
     if future.done():
         return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
+    if isinstance(call_result, Exception):
+        future.set_exception(call_result)
     else:
-        future.set_result(outcome)
+        future.set_result(call_result)

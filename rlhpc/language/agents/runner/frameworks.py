@@ -14,31 +14,33 @@ from typing import Any, Callable, Sequence  # noqa: UP035 (Python 3.8)
 _PACKAGES = {"verifiers": "verifiers.v1", "openenv": "openenv.core.generic_client"}
 
 
-def agent_of(kind: str, options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
-    """Returns the function that runs an episode of a kind.
+def agent_of(framework_name: str, options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+    """Returns the function that runs an episode with an agent of this kind.
 
     Args:
-        kind: `mcp`, `verifiers` or `openenv`.
-        options: `agent.framework`, or `servers`.
+        framework_name: `mcp`, `verifiers` or `openenv`.
+        options: Section `agent.framework`; for `mcp`, a mapping with `servers`.
         helpers: The modules `mcp_client` as `servers` and `policy_text` as `text`; the constructor of a shell as `shell`.
 
     Raises:
         ImportError: The package of the kind is missing.
     """
-    if kind in _PACKAGES:
-        importlib.import_module(_PACKAGES[kind])
-    return {"mcp": _tool_agent, "verifiers": _verifiers_agent, "openenv": _openenv_agent}[kind](options, helpers)
+    if framework_name in _PACKAGES:
+        importlib.import_module(_PACKAGES[framework_name])
+    return {"mcp": _make_tool_agent, "verifiers": _make_verifiers_agent, "openenv": _make_openenv_agent}[
+        framework_name
+    ](options, helpers)
 
 
 # -- tool servers ----------------------------------------------------------------------------------------------------
 
 
-def _tool_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+def _make_tool_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
     servers = helpers["servers"]
 
     def solve(task: Any, model: Any) -> dict[str, Any]:
         with contextlib.ExitStack() as stack:
-            owners, specs = {}, []
+            owners, tool_specs = {}, []
             for section in options["servers"]:
                 shell = section.get("shell")
                 tool_server = (
@@ -54,39 +56,39 @@ def _tool_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[A
                             f"two of agent.servers have a tool {name!r}; a call says only that: leave one out"
                         )
                     owners[name] = server
-                    specs.append(tool)
-            return _converse(task, model, owners, specs, servers.ToolFailed, helpers["text"].parse_json)
+                    tool_specs.append(tool)
+            return _run_conversation(task, model, owners, tool_specs, servers.ToolFailed, helpers["text"].parse_json)
 
     return solve
 
 
-def _converse(
-    task: Any, model: Any, owners: dict[str, Any], specs: list[Any], failure: Any, parse: Callable[[str], Any]
+def _run_conversation(
+    task: Any, model: Any, owners: dict[str, Any], tool_specs: list[Any], failure: Any, parse: Callable[[str], Any]
 ) -> dict[str, Any]:
-    messages, counts = list(task.messages), {"tool_calls": 0, "tool_errors": 0}
+    messages, tool_counts = list(task.messages), {"tool_calls": 0, "tool_errors": 0}
     while True:
-        reply = _ask(model, messages, specs)
+        reply = _ask(model, messages, tool_specs)
         if reply is None:
             break
         messages.append(reply)
         if not reply.get("tool_calls"):
             break
         for call in reply["tool_calls"]:
-            counts["tool_calls"] += 1
+            tool_counts["tool_calls"] += 1
             try:
-                content = _call_tool(call["function"], owners, parse)
+                result_content = _call_tool(call["function"], owners, parse)
             except (failure, ValueError) as error:
-                counts["tool_errors"] += 1
-                content = f"error: {error}"
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+                tool_counts["tool_errors"] += 1
+                result_content = f"error: {error}"
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result_content})
     answers = [str(message["content"]) for message in messages if message["role"] == "assistant"]
-    return {"response": answers[-1] if answers else "", **counts}
+    return {"response": answers[-1] if answers else "", **tool_counts}
 
 
-def _ask(model: Any, messages: list[Any], specs: list[Any] | None = None) -> Any:
+def _ask(model: Any, messages: list[Any], tool_specs: list[Any] | None = None) -> Any:
     """Returns the model's next message; None if the episode or the context is full."""
     try:
-        return model.chat(messages, specs or None)
+        return model.chat(messages, tool_specs or None)
     except Exception as error:
         if getattr(error, "code", None) == "context_length_exceeded":
             return None
@@ -120,7 +122,7 @@ def pick_task(tasks: Sequence[Any], task: Any) -> Any:
     return tasks[task_index]
 
 
-def _verifiers_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+def _make_verifiers_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
     """Returns an agent for an environment of verifiers. Task (`pick_task`), harness and rewards are the environment's."""
     del helpers
     import verifiers.v1 as vf
@@ -144,14 +146,14 @@ def _verifiers_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callab
                 or "the episode is not ok"
             )
         traces = [trace for trace in episode.traces if getattr(trace.agent, "trainable", True)] or episode.traces
-        outcome = {
+        episode_outcome = {
             "reward": sum(trace.reward for trace in traces) / len(traces),
             "response": traces[-1].last_reply or "",
         }
         for trace in traces:
             for name, metric_value in trace.metrics.items():
-                outcome[name] = outcome.get(name, 0.0) + float(metric_value) / len(traces)
-        return outcome
+                episode_outcome[name] = episode_outcome.get(name, 0.0) + float(metric_value) / len(traces)
+        return episode_outcome
 
     return solve
 
@@ -159,7 +161,7 @@ def _verifiers_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callab
 # -- OpenEnv ----------------------------------------------------------------------------------------------------------
 
 
-def _openenv_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
+def _make_openenv_agent(options: dict[str, Any], helpers: dict[str, Any]) -> Callable[[Any, Any], Any]:
     """Returns an agent for an environment of OpenEnv at `base_url`: the model writes actions and reads observations."""
     del helpers
     from openenv.core.generic_client import GenericEnvClient

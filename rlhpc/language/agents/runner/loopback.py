@@ -33,14 +33,14 @@ def main() -> None:
     The settings are `socket`, the model's socket; `fixed`, a folder that the command can neither change nor move; and
     resource limits.
     """
-    spec, command = json.loads(sys.argv[1]), sys.argv[2:]
-    _bring_up_loopback()
-    if spec["fixed"]:
-        _make_read_only(spec["fixed"])
-    _set_limits(spec)
+    relay_spec, command = json.loads(sys.argv[1]), sys.argv[2:]
+    _enable_loopback()
+    if relay_spec["fixed"]:
+        _make_read_only(relay_spec["fixed"])
+    _set_limits(relay_spec)
     _drop_capabilities()
-    if spec["socket"]:
-        _start_relay(spec["socket"])
+    if relay_spec["socket"]:
+        _start_relay(relay_spec["socket"])
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -65,8 +65,8 @@ def _make_read_only(folder: str) -> None:
     """Makes a folder read-only in the sandbox. All folders above it also become mounts, so that they cannot be renamed."""
     libc = ctypes.CDLL(None, use_errno=True)
 
-    def mount(source: str, target: str, flags: int) -> None:
-        if libc.mount(os.fsencode(source), os.fsencode(target), None, ctypes.c_ulong(flags), None):
+    def mount(source_path: str, target: str, mount_flags: int) -> None:
+        if libc.mount(os.fsencode(source_path), os.fsencode(target), None, ctypes.c_ulong(mount_flags), None):
             raise OSError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}", target)
 
     mount("none", "/", _REC | _PRIVATE)
@@ -78,7 +78,7 @@ def _make_read_only(folder: str) -> None:
         os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_RELATIME
     )
     flags = {os.ST_NOSUID: 2, os.ST_NODEV: 4, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024, os.ST_RELATIME: 1 << 21}
-    locked_flags = sum(flag for statvfs_flag, flag in flags.items() if current_flags & statvfs_flag)
+    locked_flags = sum(mount_flag for statvfs_flag, mount_flag in flags.items() if current_flags & statvfs_flag)
     mount("none", mount_point, _BIND | _REMOUNT | _READ_ONLY | locked_flags)
     os.chdir(os.getcwd())  # re-enters the folder through the new mounts
 
@@ -93,21 +93,21 @@ def _drop_capabilities() -> None:
     libc.prctl(_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0)
 
 
-def _set_limits(spec: dict[str, Any]) -> None:
+def _set_limits(relay_spec: dict[str, Any]) -> None:
     """Sets the limits of each process. The guard in `main.py` limits the sum over all processes."""
     os.nice(_NICE)
     bounds = {resource.RLIMIT_CORE: 0}
-    if spec.get("memory_mb"):
-        bounds[resource.RLIMIT_DATA] = _MAPPED_FACTOR * spec["memory_mb"] << 20
-    if spec.get("disk_mb"):
-        bounds[resource.RLIMIT_FSIZE] = spec["disk_mb"] << 20
-    for resource_id, limit in bounds.items():
+    if relay_spec.get("memory_mb"):
+        bounds[resource.RLIMIT_DATA] = _MAPPED_FACTOR * relay_spec["memory_mb"] << 20
+    if relay_spec.get("disk_mb"):
+        bounds[resource.RLIMIT_FSIZE] = relay_spec["disk_mb"] << 20
+    for resource_id, limit_value in bounds.items():
         _, hard_limit = resource.getrlimit(resource_id)
-        limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
-        resource.setrlimit(resource_id, (limit, limit))
+        limit_value = limit_value if hard_limit == resource.RLIM_INFINITY else min(limit_value, hard_limit)
+        resource.setrlimit(resource_id, (limit_value, limit_value))
 
 
-def _bring_up_loopback() -> None:
+def _enable_loopback() -> None:
     """Brings up the loopback interface of the new network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sh22x", b"lo", 0)
@@ -125,15 +125,15 @@ def _relay_connections(listener: socket.socket, path: str) -> None:
         except OSError:
             client_socket.close()
             continue
-        for source, target in ((client_socket, model_socket), (model_socket, client_socket)):
-            threading.Thread(target=_copy, args=(source, target), daemon=True).start()
+        for source_socket, target in ((client_socket, model_socket), (model_socket, client_socket)):
+            threading.Thread(target=_copy_stream, args=(source_socket, target), daemon=True).start()
 
 
-def _copy(source: socket.socket, target: socket.socket) -> None:
+def _copy_stream(source_socket: socket.socket, target: socket.socket) -> None:
     """Copies all data of one socket to another socket."""
     try:
         while True:
-            chunk = source.recv(1 << 16)
+            chunk = source_socket.recv(1 << 16)
             if not chunk:
                 break
             target.sendall(chunk)

@@ -96,10 +96,10 @@ class _CommandTransport:
         """Ignores the protocol version, because messages over pipes do not contain it."""
 
 
-def _parse_message(data: bytes) -> dict[str, Any]:
+def _parse_message(message_bytes: bytes) -> dict[str, Any]:
     """Parses a message; returns an empty dict if the data is not a JSON object."""
     try:
-        message = json.loads(data)
+        message = json.loads(message_bytes)
     except (ValueError, RecursionError):
         return {}
     return message if isinstance(message, dict) else {}
@@ -147,7 +147,7 @@ class _HttpTransport:
         if "Mcp-Session-Id" in self._headers:
             connection, failures = self._connection(5.0), (OSError, http.client.HTTPException)
             with contextlib.closing(connection), contextlib.suppress(*failures):
-                connection.request("DELETE", self._request_path(), headers=self._headers)
+                connection.request("DELETE", self._build_request_path(), headers=self._headers)
                 connection.getresponse().read(_MAX_BYTES)
 
     def set_version(self, version: str) -> None:
@@ -156,14 +156,14 @@ class _HttpTransport:
 
     def _post(self, connection: http.client.HTTPConnection, message: dict[str, Any]) -> http.client.HTTPResponse:
         headers = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream", **self._headers}
-        connection.request("POST", self._request_path(), json.dumps(message).encode(), headers)
+        connection.request("POST", self._build_request_path(), json.dumps(message).encode(), headers)
         return connection.getresponse()
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         connection_class = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         return connection_class(self._url.hostname or "", self._url.port, timeout=timeout_s)
 
-    def _request_path(self) -> str:
+    def _build_request_path(self) -> str:
         return (self._url.path or "/") + (f"?{self._url.query}" if self._url.query else "")
 
     def _address(self) -> str:
@@ -190,10 +190,10 @@ def _read_events(response: http.client.HTTPResponse, deadline: float) -> Iterato
             raise TimeoutError
 
 
-def _message_part(part: dict[str, Any]) -> dict[str, Any]:
-    if part.get("type") != "image":
-        return {"type": "text", "text": part.get("text", f"[{part.get('type')}]")}
-    url = f"data:{part.get('mimeType', 'image/png')};base64,{part['data']}"
+def _convert_message_part(content_part: dict[str, Any]) -> dict[str, Any]:
+    if content_part.get("type") != "image":
+        return {"type": "text", "text": content_part.get("text", f"[{content_part.get('type')}]")}
+    url = f"data:{content_part.get('mimeType', 'image/png')};base64,{content_part['data']}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -213,7 +213,7 @@ class ToolServer:
 
     def __enter__(self) -> ToolServer:
         client_info = {"name": "rlhpc", "version": "1"}
-        session = self._request("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=client_info)
+        session = self._send_request("initialize", protocolVersion=_VERSION, capabilities={}, clientInfo=client_info)
         self._transport.set_version(str(session.get("protocolVersion", _VERSION)))
         self._transport.send({"jsonrpc": "2.0", "method": "notifications/initialized"})
         return self
@@ -226,7 +226,7 @@ class ToolServer:
         tools: list[Any] = []
         cursor = None
         while True:
-            page = self._request("tools/list", **({"cursor": cursor} if cursor else {}))
+            page = self._send_request("tools/list", **({"cursor": cursor} if cursor else {}))
             for tool in page["tools"]:
                 function = {
                     "name": tool["name"],
@@ -244,17 +244,17 @@ class ToolServer:
         Raises:
             ToolFailed: The tool reported an error or timed out, or the server refused the call.
         """
-        tool_result = self._request("tools/call", name=name, arguments=arguments)
-        content = tool_result.get("content") or []
-        part_texts = [content_part.get("text", f"[{content_part.get('type')}]") for content_part in content]
+        tool_result = self._send_request("tools/call", name=name, arguments=arguments)
+        result_content = tool_result.get("content") or []
+        part_texts = [content_part.get("text", f"[{content_part.get('type')}]") for content_part in result_content]
         output_text = "\n".join(part_texts) or json.dumps(tool_result.get("structuredContent", ""))
         if tool_result.get("isError"):
             raise ToolFailed(output_text)
-        if self._reads_images and any(content_part.get("type") == "image" for content_part in content):
-            return [_message_part(content_part) for content_part in content]
+        if self._reads_images and any(content_part.get("type") == "image" for content_part in result_content):
+            return [_convert_message_part(content_part) for content_part in result_content]
         return output_text
 
-    def _request(self, method: str, **params: Any) -> dict[str, Any]:
+    def _send_request(self, method: str, **params: Any) -> dict[str, Any]:
         self._num_requests += 1
         message, timeout_s = {"jsonrpc": "2.0", "id": self._num_requests, "method": method, "params": params}, _ANSWER_S
         if method == "tools/call":

@@ -92,7 +92,7 @@ def sandbox_command(
             *loopback_command,
         ]
     work_folder = os.path.join(folder, "work")
-    mounts = _mount_options(confinement, [_HERE, *_interpreter_folders(), *needed_paths], folder, socket_folder)
+    mounts = _mount_options(confinement, [_HERE, *_find_interpreter_folders(), *needed_paths], folder, socket_folder)
     return [
         find_program("bwrap"),
         "--unshare-all",
@@ -124,7 +124,7 @@ def _mount_options(
             mount_options[shown_path] = ["--ro-bind-try", os.path.realpath(path), shown_path]
             shown_trees.append((shown_path, os.path.realpath(path)))
 
-    for path in _system_paths():
+    for path in _find_system_paths():
         if os.path.islink(path):
             mount_options[path] = ["--symlink", os.readlink(path), path]
         show(os.path.realpath(path))
@@ -139,10 +139,10 @@ def _mount_options(
     }
     for path in [os.path.expanduser("~"), "/run", "/var/run", *confinement.get("hidden", ())]:
         real_path = os.path.realpath(path)
-        for shown_path, source in list(shown_trees):
-            if not _is_below(real_path, source) or not os.path.lexists(real_path):
+        for shown_path, source_path in list(shown_trees):
+            if not _is_below(real_path, source_path) or not os.path.lexists(real_path):
                 continue
-            masked_path = os.path.normpath(os.path.join(shown_path, os.path.relpath(real_path, source)))
+            masked_path = os.path.normpath(os.path.join(shown_path, os.path.relpath(real_path, source_path)))
             if masked_path in explicit_paths:
                 continue
             mount_options[masked_path] = (
@@ -163,21 +163,21 @@ def _mount_options(
         socket_folder
     ):  # read-only, so that a program cannot replace the socket and answer the model calls of later episodes
         mount_options[socket_folder] = ["--ro-bind", socket_folder, socket_folder]
-    ordered_paths = sorted(mount_options, key=lambda path: 0 if path == "/" else path.count("/"))
-    for path in ordered_paths[:]:
+    sorted_paths = sorted(mount_options, key=lambda path: 0 if path == "/" else path.count("/"))
+    for path in sorted_paths[:]:
         if (
             mount_options[path][0] in _UNCHANGED_PATH_OPTIONS
-            and mount_options.get(_nearest_ancestor(path, mount_options), [""])[0] in _UNCHANGED_PATH_OPTIONS
+            and mount_options.get(_find_nearest_ancestor(path, mount_options), [""])[0] in _UNCHANGED_PATH_OPTIONS
         ):
-            ordered_paths.remove(path)  # already visible by the mount of a folder above it
+            sorted_paths.remove(path)  # already visible by the mount of a folder above it
     masked_folders = [path for path, options in mount_options.items() if options[0] == "--tmpfs"]
     return [
-        *(option for path in ordered_paths for option in mount_options[path]),
-        *(option for path in ["/", "/dev", *masked_folders] for option in ("--remount-ro", path)),
+        *(mount_option for path in sorted_paths for mount_option in mount_options[path]),
+        *(mount_option for path in ["/", "/dev", *masked_folders] for mount_option in ("--remount-ro", path)),
     ]
 
 
-def _system_paths() -> list[str]:
+def _find_system_paths() -> list[str]:
     """Returns the system paths that Linux programs need: programs, libraries, and a few settings."""
     root_folders = [
         f"/{name}" for name in os.listdir("/") if name in ("usr", "opt", "bin", "sbin") or name.startswith("lib")
@@ -185,7 +185,7 @@ def _system_paths() -> list[str]:
     return [path for path in [*root_folders, *(f"/etc/{name}" for name in _ETC), *_SYS] if os.path.lexists(path)]
 
 
-def _interpreter_folders() -> list[str]:
+def _find_interpreter_folders() -> list[str]:
     """Returns the folders of this interpreter's files and libraries."""
     paths, path = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix], sys.executable
     while os.path.islink(path):
@@ -213,7 +213,7 @@ def needed_by(command: Sequence[str]) -> list[str]:
     return paths
 
 
-def _nearest_ancestor(path: str, paths: dict[str, Any]) -> str:
+def _find_nearest_ancestor(path: str, paths: dict[str, Any]) -> str:
     """Returns the closest ancestor of a path that `paths` contains; "" if `paths` contains no ancestor."""
     while path != "/":
         path = os.path.dirname(path)
@@ -316,7 +316,7 @@ class Shell:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._end()
+        self._end_process()
         remove_folder(self._root)
 
     def run(self, command: str) -> str:
@@ -324,7 +324,7 @@ class Shell:
         the time limit is killed together with the shell; the next command gets a new shell in the same folder.
         """
         if self._process is None:
-            self._start()
+            self._start_process()
         end_marker = f"done-{secrets.token_hex(8)}"
         # Bash reads the whole command before it runs: a heredoc, an open quote or an `exit` affects only this command.
         script = (
@@ -333,11 +333,11 @@ class Shell:
         with contextlib.suppress(OSError):  # if the shell has ended, the available output is read
             self._process.stdin.write(script.encode())
             self._process.stdin.flush()
-        output, reason = self._read(end_marker.encode())
+        output, reason = self._read_output(end_marker.encode())
         command_output, _, status = output.partition(end_marker.encode())
         shown_output = _drop_middle(command_output.decode(errors="replace")).rstrip("\n")
         if reason:
-            self._end()
+            self._end_process()
             return f"{shown_output}\n[{reason}: the shell was started anew]".strip()
         exit_code = status.split()[0].decode() if status.split() else "0"
         return shown_output if exit_code == "0" else f"{shown_output}\n[status {exit_code}]".strip()
@@ -357,7 +357,7 @@ class Shell:
             raise ValueError("command must be a text")
         return self.run(arguments["command"])
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         temporary_folder = os.path.join(self._root, "tmp") if self._confinement["kind"] != "bubblewrap" else "/tmp"
         environment = {
             "PATH": _PATH,
@@ -376,7 +376,7 @@ class Shell:
             start_new_session=True,
         )
 
-    def _read(self, mark: bytes) -> tuple[bytes, str]:
+    def _read_output(self, mark: bytes) -> tuple[bytes, str]:
         """Reads output up to the line with the mark; returns the output and the reason why the mark is missing, or ""."""
         output, deadline, stream = bytearray(), time.monotonic() + self._timeout_s, self._process.stdout.fileno()
         while True:
@@ -395,7 +395,7 @@ class Shell:
             if len(output) > 4 * (_HEAD + _TAIL):  # drops the middle of long output
                 del output[_HEAD * 2 : -_TAIL * 2]
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -407,7 +407,7 @@ class Shell:
         self._process = None
 
 
-def _drop_middle(text: str) -> str:
-    if len(text) <= _HEAD + _TAIL:
-        return text
-    return f"{text[:_HEAD]}\n[… {len(text) - _HEAD - _TAIL} characters …]\n{text[-_TAIL:]}"
+def _drop_middle(long_text: str) -> str:
+    if len(long_text) <= _HEAD + _TAIL:
+        return long_text
+    return f"{long_text[:_HEAD]}\n[… {len(long_text) - _HEAD - _TAIL} characters …]\n{long_text[-_TAIL:]}"

@@ -20,10 +20,10 @@ from typing import Any, Awaitable, Callable, Sequence  # noqa: UP035 (Python 3.8
 def _load(*path: str) -> Any:
     """Loads a file of rlhpc as a module, for interpreters without rlhpc."""
     file = Path(__file__).resolve().parent.joinpath(*path)
-    spec = importlib.util.spec_from_file_location(f"rlhpc_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module_spec = importlib.util.spec_from_file_location(f"rlhpc_{file.stem}", file)
+    assert module_spec is not None and module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
     return module
 
 
@@ -108,11 +108,11 @@ class Model:
             headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
             connection.request("POST", url.path + path, json.dumps(body).encode(), headers)
             response = connection.getresponse()
-            content = response.read()
+            reply_bytes = response.read()
         try:
-            answer: dict[str, Any] = json.loads(content)
+            answer: dict[str, Any] = json.loads(reply_bytes)
         except ValueError:
-            raise ModelError(response.status, content[:200].decode(errors="replace")) from None
+            raise ModelError(response.status, reply_bytes[:200].decode(errors="replace")) from None
         if response.status != 200:
             error = answer.get("error") or {}
             raise ModelError(response.status, str(error.get("message")), error.get("code"))
@@ -155,77 +155,79 @@ def run_agent(run: Callable[..., Any], ticket: dict[str, Any]) -> dict[str, Any]
         return {"reward": float(return_value)}
     if not isinstance(return_value, dict):
         raise TypeError(f"the agent returned a {type(return_value).__name__}; allowed: a number, a dict, None")
-    outcome: dict[str, Any] = {}
+    agent_outcome: dict[str, Any] = {}
     for name, field_value in return_value.items():
         if name == "response":
-            outcome[name] = str(field_value)
+            agent_outcome[name] = str(field_value)
         elif name == "turn_rewards":
-            outcome[name] = [float(reward) for reward in field_value]
+            agent_outcome[name] = [float(reward) for reward in field_value]
         elif name == "later":
-            outcome[name] = (
+            agent_outcome[name] = (
                 [str(completion_id) for completion_id in field_value]
                 if isinstance(field_value, (list, tuple))
                 else bool(field_value)
             )
         elif name == "rewards":
-            outcome[name] = {str(role): float(reward) for role, reward in field_value.items()}
+            agent_outcome[name] = {str(role): float(reward) for role, reward in field_value.items()}
         elif field_value is not None:
-            outcome.setdefault("metrics", {})[name] = float(field_value)
-    if "reward" in outcome.get("metrics", {}):
-        outcome["reward"] = outcome["metrics"].pop("reward")
-    if outcome.get("later") and not {"reward", "rewards", "turn_rewards"}.isdisjoint(outcome):
+            agent_outcome.setdefault("metrics", {})[name] = float(field_value)
+    if "reward" in agent_outcome.get("metrics", {}):
+        agent_outcome["reward"] = agent_outcome["metrics"].pop("reward")
+    if agent_outcome.get("later") and not {"reward", "rewards", "turn_rewards"}.isdisjoint(agent_outcome):
         raise TypeError(
             "the agent returned a reward and `later`, by which the reward comes from elsewhere: leave one out"
         )
-    if "reward" not in outcome and "rewards" not in outcome and "turn_rewards" in outcome:
-        outcome["reward"] = sum(outcome["turn_rewards"])
-    return outcome
+    if "reward" not in agent_outcome and "rewards" not in agent_outcome and "turn_rewards" in agent_outcome:
+        agent_outcome["reward"] = sum(agent_outcome["turn_rewards"])
+    return agent_outcome
 
 
-def check_outcome(outcome: Any) -> dict[str, Any]:
+def check_outcome(raw_outcome: Any) -> dict[str, Any]:
     """Checks an outcome that another process has written, and returns it.
 
     Raises:
         ValueError: The outcome has an unknown key or a value of a wrong type.
     """
-    if not isinstance(outcome, dict):
-        raise ValueError(f"its outcome is a {type(outcome).__name__}, no object")
-    for name, field_value in outcome.items():
+    if not isinstance(raw_outcome, dict):
+        raise ValueError(f"its outcome is a {type(raw_outcome).__name__}, no object")
+    for name, field_value in raw_outcome.items():
         if name not in _CHECKS:
             raise ValueError(f"its outcome has {name[:80]!r}; allowed: {', '.join(_CHECKS)}")
         if not _CHECKS[name](field_value):
             raise ValueError(f"{name} of its outcome is {repr(field_value)[:80]}")
-    return outcome
+    return raw_outcome
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (
-        isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+def _is_number(json_value: Any) -> bool:
+    return isinstance(json_value, float) or (
+        isinstance(json_value, int) and not isinstance(json_value, bool) and abs(json_value) < 1 << 1000
     )
 
 
-def _is_number_dict(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
+def _is_number_dict(json_value: Any) -> bool:
+    return isinstance(json_value, dict) and all(_is_number(dict_value) for dict_value in json_value.values())
 
 
-def _instance_of(type_: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, type_)
+def _make_instance_check(type_: type) -> Callable[[Any], bool]:
+    return lambda json_value: isinstance(json_value, type_)
 
 
 def _list_of(is_element: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_element, value))
+    return lambda json_value: isinstance(json_value, list) and all(map(is_element, json_value))
 
 
 #: Checks of an outcome's values by key.
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "reward": _is_number, "rewards": _is_number_dict, "turn_rewards": _list_of(_is_number), "metrics": _is_number_dict,
-    "response": _instance_of(str), "error": _instance_of(str), "timeout": _instance_of(bool), "cut": _instance_of(bool),
-    "left": _is_number, "later": lambda value: isinstance(value, bool) or _list_of(_instance_of(str))(value),
+    "response": _make_instance_check(str), "error": _make_instance_check(str),
+    "timeout": _make_instance_check(bool), "cut": _make_instance_check(bool),
+    "left": _is_number,
+    "later": lambda json_value: isinstance(json_value, bool) or _list_of(_make_instance_check(str))(json_value),
 }  # fmt: skip
 
 
-async def _await_value(value: Awaitable[Any]) -> Any:
-    return await value
+async def _await_value(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def environment_of(ticket: dict[str, Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import yaml
 from omegaconf import OmegaConf
 
 from rlhpc import cli
-from rlhpc.cli.foreign import rlinf, rlinf_embodied, rlinf_language
+from rlhpc.cli.foreign import rlinf
+from rlhpc.cli.foreign.hydra import ComposedConfig
 from rlhpc.cli.foreign.output import format_config
-from rlhpc.config.schema import Schema
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.task_type import find_task_type
+from rlhpc.runtime.errors import ConfigError
 from tests.unit.cli.foreign.rlinf_configs import CUBE, KINDS, MLP, PPO, _kinds, flat, imported, merged, put, translation
 
 _kinds()
@@ -26,18 +28,12 @@ def keys_of(tree: Any, prefix: str = "") -> list[str]:
     return [key for name, below in tree.items() for key in keys_of(below, f"{prefix}{name}.")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [
-        ("embodied", [*rlinf_embodied.PPO, *rlinf_embodied.VLA]),
-        ("off_policy", rlinf_embodied.SAC),
-        ("reasoning", [*rlinf_language.ROWS, *rlinf_language.CRITIC]),
-    ],
-)
-def test_what_is_written_are_keys_of_that_kind(kind: str, rows: Any) -> None:
-    common = [] if kind == "reasoning" else [*rlinf_embodied.ENVIRONMENTS, *rlinf_embodied.POLICY]
-    keys = Schema(find_task_type(kind).config, kind).keys
-    assert not [ours for ours, _ in [*rlinf.RUN, *common, *rows] if ours and ours not in keys]
+def test_rows_are_of_keys_that_a_task_type_has() -> None:
+    schemas = {kind.task_type: find_task_type(kind.task_type).schema.keys for kind in rlinf.KINDS}
+    for kind in rlinf.KINDS:
+        written = [ours for ours, _ in [*rlinf.RUN, *kind.rows({})] if ours]
+        assert "runner.name" in [key for key in written if key in schemas[kind.task_type]]
+        assert [key for key in written if not any(key in keys for keys in schemas.values())] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,16 +91,12 @@ def test_a_key_that_is_taken_as_it_is_has_rlinfs_default_or_is_needed_there() ->
     }  # fmt: skip
     for name in ("lr", "adam_beta1", "adam_beta2", "clip_grad"):
         needed |= {f"actor.optim.{name}", f"critic.optim.{name}"}
-    shared = [*rlinf.RUN, *rlinf_embodied.ENVIRONMENTS, *rlinf_embodied.POLICY]
-    rows = {
-        "embodied": [*shared, *rlinf_embodied.PPO, *rlinf_embodied.VLA],
-        "off_policy": [*shared, *rlinf_embodied.SAC],
-        "fsdp": [*rlinf.RUN, *rlinf_language.ROWS],
-        "critic": [*rlinf.RUN, *rlinf_language.ROWS, *rlinf_language.CRITIC],
-    }
-    extra = {"off_policy": {"algorithm.gamma"}, "critic": {"algorithm.clip_ratio_c"}}  # needed by that trainer alone
-    for kind, table in rows.items():
-        theirs = {rule for _, rule in table if isinstance(rule, str)}
+    needed_by_megatron = {"algorithm.clip_ratio_c"}
+    extra = {"off_policy": {"algorithm.gamma"}, "critic": needed_by_megatron, "megatron": needed_by_megatron}
+    for kind in KINDS:
+        leaves = flat(KINDS[kind][0])
+        table = next(one.rows(leaves) for one in rlinf.KINDS if one.applies(leaves))
+        theirs = {rule for _, rule in [*rlinf.RUN, *table] if isinstance(rule, str)}
         assert theirs - needed - extra.get(kind, set()) <= set(KINDS[kind][1]), kind
 
 
@@ -139,7 +131,7 @@ def test_a_part_that_is_not_here_stays_by_its_name(
 
 
 def test_it_goes_to_standard_output(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["config", "import", str(put(project, "push.yaml", PPO))]) == 0
+    assert cli.main(["config", "import", str(put(project, "push.yaml", PPO)), "--ignore-unknown"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["runner"]["name"] == "push_a_cube"
 
 
@@ -148,19 +140,24 @@ def test_it_goes_to_standard_output(project: Path, capsys: pytest.CaptureFixture
     [
         ({"runner": {"name": "x"}, "algorithm": {"gamma": 1}}, "not the configuration of an RLinf run"),
         (CUBE, "not the configuration of an RLinf run"),
-        (merged(PPO, {"algorithm": {"loss_type": "embodied_dagger"}}), "embodied_dagger has no counterpart"),
+        (merged(PPO, {"algorithm": {"loss_type": "embodied_later"}}), "embodied_later has no counterpart"),
+        (PPO, "the importer does not know algorithm.of_a_later_version.deep, which a later version of RLinf may read"),
+        (
+            merged(PPO, {"algorithm": {f"new_{n}": n for n in range(9)}}),
+            "new_3 and 5 more, which a later version of RLinf",
+        ),
         (merged(PPO, {"defaults": ["env/none@env.train"]}), "there is no file env/none.yaml"),
         (merged(PPO, {"defaults": ["push"]}), "round in a circle: push.yaml → push.yaml"),
         (merged(PPO, {"defaults": "env/cube"}), "defaults is 'env/cube'"),
         ("just text", "at the top"),
     ],
-    ids=["another project", "a piece", "another kind", "no file", "circle", "no list", "text"],
+    ids=["another project", "a piece", "another kind", "newer", "much newer", "no file", "circle", "no list", "text"],
 )
 def test_mistakes_are_one_message(project: Path, capsys: pytest.CaptureFixture[str], content: Any, says: str) -> None:
     source = put(project, "push.yaml", content)
     assert cli.main(["config", "import", str(source), "-o", str(project / "ours.yaml")]) == 2
     said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1 and str(source) in said
+    assert says in said and said.count("rlhpc: error:") == 1 and str(source) in said
     assert not (project / "ours.yaml").exists()
 
 
@@ -169,3 +166,92 @@ def test_the_file_itself_is_not_overwritten(project: Path, capsys: pytest.Captur
     before = source.read_text()
     assert cli.main(["config", "import", str(source), "-o", str(source)]) == 2
     assert "choose another" in capsys.readouterr().err and source.read_text() == before
+
+
+def _mutated(leaves: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Drops, renames or retypes keys of a configuration."""
+    broken: Any = (None, "abc", -1, 0, 1.5, True, [], ["a"], [1, 2], {"x": 1}, float("nan"), 10**30, "1-2", "")
+    leaves = dict(leaves)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        key, change = rng.choice(list(leaves)), rng.choice(("drop", "rename", "retype", "retype"))
+        value = leaves.pop(key)
+        if change != "drop":
+            leaves[f"{key}_of_a_later_version" if change == "rename" else key] = (
+                value if change == "rename" else rng.choice(broken)
+            )
+    return leaves
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_file_is_one_message_and_a_half_known_one_leaves_no_key_unnamed(kind: str, seed: int) -> None:
+    rng = random.Random(f"{kind} {seed}")
+    for _ in range(8):
+        leaves = {key: value for key, value in _mutated(flat(KINDS[kind][0]), rng).items() if "${" not in str(value)}
+        try:
+            result = rlinf.translate(ComposedConfig(leaves), "rlinf.yaml")
+        except ConfigError as error:
+            assert str(error).startswith("rlinf.yaml: ") and "\n" not in str(error)
+            continue
+        assert yaml.safe_load(format_config(result, "rlinf.yaml", "RLinf"))
+        assert set(leaves) <= {*result.used, *result.omitted}
+        for key in (key for key in leaves if key.endswith("_of_a_later_version")):
+            assert key in result.omitted or key in result.used
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"algorithm": {"gamma": "abc"}}, "algorithm.gamma"),
+        ({"algorithm": {"update_epoch": "many"}}, "algorithm.update_epoch is 'many'; it must be a number"),
+        ({"algorithm": {"loss_type": ["actor"]}}, "has no counterpart"),
+        ({"env": {"train": {"total_num_envs": 1.5}}}, "env.train.total_num_envs is 1.5; it must be an integer"),
+        ({"env": {"train": {"auto_reset": "maybe"}}}, "env.train.auto_reset is 'maybe'; it must be true or false"),
+        ({"actor": {"optim": {"lr": [1]}}}, "actor.optim.lr"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_one_message_and_writes_no_file(
+    project: Path, capsys: pytest.CaptureFixture[str], change: Any, says: str
+) -> None:
+    source = put(project, "push.yaml", merged(PPO, change))
+    code = cli.main(["config", "import", str(source), "-o", str(project / "ours.yaml"), "--ignore-unknown"])
+    message = capsys.readouterr().err
+    assert code == 2 and says in message and message.count("rlhpc: error:") == 1 and str(source) in message
+    assert not (project / "ours.yaml").exists()
+
+
+def test_labelled_nodes_are_translated_and_robots_are_counted_by_their_nodes(project: Path) -> None:
+    leaves = flat(KINDS["embodied"][0])
+    cameras = [{"node_ranks": "1-1", "python_interpreter_path": "/p", "env_vars": [{"A": 1}, {"B": "x"}]}]
+    groups = [
+        {"label": "gpus", "node_ranks": 0},
+        {"label": "arm", "node_ranks": "1-1", "env_configs": cameras,
+         "hardware": {"type": "Franka", "configs": [{"robot_ip": "10.0.0.7", "node_rank": 1}]}},
+    ]  # fmt: skip
+    result = translation({**leaves, "cluster.num_nodes": 2, "cluster.node_groups": groups})
+    assert result.ours["cluster.node_groups"] == [
+        {"label": "gpus", "node_ranks": 0},
+        {"label": "arm", "node_ranks": "1-1", "env_vars": {"A": "1", "B": "x"}, "python_interpreter": "/p",
+         "accelerator_kind": "cpu"},
+    ]  # fmt: skip
+    assert result.omitted["cluster.node_groups"] == (
+        "arm: a robot's address is an option of its class here (docs/how-to/real-robot.md)", True
+    )  # fmt: skip
+    placed = {key: value for key, value in leaves.items() if not key.startswith("cluster.component_placement")}
+    by_group = {
+        "actor,rollout.node_group": "4090",
+        "actor,rollout.placement": "0-3",
+        "env.node_group": "arm",
+        "env.placement": 0,
+    }
+    placed |= {f"cluster.component_placement.{key}": value for key, value in by_group.items()}
+    assert translation({**placed, "cluster.num_nodes": 2}).ours["cluster.accelerators_per_node"] == 2, "4090 is a label"
+    alone = translation({**leaves, "cluster.node_groups": groups[:1]})
+    assert "cluster.node_groups" not in alone.omitted
+    two = [*groups[1]["hardware"]["configs"]] * 2
+    shared = {**groups[1], "hardware": {"type": "Franka", "configs": two}}
+    reason, _ = translation({**leaves, "cluster.node_groups": [shared]}).omitted["cluster.node_groups"]
+    assert reason.endswith("and several robots of a node are not counted")
+    for broken in ([1], [{"node_ranks": 1, "hardware": {"configs": [3]}}], "arm"):
+        with pytest.raises(ConfigError, match=r"cluster\.node_groups"):
+            translation({**leaves, "cluster.node_groups": broken})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -63,7 +64,7 @@ def test_ppo_becomes_a_run_of_ours(project: Path, capsys: pytest.CaptureFixture[
     }  # fmt: skip
     assert cfg.algorithm.clip_ratio_c is None  # RLinf's embodied losses do not get it
     assert "update_epochs: 8  # algorithm.update_epoch\n" in text
-    assert "algorithm.huber_delta: 10.0 (the value loss" in text and "actor.optim.value_lr" in text
+    assert (cfg.algorithm.huber_delta, cfg.actor.optim.value_lr) == (10.0, 1e-3)
 
 
 def test_rounds_without_auto_reset_become_parts(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +83,42 @@ def test_rounds_without_auto_reset_become_parts(project: Path, capsys: pytest.Ca
     assert "2 rounds of 64 slots became 128 slots" in " ".join(report.split())
 
 
+@pytest.mark.parametrize(
+    ("change", "expected", "differs"),
+    [
+        ({"env.train.auto_reset": True}, ("token-mean", None), False),
+        ({"env.train.auto_reset": False, "env.train.ignore_terminations": True}, ("token-mean", None), False),
+        ({"env.train.auto_reset": False}, ("seq-mean-token-mean", None), False),
+        ({"env.train.auto_reset": False, "algorithm.filter_rewards": True}, ("seq-mean-token-mean", True), False),
+        (
+            {"env.train.auto_reset": False, "actor.model.num_action_chunks": 5, "algorithm.reward_type": "chunk_level"},
+            ("seq-mean-token-mean", None),
+            True,
+        ),
+        (
+            {"env.train.auto_reset": False, "env.train.ignore_terminations": True, "algorithm.filter_rewards": True},
+            ("token-mean", None),
+            True,
+        ),
+    ],
+)
+def test_an_episode_weighs_what_it_weighs_in_rlinfs_loss(change: Any, expected: Any, differs: bool) -> None:
+    """RLinf's embodied workers do not pass `loss_agg_func` on; with masks, they divide by the steps of an episode."""
+    grpo = {"algorithm.adv_type": "grpo", "algorithm.loss_type": "actor", "algorithm.loss_agg_func": "token-mean"}
+    same = {"actor.model.num_action_chunks": 1, "env.train.ignore_terminations": False}
+    result = translation({**flat(KINDS["embodied"][0]), **grpo, **same, **change})
+    ours = (result.ours["algorithm.loss_agg"], result.ours.get("algorithm.count_filtered_groups"))
+    assert ours == expected and result.omitted["algorithm.loss_agg_func"][1] is differs
+
+
+def test_asynchronous_ppo_sends_weights_after_every_step() -> None:
+    interval = {"runner.weight_sync_interval": 3}
+    for loss, expected in (("actor_critic", 3), ("decoupled_actor_critic", None)):
+        result = translation({**flat(KINDS["embodied"][0]), **interval, "algorithm.loss_type": loss})
+        assert result.ours.get("runner.weight_sync_interval") == expected
+        assert not result.omitted.get("runner.weight_sync_interval", ("", False))[1]
+
+
 def test_sac_counts_updates_by_transitions(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _, report = imported(put(project, "push.yaml", merged(PPO, SAC)), capsys)
     assert report.endswith("rlhpc plan also looks at the files that they name\n")
@@ -96,7 +133,8 @@ def test_sac_counts_updates_by_transitions(project: Path, capsys: pytest.Capture
         0,
     )
     assert (cfg.actor.optim.value_lr, cfg.algorithm.alpha_lr) == (2e-4, 1e-4)
-    assert "RLinf counts trajectories, rlhpc counts transitions" in report
+    # 10 trajectories, each of the 64 slots' 2 decisions in one of the 2 stages
+    assert (cfg.algorithm.replay_buffer.min_buffer_size, cfg.algorithm.replay_buffer.size) == (640, 6400)
 
 
 def test_adapters_are_not_scaled_as_in_rlinf() -> None:
@@ -105,6 +143,24 @@ def test_adapters_are_not_scaled_as_in_rlinf() -> None:
         ours = translation({**flat(KINDS[kind][0]), **model, **lora}).ours
         assert (ours["actor.lora.rank"], ours["actor.lora.alpha"]) == (24, 24), kind
         assert "actor.lora.rank" not in translation({**flat(KINDS[kind][0]), **model}).ours
+
+
+def test_adapters_are_rlinfs_or_those_of_a_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {
+        "model_type": "openvla_oft", "model_path": "/models/oft", "num_action_chunks": 8, "use_proprio": True,
+        "is_lora": True, "lora_rank": 24,
+    }  # fmt: skip
+    batches = {"global_batch_size": 256, "micro_batch_size": 64}
+    new = merged(PPO, {"actor": {**batches, "model": model}})
+    lora = imported(put(project, "new.yaml", new), capsys)[0].actor.lora
+    assert (lora.rank, lora.alpha, lora.init, lora.path) == (24, 24, "gaussian", None)
+    assert {"lm_head", "proj", "qkv", "down_proj"} <= set(lora.target_modules)  # RLinf's models/__init__.py
+    own = merged(new, {"actor": {"model": {"lora_path": "/models/adapters"}}})
+    cfg, text, report = imported(put(project, "old.yaml", own), capsys)
+    assert (cfg.actor.lora.rank, cfg.actor.lora.path) == (24, "/models/adapters")
+    assert "init:" not in text and "target_modules:" not in text  # the folder says them
+    assert cfg.actor.model.kwargs.proprio_adapters is True
+    assert "lora" not in report.split("training is the same")[0].partition("left out")[2]
 
 
 @pytest.mark.parametrize("slots", [7, 49, 64, 3_000_000])
@@ -126,5 +182,6 @@ def test_openvla_oft_becomes_openvla(project: Path, capsys: pytest.CaptureFixtur
     assert (found.model_type, found.model_path, found.attn_implementation) == ("openvla", "/models/oft", "sdpa")
     assert found.kwargs == {
         "head": "parallel", "proprio": True, "unnorm_key": "libero_10_no_noops", "center_crop": True,
+        "temperature_train": 1.0, "temperature_eval": 0.0, "top_k": -1, "stop_token": False,
     }  # fmt: skip
     assert "rlhpc's openvla has no FiLM" in " ".join(report.split())

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhpc.cli.foreign.rules import UNSET, Reading, Rows, UnsupportedKeys, apply_rules
+from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, UnsupportedKeys, apply_rules
 
 
-def steps(read: Reading) -> Any:
+def steps(config: ForeignConfig) -> Any:
     """Computes steps from epochs; one epoch is what rlhpc does anyway."""
-    epochs = read("algo.epochs", 1)
-    return UNSET if epochs == 1 else epochs * read("algo.batches", 10)
+    epochs = config("algo.epochs", 1)
+    return UNSET if epochs == 1 else epochs * config("algo.batches", 10)
 
 
-def clip(read: Reading) -> Any:
+def clip(config: ForeignConfig) -> Any:
     """Leaves a kind of clipping out."""
-    return read.omit("algo.clip", "rlhpc clips otherwise") if read("algo.clip") == "odd" else read("algo.clip")
+    return config.omit("algo.clip", "rlhpc clips otherwise") if config("algo.clip") == "odd" else config("algo.clip")
 
 
 RULES: Rows = [
     ("actor.lr", "optim.lr"),
     ("actor.steps", steps),
     ("actor.clip", clip),
-    ("actor.model.kwargs", lambda read: read.below("model") or UNSET),
+    ("actor.model.kwargs", lambda config: config.section("model") or UNSET),
 ]
 UNMATCHED = [
     UnsupportedKeys("log.*", "rlhpc logs in its own way", True),
@@ -58,9 +58,9 @@ def test_defaults_of_the_foreign_project_stand_in_for_missing_keys() -> None:
 
 
 def test_null_counts_as_missing() -> None:
-    read = Reading({"a": None, "b": "None", "c": 0}, {"a": 1})
-    assert read("a", 5) == 1 and read("b", 5) == 5 and read("c", 5) == 0 and read("d", 5) == 5
-    assert read.read_keys == {"a", "b", "c"}
+    config = ForeignConfig({"a": None, "b": "None", "c": 0}, {"a": 1})
+    assert config("a", 5) == 1 and config("b", 5) == 5 and config("c", 5) == 0 and config("d", 5) == 5
+    assert config.read_keys == {"a", "b", "c"}
     assert translate({"optim.lr": None}).ours == {"actor.clip": None}
 
 
@@ -79,6 +79,6 @@ def test_each_key_that_is_left_out_has_a_reason_and_says_whether_training_differ
 
 
 def test_a_reason_is_recorded_for_written_keys_alone() -> None:
-    read = Reading({"a": 1}, {"b": 2})
-    assert read.omit("a", "why", changes_training=False) is UNSET and read.omit("b", "why") is UNSET
-    assert read.reasons == {"a": ("why", False)}
+    config = ForeignConfig({"a": 1}, {"b": 2})
+    assert config.omit("a", "why", changes_training=False) is UNSET and config.omit("b", "why") is UNSET
+    assert config.reasons == {"a": ("why", False)}

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from gymnasium import spaces
+from omegaconf import OmegaConf
 from torch import nn
 
 from rlhpc.embodied.algorithms.iql import IqlUpdate
@@ -39,14 +40,15 @@ def model(**changes):
         "model_type": "sac", "hidden_sizes": [16, 16], "activation": "relu", "ortho_init": False,
         "critic_layer_norm": False, "kwargs": {},
     }  # fmt: skip
-    return SacModelConfig(**{**values, **changes})
+    return OmegaConf.structured(SacModelConfig(**{**values, **changes}))
 
 
 def algorithm(**changes):
     values = {
         "gamma": 0.9, "tau": 0.1, "auto_entropy_tuning": True, "initial_alpha": 0.3, "target_entropy": None, "alpha_lr": None,
         "backup_entropy": True, "critic_actor_ratio": 1, "target_update_freq": 1, "policy_noise": 0.4, "noise_clip": 0.5,
-        "expectile": 0.7, "inverse_temperature": 3.0, "max_weight": 100.0,
+        "expectile": 0.7, "inverse_temperature": 3.0, "max_weight": 100.0, "bootstrap_type": "standard",
+        "random_shift": 4, "actor_agg_q": "min", "alpha_type": "exp", "alpha_clip_grad": None,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
@@ -118,8 +120,15 @@ class PlainSac(Plain):
 
     def __init__(self, of: ActorCritic, alg: SimpleNamespace) -> None:
         super().__init__(of, alg)
-        self.log_alpha = torch.tensor([math.log(alg.initial_alpha)], dtype=torch.float64, requires_grad=True)
-        self.alpha_opt = torch.optim.Adam([self.log_alpha], lr=1e-2)
+        is_exp = alg.alpha_type == "exp"
+        start = math.log(alg.initial_alpha) if is_exp else math.log(math.exp(alg.initial_alpha) - 1)
+        self.form = torch.exp if is_exp else lambda x: torch.log(1 + x.exp())
+        self.raw_alpha = torch.tensor([start], dtype=torch.float64, requires_grad=True)
+        self.alpha_opt = torch.optim.Adam([self.raw_alpha], lr=1e-2)
+
+    @property
+    def alpha(self):
+        return self.form(self.raw_alpha)
 
     def act(self, obs, noise):
         mean, log_std = self.actor(obs).chunk(2, -1)
@@ -132,18 +141,20 @@ class PlainSac(Plain):
 
     def following(self, data):
         action, logprob = self.act(data.next_obs, data.noise[0])
-        return action, self.log_alpha.exp() * logprob if self.alg.backup_entropy else 0.0
+        return action, self.alpha * logprob if self.alg.backup_entropy else 0.0
 
     def loss(self, data):
         action, self.logprob = self.act(data.obs, data.noise[1])
         value = torch.min(*(q(torch.cat([data.obs, action], 1)).flatten() for q in self.critics))
-        return (self.log_alpha.exp().detach() * self.logprob - value).mean()
+        return (self.alpha.detach() * self.logprob - value).mean()
 
     def after(self):
         if self.alg.auto_entropy_tuning:
             target = -ACT if self.alg.target_entropy is None else self.alg.target_entropy
             self.alpha_opt.zero_grad()
-            (-self.log_alpha.exp() * (self.logprob.detach() + target)).mean().backward()
+            (-self.alpha * (self.logprob.detach() + target)).mean().backward()
+            if self.alg.alpha_clip_grad is not None:
+                torch.nn.utils.clip_grad_norm_(self.raw_alpha, self.alg.alpha_clip_grad)
             self.alpha_opt.step()
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rlhpc.embodied.algorithms.registry import algorithm_for
-from rlhpc.embodied.models.off_policy import WARM_UP
 from tests.unit.embodied.algorithms.networks import (
     ALGORITHMS,
     OPTIM,
@@ -26,6 +25,7 @@ from tests.unit.training.test_captured_passes import record
         ("sac", {}),
         ("sac", {"auto_entropy_tuning": False, "backup_entropy": False}),
         ("sac", {"critic_actor_ratio": 2, "target_update_freq": 3, "target_entropy": -0.5}),
+        ("sac", {"alpha_type": "softplus", "alpha_clip_grad": 0.02}),
         ("crossq", {"critic_actor_ratio": 3}),
         ("td3", {}),
         ("td3", {"critic_actor_ratio": 2, "target_update_freq": 2, "policy_noise": 0.9}),
@@ -47,7 +47,7 @@ def test_updates_equal_those_of_a_plain_implementation(name, changes, layer_norm
         if number % alg.critic_actor_ratio == 0:
             assert metrics["actor_loss"] == pytest.approx(plain.actor_loss.item(), rel=1e-5)
         if isinstance(plain, PlainSac):
-            assert metrics["alpha"] == pytest.approx(plain.log_alpha.exp().item(), rel=1e-5)
+            assert metrics["alpha"] == pytest.approx(plain.alpha.item(), rel=1e-5)
         if isinstance(plain, PlainIql):
             assert metrics["value_loss"] == pytest.approx(plain.value_loss.item(), rel=1e-5)
             assert metrics["advantage"] == pytest.approx(plain.advantage.mean().item(), rel=1e-5)
@@ -94,7 +94,7 @@ def test_replayed_updates_are_the_updates(name, changes):
         if name == "crossq":
             for module in ours.modules():
                 if hasattr(module, "batches"):
-                    module.batches += WARM_UP - 2
+                    module.batches += module.warmup - 2
         for number in range(1, 7):
             update.step(batch(number))
         states.append((update.metrics(), {key: value.clone() for key, value in ours.state_dict().items()}))

@@ -11,9 +11,10 @@ import pytest
 
 from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.cli import main
-from rlhpc.embodied.data.replay_buffer import MAX_SEGMENTS, ReplayBuffer, StoredReplay, inspect
+from rlhpc.embodied.data.replay_buffer import MAX_SEGMENTS, ReplayBuffer, inspect
+from rlhpc.embodied.data.stored_replay import StoredReplay
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runtime.errors import CheckpointError, ConfigError
+from rlhpc.runtime.errors import ConfigError
 from tests.unit.embodied.data.transitions import SLOTS, batch, buffers, fill, mixtures, play
 
 
@@ -119,51 +120,11 @@ def test_files_that_are_gone_are_written_again_and_many_become_one(tmp_path):
     assert StoredReplay(checkpoint).transitions()["rewards"].tolist()[:5] == [100, 101, 102, 103, 200]
 
 
-def test_another_capacity_and_another_number_of_environments(tmp_path):
-    paths = RunPaths(tmp_path / "run")
-    found = buffers(tmp_path, 2)
-    fill(found, 0, 13)
-    checkpoint = save(found, paths, 1)
-    for capacity, newest in ((20, 800), (4000, 300)):
-        (other,) = buffers(tmp_path, capacity=capacity)
-        other.load(checkpoint)
-        assert len(other) == min(capacity, 40)
-        assert batch([other])[:, 0].min() >= newest
-        fill([other], 13, 1)
-        assert len(other) == min(capacity, 44)
-    wide = ReplayBuffer(40, range(3), 3, 0, tmp_path / "ring")
-    wide.load(checkpoint)
-    assert len(wide) == 39 and batch([wide])[:, 0].min() >= 300
-    wide.add(play(20, 1, range(3)))
-    assert len(wide) == 39
-
-
-def test_damage_is_named(tmp_path):
-    paths = RunPaths(tmp_path / "run")
-    found = buffers(tmp_path, 2)
-    (empty,) = buffers(tmp_path)
-    with pytest.raises(CheckpointError, match="holds no replay buffer"):
-        empty.load(tmp_path)
-    fill(found, 0, 3)
-    checkpoint = save(found, paths, 1)
-    (checkpoint / "replay" / "index-1.json").unlink()
-    with pytest.raises(CheckpointError, match="a file of some rank is missing"):
-        empty.load(checkpoint)
-
-
 def test_a_buffer_that_does_not_fit_says_so_at_once(tmp_path):
     huge = ReplayBuffer(10**14, range(SLOTS), SLOTS, 0, tmp_path / "ring")
     with pytest.raises(ConfigError, match=r"algorithm\.replay_buffer\.size.*GiB.*cluster\.scratch"):
         huge.add(play(0, 1, range(SLOTS)))
     assert list((tmp_path / "ring").iterdir()) == []
-
-
-def test_an_empty_buffer_is_saved_too(tmp_path):
-    found = buffers(tmp_path)
-    checkpoint = save(found, RunPaths(tmp_path / "run"), 1)
-    fill(found, 0, 3)
-    found[0].load(checkpoint)
-    assert len(found[0]) == 0 and inspect(checkpoint)["transitions"] == 0
 
 
 def test_tools(tmp_path, capsys):

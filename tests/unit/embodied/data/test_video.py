@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import tracemalloc
+import weakref
 from fractions import Fraction
 from pathlib import Path
 
@@ -31,7 +33,7 @@ def test_each_frame_of_two_cameras_is_decoded_once(tmp_path: Path, monkeypatch: 
     begin = VideoReader.__init__
     monkeypatch.setattr(VideoReader, "__init__", lambda self, *args: (readers.append(self), begin(self, *args))[1])
     assert len(list(read_lerobot(folder))) == 7
-    assert sorted(reader.decoded for reader in readers) == [35, 35]
+    assert sorted(reader.num_decoded for reader in readers) == [35, 35]
 
 
 def test_pictures_in_any_order_of_episodes(tmp_path: Path) -> None:
@@ -46,6 +48,21 @@ def test_pictures_in_any_order_of_episodes(tmp_path: Path) -> None:
     (tmp_path / "b.mp4").write_bytes(b"no video")
     with pytest.raises(ConfigError, match=r"b\.mp4 cannot be read as a video"):
         VideoReader(tmp_path / "b.mp4")
+
+
+def test_a_closed_reader_frees_its_decoder(tmp_path: Path) -> None:
+    """At once: decoders of many files would otherwise wait for a garbage collection."""
+    write_video(tmp_path / "a.mp4", [np.zeros((16, 16, 3), np.uint8)] * 8, 10)
+    gc.disable()
+    try:
+        reader = VideoReader(tmp_path / "a.mp4")
+        assert len(list(reader.frames([1, 5]))) == 2
+        reference = weakref.ref(reader)
+        reader.close()
+        del reader
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_a_small_video_of_many_large_pictures_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
@@ -71,7 +88,7 @@ def test_what_a_file_holds_beside_its_pictures_does_not_count(
     with pytest.raises(ConfigError, match=r"a\.mp4 has \d+ bytes, and pictures of"):
         reader.read(0, 60)
     tracemalloc.stop()
-    assert reader.decoded < 30
+    assert reader.num_decoded < 30
     reader.close()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhpc.embodied.data.mixture import Mixture
+from rlhpc.embodied.data.mixture import DrawOptions, Mixture
 from rlhpc.embodied.data.replay_buffer import ReplayBuffer
 
 SLOTS = 4
@@ -34,7 +34,7 @@ def buffers(tmp_path: Path, ranks: int = 1, capacity: int = 40) -> list[ReplayBu
 
 def mixtures(found: list[ReplayBuffer], demos=None, ratio=0.5, batch=16) -> list[Mixture]:
     return [
-        Mixture(one, demos, batch_size=batch, demo_ratio=ratio, action_dim=2, seed=3, rank=r, ranks=len(found))
+        Mixture(one, demos, DrawOptions(batch, ratio, 2), seed=3, rank=r, ranks=len(found))
         for r, one in enumerate(found)
     ]
 
@@ -48,6 +48,6 @@ def batch(found: list[ReplayBuffer], update: int = 5, alone: bool = False, **opt
     """A batch over all ranks: rewards (which say who the rows are), sorted, with the noise that goes with them."""
     rows = []
     for mixture in mixtures(found, **options):
-        draw = mixture.draw(update, alone=alone)
+        draw = mixture.draw(update, demos_only=alone)
         rows += zip(draw.columns["rewards"].tolist(), draw.noise[0, :, 0].tolist(), strict=True)
     return np.array(sorted(rows))

@@ -114,18 +114,20 @@ def test_timing_reports_each_measurement_once() -> None:
     assert str(timing) == "no steps"
     for latency_s, is_late in ((0.010, False), (0.030, True)):
         timing.record_command(latency_s, is_late=is_late)
-        timing.record_step(dropped=is_late)
+        timing.record_step(is_dropped=is_late)
     for record in (timing.record_hold, timing.record_refusal, timing.record_stop, timing.record_loss):
         record()
     timing.record_round_trips([0.5])
+    for period_s in (0.1, 0.109, 0.091, 0.112):
+        timing.record_period(period_s, 0.1)
     news = timing.pop_measurements()
     run.add(news)
     assert (
         str(run)
         == str(timing)
-        == ("2 steps, latency 20.0 ms (99 %: 29.8 ms), 1 late, 1 dropped, 1 held, 1 refused, 1 stopped")
+        == ("2 steps, latency 20.0 ms (99 %: 29.8 ms), 1 late, 1 dropped, 1 held, 1 refused, 1 stopped, 1 missed")
     )
-    assert run.num_lost == 1 and run.link_s == [0.5]
+    assert run.num_lost == 1 and run.link_s == [0.5] and run.period_s == pytest.approx([0.1, 0.109, 0.091, 0.112])
     assert news["robot_latency_ms"].tolist() == [10, 30] and timing.pop_measurements()["robot_latency_ms"].size == 0
     timing.record_hold()
     columns = concat_timings([timing, None])

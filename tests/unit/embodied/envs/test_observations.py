@@ -19,7 +19,7 @@ from rlhpc.embodied.envs.observations import (
     encode_text,
     is_channel_last,
     join,
-    oriented,
+    orient,
     rows_of,
     take,
     text_bytes,
@@ -153,5 +153,5 @@ def test_a_chunk_says_what_each_action_brought(chunk_step):
 
 def test_every_orientation_of_pictures_is_known() -> None:
     picture = np.arange(12).reshape(2, 2, 3)
-    corners = {name: oriented(picture, name)[0, 0].tolist() for name in ORIENTATIONS}
+    corners = {name: orient(picture, name)[0, 0].tolist() for name in ORIENTATIONS}
     assert corners == {"rotate_180": [9, 10, 11], "flip_rows": [6, 7, 8], "raw": [0, 1, 2]}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv
+from rlhpc.embodied.envs.sync_vector_env import SlotStep, SlotwiseVectorEnv, SuiteVectorEnv
 
 SECTION: Any = SimpleNamespace(
     group_size=1, use_fixed_reset_state_ids=False, use_rel_reward=False, ignore_terminations=False, reward_scale=1.0
@@ -99,3 +99,53 @@ def test_pictures_of_slots() -> None:
     assert Sum().render().shape == (2, 2, 2, 3)  # type: ignore[union-attr]
     assert Sum().render([1]).max() == 1  # type: ignore[union-attr]
     assert Sum(3).render() is None
+
+
+class Suite(SuiteVectorEnv):
+    """Notes the (task, start) of each slot's episode, which ends with its first action."""
+
+    single_observation_space = observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    single_action_space = action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, section: Any, num_envs: int, slot_offset: int, shuffles: bool = True, seed: int = 7) -> None:
+        super().__init__(
+            section, num_envs, slot_offset, seed, 0, stage="train", task_names=["a", "b"], starts={0: 4, 1: 2},
+            shuffles=shuffles,
+        )  # fmt: skip
+        self.played: list[list[tuple[int, int]]] = [[] for _ in range(num_envs)]
+
+    def begin_slot(self, slot: int, seed: int) -> Any:
+        self.played[slot].append(self.draw_start(slot, seed))
+        return np.zeros(2, np.float32)
+
+    def step_slot(self, slot: int, action: np.ndarray) -> SlotStep:
+        return SlotStep(np.zeros(2, np.float32), 1.0, True)
+
+    def picture(self, slot: int) -> None:
+        return None
+
+
+def test_shuffled_starts_are_played_once_each_before_any_is_played_again() -> None:
+    section = SimpleNamespace(**{**vars(SECTION), "group_size": 2, "num_envs": 6})
+    parts = [Suite(section, 4, 0), Suite(section, 2, 4)]  # two ranks
+    for part in parts:
+        part.reset()
+        for _ in range(7):
+            part.step(np.ones((part.num_envs, 1), np.float32))
+    slots = [played for part in parts for played in part.played]
+    assert all(slots[slot] == slots[slot + 1] for slot in range(0, 6, 2)), "a group begins alike"
+    rounds = [[slots[slot][number] for slot in range(0, 6, 2)] for number in range(8)]
+    passes = [sorted(rounds[number] + rounds[number + 1]) for number in range(0, 8, 2)]
+    assert all(starts == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)] for starts in passes)
+    assert len({tuple(rounds[number] + rounds[number + 1]) for number in range(0, 8, 2)}) > 1, (
+        "another order in each pass"
+    )
+    drawn = Suite(section, 6, 0, shuffles=False)
+    drawn.reset()
+    drawn.step(np.ones((6, 1), np.float32))
+    assert len({start for played in drawn.played for start in played}) < 6, "without, some are drawn twice"
+    fixed = SimpleNamespace(**{**vars(section), "use_fixed_reset_state_ids": True})
+    again = Suite(fixed, 6, 0)
+    again.reset()
+    again.step(np.ones((6, 1), np.float32))
+    assert all(first == second for first, second in again.played)

@@ -1,15 +1,24 @@
-"""Recorder of episodes: those that failed are left out."""
+"""Recorder of episodes: complete ones, successful ones, interventions alone, and none that failed."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from rlhpc.embodied.data.trajectories import TrajectoryWriter
+from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
+from rlhpc.embodied.envs.base import Step
+from rlhpc.embodied.envs.registry import check_env
 from rlhpc.embodied.evaluation.episodes import play
-from rlhpc.embodied.evaluation.recorder import EpisodeRecorder
+from rlhpc.embodied.evaluation.recorder import EpisodeRecorder, InterventionRecorder, record
+from rlhpc.embodied.interventions.sources import Scripted
+from rlhpc.embodied.models import build_model
+from rlhpc.runtime.errors import ConfigError, RlhpcError
+from tests.unit.embodied.evaluation.saved_policies import load
 from tests.unit.embodied.workers.failing import Failing, Still, recorded
 
 
@@ -17,6 +26,111 @@ def test_recordings_leave_out_episodes_that_failed(tmp_path: Path) -> None:
     env = Failing({3})
     with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
         recorder = EpisodeRecorder(writer, env, only_success=False, num_episodes=3)
-        play(Still(), env, np.array([2, 1]), torch.device("cpu"), watch=recorder)
-        assert len(writer) == recorder.played == 3
+        play(Still(), env, np.array([2, 1]), torch.device("cpu"), observer=recorder)
+        assert len(writer) == recorder.num_played == 3
     assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [4, 4, 4]
+
+
+def policy_of(cfg: Any) -> Any:
+    return build_model(cfg.actor.model, *check_env(cfg.env.train), seed=1)
+
+
+def test_a_policy_is_recorded_with_its_returns_and_steps(tmp_path: Path) -> None:
+    cfg = load()
+    summary = record(policy_of(cfg), cfg.env.eval, tmp_path / "a.h5", episodes=3, seed=1, source_desc="here")
+    episodes = list(read_trajectories(tmp_path / "a.h5"))
+    lengths = [len(episode["rewards"]) for episode in episodes]
+    assert summary["episodes"] == len(episodes) == 3 and summary["steps"] == sum(lengths) and max(lengths) <= 7
+    assert summary["return_mean"] == pytest.approx(sum(lengths) / 3), "a step of CartPole gives 1"
+    assert all(len(episode["obs"]) == len(episode["rewards"]) + 1 for episode in episodes)
+    assert json.loads((tmp_path / "a.json").read_text())["source_desc"] == "here"
+    again = record(policy_of(cfg), cfg.env.eval, tmp_path / "b.h5", episodes=3, seed=1)
+    assert {**again, "output": ""} == {**summary, "output": ""}
+
+
+def test_success_that_nobody_tells_cannot_be_asked_for(tmp_path: Path) -> None:
+    cfg = load()
+    with pytest.raises(ConfigError, match="CartPole-v1 does not say whether an episode succeeded"):
+        record(policy_of(cfg), cfg.env.eval, tmp_path / "a.h5", episodes=1, seed=1, only_success=True)
+
+
+class Succeeding(Failing):
+    """Episodes of slot 1 succeed at their end, those of slot 0 never do."""
+
+    def step(self, actions: np.ndarray) -> Step:
+        obs, rewards, terminations, truncations, infos = super().step(actions)
+        if "episode" in infos:
+            infos["episode"]["success"] = np.array([False, True])
+        return obs, rewards, terminations, truncations, infos
+
+
+def played(recorder: EpisodeRecorder, env: Failing, *quota: int) -> None:
+    play(Still(), env, np.array(quota), torch.device("cpu"), observer=recorder)
+
+
+def test_only_episodes_that_succeed_are_written(tmp_path: Path) -> None:
+    env = Succeeding(set())
+    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
+        recorder = EpisodeRecorder(writer, env, only_success=True, num_episodes=2)
+        played(recorder, env, 2, 2)
+        assert (recorder.num_played, recorder.num_missing, recorder.success_known) == (4, 0, True)
+    assert [episode["success"].tolist() for episode in read_trajectories(tmp_path / "a.h5")] == [
+        [False] * 3 + [True]
+    ] * 2
+
+
+def test_unsuccessful_play_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg, env = load(), Succeeding(set())
+    monkeypatch.setattr("rlhpc.embodied.evaluation.recorder.make_env", lambda *args, **options: env)
+    monkeypatch.setattr(Succeeding, "num_envs", 2, raising=False)
+    with pytest.raises(RlhpcError, match=r"of \d+ episodes only \d+ succeeded; 30 were wanted"):
+        monkeypatch.setattr("rlhpc.embodied.evaluation.recorder.MAX_ATTEMPTS", 1)
+        record(Still(), cfg.env.eval, tmp_path / "a.h5", episodes=30, seed=1, only_success=True)
+
+
+def test_chunks_of_actions_cannot_be_recorded(tmp_path: Path) -> None:
+    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
+        recorder = EpisodeRecorder(writer, Failing(set()), only_success=False, num_episodes=1)
+        with pytest.raises(ConfigError, match="acts in chunks of 3"):
+            recorder.before(np.zeros((2, 1)), np.zeros((2, 3, 1)))
+
+
+def steps_of(recorder: InterventionRecorder, taken: list[bool], ends: dict[int, str]) -> None:
+    """Plays a slot whose observation is the number of the step; in steps of `taken` a person acts."""
+    for number, is_taken in enumerate(taken):
+        recorder.before(np.full((1, 1), float(number)), np.zeros((1, 1, 1)))
+        end = ends.get(number, "")
+        infos = {"executed_actions": np.full((1, 1), 10.0 + number), "intervened": np.array([[is_taken]]),
+                 "final_obs": np.full((1, 1), 99.0), "lost": np.array([end == "lost"])}  # fmt: skip
+        recorder.after(
+            np.array([True]), np.array([1.0]), np.array([end == "terminated"]), np.array([end == "lost"]), infos
+        )
+
+
+def test_an_intervention_is_an_episode_that_ends_where_the_policy_acts_again(tmp_path: Path) -> None:
+    env = Failing(set())
+    env.num_envs = 1
+    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
+        recorder = InterventionRecorder(writer, env, num_episodes=2)
+        taken = [False, True, True, False, True, True, True]
+        steps_of(recorder, taken, {5: "terminated", 6: "lost"})
+        assert (recorder.num_intervention_steps, recorder.num_played, recorder.num_missing) == (4, 1, 1)
+    first, second = read_trajectories(tmp_path / "a.h5")
+    assert first["obs"].ravel().tolist() == [1, 2, 3] and first["actions"].ravel().tolist() == [11, 12]
+    assert first["terminations"].tolist() == [False, False] and first["truncations"].tolist() == [False, True]
+    assert second["obs"].ravel().tolist() == [4, 5, 99] and second["terminations"].tolist() == [False, True]
+
+
+def test_a_script_takes_over_while_it_is_recorded(tmp_path: Path) -> None:
+    """The actions that were executed are recorded, not those that the policy chose."""
+    cfg = load("env.eval.env_id=Pendulum-v1", "env.train.env_id=Pendulum-v1")
+    script = Scripted(f"{__name__}:full_torque", apart=0.0, patience=1, hold=2)
+    actor = policy_of(cfg)
+    summary = record(actor, cfg.env.eval, tmp_path / "a.h5", episodes=2, seed=1, intervention=script, only_taken=True)
+    parts = list(read_trajectories(tmp_path / "a.h5"))
+    assert summary["taken_steps"] == sum(len(part["rewards"]) for part in parts) > 0 and summary["played"] == 2
+    assert all((part["actions"] == 2.0).all() for part in parts)
+
+
+def full_torque(obs: np.ndarray) -> np.ndarray:
+    return np.full((len(obs), 1), 2.0, np.float32)

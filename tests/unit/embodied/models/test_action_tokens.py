@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from rlhpc import ConfigError
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.models import build_model, policy_from_spec
-from tests.extras import need_extra
+from tests.extras import is_installed, need_extra
 
 need_extra("llm")
 
@@ -26,7 +26,7 @@ CFG = OmegaConf.create(
         "add_value_head": True,
     }
 )  # fmt: skip
-LORA = {"rank": 4, "alpha": 8, "dropout": 0.0, "target_modules": "all-linear"}
+LORA = {"rank": 4, "alpha": 8, "target_modules": "all-linear"}
 ACTION = spaces.Box(np.array([-1, 0, -2], np.float32), np.array([1, 1, 2], np.float32))
 SPACE = spaces.Dict(
     {
@@ -200,6 +200,11 @@ def test_weights_of_a_folder(tmp_path):
     policy = build_model(section("vla", model_path=str(tmp_path)), SPACE, ACTION, seed=0)
     assert policy.tokens.end == 640
     assert policy.predict_action_batch(observations(2), "eval")[0].shape == (2, 2, 3)
+    if not is_installed("flash-attn"):
+        with pytest.raises(ConfigError, match=r"actor\.model\.attn_implementation is 'flash_attention_2'"):
+            build_model(
+                section("vla", model_path=str(tmp_path), attn_implementation="flash_attention_2"), SPACE, ACTION
+            )
     need_extra("llm")
     lora = section("vla", model_path=str(tmp_path), dtype="bfloat16", kwargs={"lora": LORA})
     policy = build_model(lora, SPACE, ACTION, seed=0)
@@ -218,3 +223,69 @@ def test_what_does_not_fit_is_explained(tmp_path):
             build_model(section(kind, model_path=str(tmp_path)), SPACE, ACTION)
         with pytest.raises(ConfigError, match="allowed"):
             build_model(section(kind, kwargs={"stepz": 1}), SPACE, ACTION)
+
+
+SAMPLED = {"temperature_train": 1.7, "top_k": 5}
+
+
+@pytest.mark.parametrize("kind", ["vla", "openvla", "openvla-parallel"])
+def test_acting_and_training_agree_on_temperature_and_likeliest_tokens(kind):
+    policy, plain = (build_model(section(kind, kwargs=kwargs), SPACE, ACTION, seed=1) for kwargs in (SAMPLED, {}))
+    plain.load_state_dict(policy.state_dict())
+    obs, noise = observations(4), policy.sample_noise((4,), torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        actions, extras = policy.predict_action_batch(obs, "train", noise)
+        given = {"obs": obs, "actions": actions, **extras["inputs"]}
+        out = policy.default_forward(given, True, True, False)
+        other = plain.default_forward(given, True, True, False)
+        logp = policy._compute_bin_logprobs(policy._hidden_states(obs, extras["inputs"]["tokens"]), 1.7)
+    torch.testing.assert_close(out["logprobs"], extras["prev_logprobs"], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(out["logprobs"], other["logprobs"], rtol=0.05)
+    assert out["entropy"].isfinite().all() and (out["entropy"] < other["entropy"]).all()
+    assert ((logp.exp() > 0).sum(-1) == 5).all() and torch.allclose(logp.exp().sum(-1), torch.ones(()))
+    likeliest = policy.tokens.first + logp.topk(5, -1).indices
+    assert (likeliest == extras["inputs"]["tokens"][..., None]).any(-1).all()
+
+
+def test_a_token_that_is_no_longer_among_the_likeliest_has_a_finite_gradient():
+    """After an update a token of the rollout may be cut off: its ratio is 0, not a number that is none."""
+    policy = build_model(section("vla", kwargs={"top_k": 2}), SPACE, ACTION, seed=1)
+    obs = observations(2)
+    with torch.no_grad():
+        logp = policy._compute_bin_logprobs(policy._hidden_states(obs, torch.full((2, 6), policy.tokens.first)), 1.0)
+    tokens = policy.tokens.first + logp.argmin(-1)
+    out = policy.default_forward({"obs": obs, "tokens": tokens}, True, True, False)
+    assert (out["logprobs"] < -1e6).all() and out["logprobs"].isfinite().all()
+    (out["logprobs"].sum() + out["entropy"].sum()).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in policy.parameters())
+    assert ((out["logprobs"] - out["logprobs"].detach()) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["vla", "openvla-parallel"])
+def test_an_evaluation_samples_at_its_temperature(kind):
+    """From noise of the evaluation's seed, so that it is the same again; without, the likeliest tokens."""
+    sampling, greedy = (
+        build_model(section(kind, kwargs={"temperature_eval": value}), SPACE, ACTION, seed=1) for value in (0.8, 0.0)
+    )
+    obs = observations(3)
+    assert sampling.start_shape == (6,) and greedy.start_shape == ()
+    noise = sampling.sample_start((3,), torch.Generator().manual_seed(3))
+    assert noise.min() >= 0 and noise.max() < 1
+    with torch.no_grad():
+        first, again, likeliest, others = (
+            policy.predict_action_batch(obs, "eval", given)[0]
+            for policy, given in ((sampling, noise), (sampling, noise), (greedy, None), (sampling, None))
+        )
+        trained = greedy.predict_action_batch(obs, "train", noise)[0]
+    assert torch.equal(first, again) and not torch.equal(first, likeliest) and not torch.equal(others, likeliest)
+    assert not torch.equal(first, trained), "at another temperature"
+    rebuilt = policy_from_spec(sampling.spec())
+    assert rebuilt.start_shape == (6,), "an export samples in the same way"
+
+
+def test_sampling_is_of_tokens():
+    with pytest.raises(ConfigError, match="temperature_train, temperature_eval and top_k are of action tokens"):
+        build_model(section("openvla-l1", kwargs={"top_k": 3}), SPACE, ACTION)
+    for wrong, message in (({"top_k": 0}, "top_k"), ({"temperature_train": 0.0}, "temperature_train")):
+        with pytest.raises(ConfigError, match=message):
+            build_model(section("vla", kwargs=wrong), SPACE, ACTION)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from rlhpc.embodied import training
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
 from rlhpc.embodied.models.registry import policy_dtype, policy_section
-from rlhpc.embodied.training import blueprint
 from rlhpc.runtime import devices
 
 
@@ -34,11 +34,11 @@ def test_auto(monkeypatch: pytest.MonkeyPatch, model_type: str, backend: str, ra
     assert policy_dtype(section, True) == expected and policy_dtype(section, False) == "float32"
     assert policy_section(section).dtype == "auto", "which builds float32"
     monkeypatch.setattr(devices, "computes_bfloat16", lambda kind: kind == "cuda")
-    monkeypatch.setattr(blueprint, "computes_bfloat16", lambda kind: kind == "cuda")
+    monkeypatch.setattr(training, "computes_bfloat16", lambda kind: kind == "cuda")
     assert policy_section(section, torch.device("cuda")).dtype == ("auto" if expected == "float32" else expected)
     computes = torch.bfloat16 if expected == "bfloat16" and backend != "local" else torch.float32
-    assert blueprint._dtype(section, torch.device("cuda")) == computes
-    assert blueprint._dtype(section, torch.device("cpu")) == torch.float32
+    assert training._dtype(section, torch.device("cuda")) == computes
+    assert training._dtype(section, torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

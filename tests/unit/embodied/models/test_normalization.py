@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,10 @@ import torch
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.embodied.config import ModelConfig
 from rlhpc.embodied.models import build_model, policy_from_spec
-from rlhpc.embodied.models.normalization import ObservationNormaliser
+from rlhpc.embodied.models.normalization import AlohaJoints, ObservationNormaliser
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.runtime.errors import ConfigError
 
@@ -23,7 +25,7 @@ SLOTS, STEPS = 12, 7
 
 
 def model(**changes: Any) -> Any:
-    cfg = OmegaConf.merge(untouched(ModelConfig), {"normalize_observations": True, "hidden_sizes": [16]}, changes)
+    cfg = OmegaConf.merge(default_section(ModelConfig), {"normalize_observations": True, "hidden_sizes": [16]}, changes)
     return build_model(cfg, STATE, ACTION, seed=1)
 
 
@@ -110,6 +112,23 @@ def test_before_anything_was_seen_observations_stay() -> None:
 
 
 def test_a_policy_that_has_none_says_so() -> None:
-    cfg = OmegaConf.merge(untouched(ModelConfig), {"model_type": "cnn", "normalize_observations": True})
+    cfg = OmegaConf.merge(default_section(ModelConfig), {"model_type": "cnn", "normalize_observations": True})
     with pytest.raises(ConfigError, match="normalize_observations is true, and a policy of model_type 'cnn'"):
         build_model(cfg, spaces.Box(0, 255, (36, 36, 3), np.uint8), spaces.Discrete(4))
+
+
+def test_alohas_joints_are_converted_as_in_rlinf():
+    """Against the numbers of RLinf's aloha_policy.py, recorded by `tests/rlinf/record.py`."""
+    file = Path(__file__).parents[3] / "data/rlinf/aloha.json"
+    recorded = {name: torch.tensor(rows) for name, rows in json.loads(file.read_text()).items() if name != "commit"}
+    rows = recorded["rows"]
+    before = rows.clone()
+    for convert, name in (
+        (AlohaJoints.state_to_pi, "states"),
+        (AlohaJoints.actions_from_pi, "executed"),
+        (AlohaJoints.actions_to_pi, "learned"),
+    ):
+        torch.testing.assert_close(convert(rows), recorded[name], rtol=1e-5, atol=1e-6)
+    assert torch.equal(rows, before)
+    chunks = torch.rand(2, 5, AlohaJoints.width)
+    torch.testing.assert_close(AlohaJoints.actions_from_pi(AlohaJoints.actions_to_pi(chunks)), chunks)

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from torch import nn
 
 from rlhpc.embodied.models import build_model, policy_from_spec
-from rlhpc.embodied.models.off_policy import WARM_UP, BatchRenorm
+from rlhpc.embodied.models.off_policy import BatchRenorm
 from rlhpc.runtime.errors import ConfigError
 from tests.unit.embodied.algorithms.networks import ACT, HIGH, LOW, OBS, SPACES, model
 
@@ -19,7 +19,7 @@ def test_renormalised_rows_are_those_of_the_running_statistics():
     norm, random = BatchRenorm(3).double(), torch.Generator().manual_seed(1)
     norm.mean.copy_(torch.tensor([1.0, -2.0, 0.0]))
     norm.variance.copy_(torch.tensor([4.0, 0.5, 1.0]))
-    norm.batches.fill_(WARM_UP)
+    norm.batches.fill_(norm.warmup)
     rows = torch.randn(64, 3, generator=random, dtype=torch.float64) + norm.mean
     expected = norm.eval()(rows)
     torch.testing.assert_close(norm.train()(rows), expected)
@@ -86,7 +86,7 @@ def test_several_observations_and_the_spec():
     [
         (SPACES[0], spaces.Discrete(3), "bounded continuous actions"),
         (SPACES[0], spaces.Box(-np.inf, np.inf, (2,)), "bounded continuous actions"),
-        (spaces.Box(0, 255, (8, 8, 3), np.uint8), SPACES[1], "observations of numbers"),
+        (spaces.Box(0, 255, (2, 8, 8, 3), np.uint8), SPACES[1], "observations of numbers and images"),
     ],
 )
 def test_spaces_that_it_cannot_take(obs, action, words):

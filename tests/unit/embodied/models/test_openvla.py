@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from rlhpc.embodied.envs.observations import encode_text
 from rlhpc.embodied.models import Policy, build_model
 from rlhpc.embodied.models.normalization import Scaling, read_statistics
+from rlhpc.embodied.training import PolicyBlueprint
+from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
 
 need_extra("llm")
@@ -123,3 +125,123 @@ def test_a_released_folder_loads_with_equal_actions(options, statistics, tmp_pat
     assert {p.name.replace("--7_", "--8_") for p in folder.iterdir()} - {"lora_adapter"} == {
         p.name for p in (tmp_path / "second").iterdir()
     }
+
+
+def test_the_end_of_the_text_is_left_out_as_in_rlinfs_variant():
+    def logits(**options):
+        policy = build_model(section("openvla", kwargs={"head": "parallel", **options}), SPACE, ACTION, seed=1)
+        with torch.no_grad():
+            return policy, policy._hidden_states(observations(2), None)
+
+    (policy, with_stop), (_, without) = logits(), logits(stop_token=False)
+    assert with_stop.shape == without.shape and not torch.allclose(with_stop, without)
+    # Without the end of the text, attention sees what it sees if that position is masked.
+    embed = policy.vlm.get_input_embeddings()
+    inputs, mask = policy._embed_inputs(observations(2))
+    count = policy.chunk * policy.dim
+    inputs = torch.cat([inputs, inputs.new_zeros(2, count, inputs.shape[-1]), embed(mask.new_full((2, 1), 2))], 1)
+    mask = torch.cat([mask, mask.new_ones(2, count), mask.new_zeros(2, 1)], 1)
+    bias = (torch.finfo(inputs.dtype).min * (1 - mask)[:, None, None, :].to(inputs.dtype)).expand(
+        -1, -1, mask.shape[1], -1
+    )
+    with torch.no_grad():
+        outputs = policy._run_body(
+            inputs_embeds=inputs, attention_mask=bias, position_ids=mask.cumsum(1) - 1, use_cache=False
+        )
+    torch.testing.assert_close(without, outputs.last_hidden_state[:, -count - 2 : -2], rtol=1e-4, atol=1e-5)
+
+
+def test_the_value_head_may_have_several_layers():
+    cfg = section("openvla", kwargs={"head": "parallel", "value_hidden": [12, 5]})
+    policy = build_model(cfg, SPACE, ACTION, seed=1)
+    head = policy.value_head
+    assert [layer.out_features for layer in head.hidden] == [12, 5] and head.out.in_features == 5
+    hidden = torch.randn(3, head.hidden[0].in_features)
+    x = torch.nn.functional.gelu(head.hidden[1](torch.nn.functional.gelu(head.hidden[0](hidden))))
+    torch.testing.assert_close(head(hidden), head.out(x).squeeze(-1))
+    assert policy.value(observations(2)).shape == (2,)
+
+
+#: Layers that RLinf adapts: also the head and, by `proj`, the convolution in front of the vision transformers.
+RLINF_LAYERS = {
+    "rank": 4, "alpha": 4, "init": "gaussian",
+    "target_modules": ["proj", "qkv", "fc1", "fc2", "fc3", "q_proj", "v_proj", "down_proj", "lm_head"],
+}  # fmt: skip
+
+
+def adapted_policy(**lora) -> Policy:
+    """A policy with RLinf's adapters, whose base is the same for all adapters."""
+    need_extra("llm")
+    options = {"head": "parallel", "proprio": True, "proprio_adapters": True, "lora": {**RLINF_LAYERS, **lora}}
+    return build_model(section("openvla", kwargs=options), SPACE, ACTION, seed=1)
+
+
+def test_adapters_go_on_rlinfs_layers_and_are_released_as_one_weight(tmp_path):
+    policy = adapted_policy()
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    adapted = {name.partition(".lora_")[0] for name in trained if ".lora_" in name}
+    vision = "vlm.vision_backbone.featurizer"
+    assert {f"{vision}.patch_embed.proj", f"{vision}.blocks.0.attn.proj", "vlm.language_model.lm_head"} <= adapted
+    assert {"proprio_projector.fc1", "proprio_projector.fc2"} <= adapted
+    assert all(".lora_" in name or name.startswith("value_head.") for name in trained)
+    for name, parameter in trained.items():  # as peft's gaussian: N(0, 1 / rank), and 0
+        if ".lora_A" in name and parameter.numel() > 500:
+            assert float(parameter.std()) == pytest.approx(0.25, rel=0.2), name
+    obs = observations(3)
+    with torch.no_grad():
+        start = policy.predict_action_batch(obs, "eval")[1]["prev_logprobs"]
+        for name, parameter in trained.items():
+            parameter += 0.3 * torch.randn_like(parameter) if ".lora_B" in name else 0
+        actions, extras = policy.predict_action_batch(obs, "eval")
+    assert not torch.allclose(extras["prev_logprobs"], start, atol=1e-2)
+    policy.release(tmp_path, 1)
+    kwargs = {"head": "parallel", "statistics": "bounds"}
+    merged = build_model(section("openvla", kwargs=kwargs, model_path=str(tmp_path)), SPACE, ACTION, 2)
+    with torch.no_grad():
+        again, again_extras = merged.predict_action_batch(obs, "eval")
+    torch.testing.assert_close(again, actions, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(again_extras["prev_logprobs"], extras["prev_logprobs"], rtol=1e-3, atol=1e-3)
+
+
+def test_training_continues_the_adapters_of_a_folder(tmp_path):
+    policy = adapted_policy()
+    with torch.no_grad():
+        for name, parameter in policy.vlm.named_parameters():
+            parameter += 0.1 if ".lora_B" in name else 0
+    policy.release(tmp_path, 1)
+    folder = tmp_path / "lora_adapter"
+    again = adapted_policy(path=str(folder), alpha=99, target_modules=["fc1"])  # the folder says both
+    expected, found = policy.vlm.state_dict(), again.vlm.state_dict()
+    assert expected.keys() == found.keys()
+    for name, weights in expected.items():
+        torch.testing.assert_close(found[name], weights, rtol=0, atol=0)
+    layers = [policy.vlm.language_model.lm_head, again.vlm.language_model.lm_head]
+    assert layers[0].scaling == layers[1].scaling and layers[1].weight.requires_grad is False
+    with pytest.raises(ConfigError, match=r"actor\.lora\.rank is 8, and the adapters in .* have rank 4"):
+        adapted_policy(path=str(folder), rank=8)
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+        adapted_policy(path=str(tmp_path / "absent"))
+    content = json.loads((folder / "adapter_config.json").read_text())
+    for change, message in (
+        ({"use_dora": True}, "use_dora is True; adapters with it are not supported"),
+        ({"target_modules": ["fc1"]}, "is of another model: it has also"),
+        ({"target_modules": [*content["target_modules"], "k_proj"]}, "is of another model: it lacks"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps({**content, **change}))
+        with pytest.raises(ConfigError, match=message):
+            adapted_policy(path=str(folder))
+
+
+def test_adapters_of_the_projector_need_adapters_and_a_projector():
+    for options, missing in (({"proprio": True}, "actor.lora.rank"), ({"lora": LORA}, "kwargs.proprio: true")):
+        kwargs = {"head": "parallel", "proprio_adapters": True, **options}
+        with pytest.raises(ConfigError, match=missing):
+            build_model(section("openvla", kwargs=kwargs), SPACE, ACTION, seed=1)
+
+
+def test_layers_that_no_pass_runs_are_no_units_of_fsdp():
+    """FSDP2 would accumulate gradients in weights that it never gathered."""
+    policy = build_model(section("openvla", kwargs={"head": "parallel"}), SPACE, ACTION, seed=1)
+    layers = PolicyBlueprint.layers(object.__new__(PolicyBlueprint), policy)
+    blocks = policy.vlm.vision_backbone.featurizer.blocks
+    assert any(blocks[0] is layer for layer in layers) and not any(blocks[-1] is layer for layer in layers)

@@ -26,8 +26,8 @@ from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.subprocess_env import ProcessVectorEnv
 from rlhpc.embodied.evaluation.episodes import evaluate_policy
-from rlhpc.embodied.evaluation.intervention import Intervention
 from rlhpc.embodied.evaluation.recorder import record
+from rlhpc.embodied.interventions.sources import Intervention
 from rlhpc.embodied.robots.joining import invite
 from rlhpc.embodied.robots.notices import resume, stopped_robots
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv

@@ -63,7 +63,7 @@ def test_a_greeting_is_heard(ends: tuple[socket.socket, socket.socket]) -> None:
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (struct.pack("!II", protocol.MAX_GREETING + 1, 0), "no robot and no run"),
+        (struct.pack("!II", protocol.MAX_GREETING_BYTES + 1, 0), "no robot and no run"),
         (struct.pack("!II", 2, 1) + b"{}", "no robot and no run"),
         (struct.pack("!II", 2, 0) + b"[]", "no robot and no run"),
         (b"\x00", "closed the connection"),
@@ -154,12 +154,12 @@ def test_a_robot_must_fit_the_runs_configuration() -> None:
     observation, action = spaces.Dict({"state": spaces.Box(-1, 1, (7,))}), spaces.Box(-1, 1, (2,))
     expected = protocol.describe_spaces(observation, action)
     assert expected == {"observes": {"state": ["numbers", [7]]}, "acts": {"low": [-1, -1], "high": [1, 1]}}
-    assert protocol.misfit(expected, expected) == ""
+    assert protocol.describe_misfit(expected, expected) == ""
     near = {**expected, "acts": {"low": [-1 + 1e-7, -1], "high": [1, 1]}}
-    assert protocol.misfit(expected, near) == ""
+    assert protocol.describe_misfit(expected, near) == ""
     for name, other in (
         ("observes", protocol.describe_spaces(spaces.Box(-1, 1, (7,)), action)),
         ("acts", {**expected, "acts": {"low": [-1], "high": [1]}}),
         ("observes", None),
     ):
-        assert protocol.misfit(expected, other).startswith(f"env.train.kwargs.{name} of the run says ")
+        assert protocol.describe_misfit(expected, other).startswith(f"env.train.kwargs.{name} of the run says ")

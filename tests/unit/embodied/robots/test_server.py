@@ -41,6 +41,22 @@ def test_it_joins_is_moved_within_its_own_bounds_and_is_let_go(inside: Inside) -
     assert not meeting_points(inside.folder)
 
 
+def test_the_run_holds_and_stops_it_for_a_person_who_helps(tmp_path: Path) -> None:
+    inside, rail = Inside(tmp_path, wait_s=5.0), Rail()
+    outside = Outside(inside.key(), rail)
+    inside.joined()
+    inside.move(0.5)
+    stops = rail.stops
+    inside.env.hold()
+    assert rail.stops > stops and not inside.move(0.5)[3][0], "its episode goes on after a pause"
+    rail.ready = lambda: True  # type: ignore[method-assign]
+    inside.env.stop("the gamepad disconnected while a person led")
+    _, _, _, cut, infos = inside.move(0.5)
+    assert cut[0] and infos["lost"][0] and rail.told == [0.5, 0.5] and inside.env.timing.num_stopped == 1
+    inside.env.close()
+    outside.join(20)
+
+
 def test_a_stop_waits_for_a_person_at_the_robot_whatever_the_run_says(tmp_path: Path) -> None:
     inside, rail = Inside(tmp_path, wait_s=1.5), Rail()
     outside = Outside(inside.key(), rail)

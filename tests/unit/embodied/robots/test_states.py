@@ -30,7 +30,7 @@ LEADS_TO = {
 
 def in_state(state: State) -> StateMachine:
     states = StateMachine("arm")
-    states.current = state
+    states.state = state
     return states
 
 
@@ -38,7 +38,7 @@ def in_state(state: State) -> StateMachine:
 def test_each_change_leads_from_each_state_where_the_table_says(name: str, state: State) -> None:
     states = in_state(state)
     CHANGES[name](states)
-    assert states.current is LEADS_TO.get((name, state), state)
+    assert states.state is LEADS_TO.get((name, state), state)
 
 
 @pytest.mark.parametrize("state", list(State))
@@ -51,16 +51,16 @@ def test_a_movement_begins_in_the_state_that_it_was_made_for(state: State) -> No
         with pytest.raises(RobotStopped):
             states.require()
         return
-    assert states.move(State.HELD, State.MOVING, until=5.0) is (state is State.HELD)
-    assert states.current is (State.MOVING if state is State.HELD else state)
+    assert states.move(State.HELD, State.MOVING, end_time=5.0) is (state is State.HELD)
+    assert states.state is (State.MOVING if state is State.HELD else state)
     assert states.is_over(5.1) is (state is State.HELD) and not states.is_over(5.0)
     states.require()
     with pytest.raises(RlhpcError, match="arm "):
-        states.require(*(other for other in State if other is not states.current))
+        states.require(*(other for other in State if other is not states.state))
 
 
 def test_the_first_reason_stays_until_a_person_has_said_so() -> None:
     states = in_state(State.MOVING)
     assert states.stop("first") and not states.stop("second") and states.reason == "first"
     states.resume()
-    assert states.reason == "" and states.current is State.IDLE
+    assert states.reason == "" and states.state is State.IDLE

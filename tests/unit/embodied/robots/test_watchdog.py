@@ -101,19 +101,19 @@ def process(tmp_path: Path) -> Iterator[WatchdogProcess]:
 
 def test_a_process_stops_the_robot_and_says_so_once(process: WatchdogProcess, tmp_path: Path) -> None:
     assert not process.has_fired()
-    process.beat(moving=True, silence_s=0.05)
+    process.beat(is_moving=True, silence_s=0.05)
     until(process.has_fired)
     assert (tmp_path / "stopped").exists() and not process.has_fired()
 
 
 def test_the_end_of_the_process_itself_counts(process: WatchdogProcess, tmp_path: Path) -> None:
     os.kill(process._process.pid, signal.SIGTERM)  # which it ignores
-    process.beat(moving=False, silence_s=60.0)
+    process.beat(is_moving=False, silence_s=60.0)
     assert not process.has_fired() and process._process.poll() is None
     process._process.kill()
     process._process.wait(60)
     until(process.has_fired)
-    process.beat(moving=True, silence_s=1.0)
+    process.beat(is_moving=True, silence_s=1.0)
     assert process.has_fired()
 
 

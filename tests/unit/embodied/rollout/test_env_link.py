@@ -29,7 +29,7 @@ from rlhpc.runtime.comm.context import Context, install
 from rlhpc.runtime.comm.mailbox import Mailbox
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.registry import DEPARTED
-from rlhpc.runtime.scratch import Scratch
+from tests.serving import temporary_scratch
 from tests.unit.runtime.comm.rank_pairs import rank_pair
 
 ENV, ROLLOUT = "left", "right"
@@ -67,10 +67,8 @@ class Ranks:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    scratch = Scratch.create()
-    with rank_pair(tmp_path, scratch) as contexts:
+    with temporary_scratch() as scratch, rank_pair(tmp_path, scratch) as contexts:
         yield Ranks(contexts)
-    scratch.remove()
 
 
 def observation(space: Any, slots: range) -> Any:

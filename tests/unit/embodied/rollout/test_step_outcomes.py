@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, merge_reports, next_values
+from rlhpc.embodied.rollout.step_outcomes import (
+    EpisodeLog,
+    Outcomes,
+    autonomous_episodes,
+    episode_metrics,
+    merge_reports,
+    next_values,
+)
 
 
 def play(rng, size, steps):
@@ -84,3 +91,22 @@ def test_episodes_are_in_the_same_order_whatever_the_partition():
     assert len(whole["return"]) > 3
     for name in whole:
         np.testing.assert_array_equal(whole[name], split[name])
+
+
+def test_success_and_return_are_of_episodes_without_help() -> None:
+    log = EpisodeLog()
+    ended = {"mask": np.ones(3, bool), "return": np.array([1.0, 5.0, 3.0]), "length": np.array([4, 4, 4])}
+    episode = {**ended, "success": np.array([0.0, 1.0, 1.0]), "helped": np.array([False, True, False])}
+    infos = {"episode": episode, "intervened": np.array([[True, False], [True, True], [False, False]])}
+    infos["chunk"] = {"mask": np.array([[True, True], [True, True], [True, False]])}
+    log.count_actions(infos)
+    log.add(0, 0, infos, np.arange(3))
+    report = log.report()
+    metrics = episode_metrics(report)
+    assert metrics["rollout/episodes"] == 3 and metrics["rollout/helped_episodes"] == 1
+    assert metrics["rollout/success_once"] == 0.5 and metrics["rollout/episode_return"] == 2.0
+    assert metrics["rollout/intervention_rate"] == 3 / 5
+    assert autonomous_episodes(report) == [(1.0, 4.0, 0.0), (3.0, 4.0, 1.0)]
+    alone = EpisodeLog()
+    alone.add(0, 0, {"episode": ended}, np.arange(3))
+    assert not {"rollout/intervention_rate", "rollout/helped_episodes"} & episode_metrics(alone.report()).keys()

@@ -10,7 +10,7 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def test_what_comes_after_an_episode_does_not_count():
-    outcomes = Outcomes(range(2), 4, single_episode=True)
+    outcomes = Outcomes(range(2), 4, is_single_episode=True)
     ends = [[False, False], [True, False], [False, True], [True, True]]
     reported = []
     for t, done in enumerate(np.array(ends)):

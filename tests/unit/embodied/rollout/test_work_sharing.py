@@ -24,22 +24,22 @@ def said(asked: RolloutShard | None, rank: int, decisions: int) -> DeliveredShar
 
 
 def test_a_step_is_played_in_parts() -> None:
-    ledger = ShardTracker(units=2, decisions=8)
+    ledger = ShardTracker(num_units=2, num_decisions=8)
     ledger.add_step(5)
     one, two = ledger.assign(3, 4), ledger.assign(4, 4)
     assert one is not None and two is not None and ledger.assign(3, 4) is None
-    assert (one.step, one.unit, one.decisions, one.version, two.unit) == (5, 0, 8, 4, 1)
+    assert (one.step, one.unit, one.num_decisions, one.version, two.unit) == (5, 0, 8, 4, 1)
     assert ledger.accept(said(two, 4, 8)) and not ledger.is_complete(5)
     assert ledger.accept(said(one, 3, 3)), "it was told to leave"
     rest = ledger.assign(4, 4)
-    assert rest is not None and (rest.unit, rest.decisions) == (0, 5)
+    assert rest is not None and (rest.unit, rest.num_decisions) == (0, 5)
     assert ledger.accept(said(rest, 4, 5)) and ledger.is_complete(5)
     assert keys_of(ledger.close(5)) == [[one.key, rest.key], [two.key]]
-    assert ledger.delivered == {3: 3, 4: 13} and not ledger.steps and not ledger.pop_useless()
+    assert ledger.num_delivered == {3: 3, 4: 13} and not ledger.steps and not ledger.pop_useless_keys()
 
 
 def test_what_a_lost_rank_says_late_does_not_count() -> None:
-    ledger = ShardTracker(units=1, decisions=4)
+    ledger = ShardTracker(num_units=1, num_decisions=4)
     ledger.add_step(1)
     first = ledger.assign(2, 0)
     ledger.lose(2)
@@ -48,12 +48,12 @@ def test_what_a_lost_rank_says_late_does_not_count() -> None:
     assert not ledger.accept(said(first, 2, 4))
     assert ledger.accept(said(second, 3, 4))
     assert not ledger.accept(said(second, 3, 4)), "nor what is said twice"
-    assert keys_of(ledger.close(1)) == [[second.key]] and ledger.delivered == {3: 4}
-    assert set(ledger.pop_useless()) >= {first.key} and not ledger.pop_useless()
+    assert keys_of(ledger.close(1)) == [[second.key]] and ledger.num_delivered == {3: 4}
+    assert set(ledger.pop_useless_keys()) >= {first.key} and not ledger.pop_useless_keys()
 
 
 def test_a_step_that_is_given_up_leaves_nothing() -> None:
-    ledger = ShardTracker(units=3, decisions=4)
+    ledger = ShardTracker(num_units=3, num_decisions=4)
     ledger.add_step(1)
     ledger.add_step(2)
     asked = [ledger.assign(2, 0) for _ in range(4)]
@@ -61,13 +61,13 @@ def test_a_step_that_is_given_up_leaves_nothing() -> None:
     ledger.accept(said(asked[0], 2, 4))
     ledger.give_up(1)
     assert (
-        sorted(ledger.pop_useless()) == [one.key for one in asked[:3] if one is not None]
-        and ledger.delivered[2] == 0
+        sorted(ledger.pop_useless_keys()) == [one.key for one in asked[:3] if one is not None]
+        and ledger.num_delivered[2] == 0
         and ledger.steps == [2]
     )
     assert not ledger.accept(said(asked[1], 2, 4)) and ledger.accept(said(asked[3], 2, 4))
     ledger.clear()
-    assert not ledger.steps and not ledger.waiting
+    assert not ledger.steps and not ledger.has_unassigned
     ledger.add_step(1)
     again = ledger.assign(2, 0)
     assert again is not None and again.number > max(numbers), "no number is used again"
@@ -91,9 +91,9 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
         rank = draw.choice(ranks)
         asked = ledger.assign(rank, 0)
         if asked is not None:
-            count = asked.decisions
+            count = asked.num_decisions
             if event > 0.8:
-                count = draw.randint(0, asked.decisions)
+                count = draw.randint(0, asked.num_decisions)
             actors.setdefault(asked.key, deque()).append(asked.number)
             if event > 0.6 and len(ranks) > 1:
                 ranks.remove(rank)
@@ -110,15 +110,15 @@ def test_at_random_every_decision_is_there_once(seed: int) -> None:
             assert not ledger.accept(late.pop())
         if ledger.is_complete(step):
             parts = ledger.close(step)
-            assert [sum(part.decisions for part in unit) for unit in parts] == [decisions] * units
+            assert [sum(part.num_decisions for part in unit) for unit in parts] == [decisions] * units
             for part in (part for unit in parts for part in unit):
-                assert taken.pop(part.number) == part.decisions
+                assert taken.pop(part.number) == part.num_decisions
                 assert actors[part.key].popleft() == part.number, "what lies first under its key is this part"
-            for key in ledger.pop_useless():
+            for key in ledger.pop_useless_keys():
                 actors[key].clear()
             made, step = made + 1, step + 1
             ledger.add_step(step)
-    assert sum(ledger.delivered.values()) == made * units * decisions + sum(taken.values())
+    assert sum(ledger.num_delivered.values()) == made * units * decisions + sum(taken.values())
 
 
 @pytest.mark.parametrize("decisions", [1, 2, 10, 50, 256])
@@ -134,10 +134,15 @@ def test_a_shared_step_takes_as_little_as_it_can(decisions: int) -> None:
 
 
 def test_the_rest_of_a_shared_step_is_cut_into_pieces() -> None:
-    ledger = ShardTracker(units=1, decisions=10)
+    ledger = ShardTracker(num_units=1, num_decisions=10)
     ledger.add_step(1, 7, 2)
     one, two = ledger.assign(3, 0), ledger.assign(4, 0)
-    assert one is not None and two is not None and (one.decisions, two.decisions) == (3, 4) and not ledger.waiting
+    assert (
+        one is not None
+        and two is not None
+        and (one.num_decisions, two.num_decisions) == (3, 4)
+        and not ledger.has_unassigned
+    )
     assert ledger.accept(said(two, 4, 4)) and not ledger.is_complete(1)
     assert ledger.accept(said(one, 3, 3)) and ledger.is_complete(1)
 
@@ -147,7 +152,7 @@ LAYOUTS = [(12, 1, 2, 3), (12, 3, 2, 2), (24, 2, 4, 1), (24, 2, 1, 4), (8, 1, 8,
 
 @pytest.mark.parametrize(("envs", "stages", "ranks", "actors"), LAYOUTS)
 def test_units_are_the_slots_of_a_step(envs: int, stages: int, ranks: int, actors: int) -> None:
-    slots = SlotMap(envs, stages=stages, env_ranks=ranks, actor_ranks=actors)
+    slots = SlotMap(envs, num_stages=stages, num_env_ranks=ranks, num_actor_ranks=actors)
     for actor in range(actors):
         mine = []
         for unit in slots.units_of(actor):
@@ -160,7 +165,7 @@ def test_units_are_the_slots_of_a_step(envs: int, stages: int, ranks: int, actor
 
 
 def test_a_rank_that_joins_has_slots_and_seeds_of_its_own() -> None:
-    slots = SlotMap(12, stages=2, env_ranks=2, rollout_ranks=1, group_size=3)
+    slots = SlotMap(12, num_stages=2, num_env_ranks=2, num_rollout_ranks=1, group_size=3)
     shares = [unit_map(slots, rank).env_share(0, rank) for rank in (2, 3, 4)]
     assert shares == [range(12, 18), range(18, 24), range(24, 30)]
     assert unit_map(slots, 3).rollouts_of(0, 3) == [(0, range(18, 24))]

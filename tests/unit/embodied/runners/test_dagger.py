@@ -55,7 +55,7 @@ class Rounds:
     def run(self, *overrides: str, **options: Any) -> list[dict[str, Any]]:
         words = [f"runner.run_dir={self.folder}", "runner.name=clone", "runner.max_steps=2"]
         words += ["env.train.env_id=Pendulum-v1", *overrides]
-        return dagger(BASE, words, **{"expert": "a:b", "rounds": 2, "episodes": 5, **options})
+        return dagger(BASE, words, **{"expert": "a:b", "num_rounds": 2, "num_episodes": 5, **options})
 
     def data(self) -> list[list[str]]:
         """Names of the files that each training read."""
@@ -89,7 +89,7 @@ def test_each_round_trains_on_all_data_and_starts_from_the_round_before(rounds: 
 
 
 def test_the_expert_records_the_first_data_where_there_is_none(rounds: Rounds) -> None:
-    rounds.run(rounds=0)
+    rounds.run(num_rounds=0)
     [call] = rounds.recorded
     assert (call["source"], call["teacher"], call["episodes"]) == ("a:b", None, 5)
     assert rounds.data() == [["round_0.h5"]]
@@ -101,7 +101,7 @@ def test_a_repeated_command_trains_and_records_nothing_again(rounds: Rounds) -> 
     rounds.recorded.clear()
     assert rounds.run("demos.path=first.h5") == first
     assert not rounds.trained and not rounds.recorded
-    assert len(rounds.run("demos.path=first.h5", rounds=3)) == 4
+    assert len(rounds.run("demos.path=first.h5", num_rounds=3)) == 4
     assert len(rounds.trained) == len(rounds.recorded) == 1, "one more round is added"
 
 
@@ -114,14 +114,14 @@ def test_a_round_that_was_stopped_goes_on(rounds: Rounds) -> None:
         writer.commit()
     rounds.exit_code = 0
     rounds.trained.clear()
-    rounds.run("demos.path=first.h5", rounds=0)
+    rounds.run("demos.path=first.h5", num_rounds=0)
     assert [cfg.runner.resume_dir for cfg in rounds.trained] == ["auto"]
 
 
 @pytest.mark.parametrize("to", ["hdf5", "lerobot"])
 def test_rounds_end_where_nobody_takes_over(rounds: Rounds, to: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"expert": None, "intervene": PERSON, "options": WriteOptions(to=to)}
-    runs = rounds.run("demos.path=first.h5", rounds=1, **options)
+    runs = rounds.run("demos.path=first.h5", num_rounds=1, **options)
     assert len(runs) == 2 and rounds.recorded[0]["only_taken"] and rounds.recorded[0]["teacher"] is None
     rounds.interventions = 0
     rounds.recorded.clear()
@@ -135,7 +135,7 @@ def test_what_it_cannot_begin_with_is_refused_before_the_first_round(rounds: Rou
         ("did you mean 'keyboard'", lambda: rounds.run("demos.path=a.h5", intervene="keybord")),
         ("acts in chunks of 2", lambda: rounds.run("demos.path=a.h5", "actor.model.num_action_chunks=2", intervene=PERSON)),
         ("demos.path is null", lambda: rounds.run(expert=None, intervene=PERSON)),
-        ("dagger takes runs of bc", lambda: dagger(QUICKSTART, [], expert="a:b", rounds=1, episodes=1)),
+        ("dagger takes runs of bc", lambda: dagger(QUICKSTART, [], expert="a:b", num_rounds=1, num_episodes=1)),
     ]  # fmt: skip
     for message, call in refused:
         with pytest.raises(ConfigError, match=message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,15 +14,13 @@ from rlhpc.algorithms.nonfinite import MAX_IN_A_ROW
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import DropReason, RolloutCounts
-from rlhpc.embodied.rollout.step_outcomes import EpisodeLog
+from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, episode_metrics, joined_metrics
 from rlhpc.embodied.runners import rollout_sources
+from rlhpc.embodied.runners.off_policy_runner import OffPolicyRunner
 from rlhpc.embodied.runners.rollout_runner import (
     WINDOW,
     ColocatedRolloutLoop,
     EmbodiedRunner,
-    OffPolicyRunner,
-    episode_metrics,
-    joined_metrics,
 )
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.channel import QueueEmpty
@@ -48,6 +46,7 @@ class Group:
     """Group of one rank that records its calls and gives the answers of `answers`."""
 
     world_size, present, leaving = 1, (0,), frozenset[int]()
+    accelerators: ClassVar = [frozenset[tuple[int, int]]()]
 
     def __init__(self, name: str, calls: list[str], **answers: Any) -> None:
         self.name, self.calls, self.answers = name, calls, answers
@@ -88,7 +87,7 @@ class Channels:
 def report(returns: list[float], success: float = np.nan, skipped: int = 0) -> dict[str, np.ndarray]:
     """Report of an env rank, with an episode of 10 steps for each return."""
     log = EpisodeLog()
-    log.skipped = skipped
+    log.num_skipped = skipped
     for slot, episode_return in enumerate(returns):
         episode = {"return": np.array([episode_return]), "length": np.array([10.0]), "success": np.array([success])}
         log.add(0, slot, {"episode": episode}, np.array([0]))
@@ -166,6 +165,42 @@ def test_colocated_groups_take_turns_on_the_accelerator(make: Any) -> None:
     assert runner.calls == [*SYNC, "actor.offload", "rollout.reload", "rollout.evaluate", *to_actor]
 
 
+@pytest.mark.parametrize(("free", "reloads"), [(1e9, ["rollout.reload"]), (-1e9, [])], ids=["room for both", "no room"])
+def test_a_policy_that_takes_weights_within_its_accelerator_is_reloaded_for_them(
+    make: Any, monkeypatch: pytest.MonkeyPatch, free: float, reloads: list[str]
+) -> None:
+    """Where there is memory for it beside the actor's; in an evaluation, too."""
+    monkeypatch.setattr(Group, "accelerators", [frozenset({(0, 3)})])
+    overrides = ("actor.enable_offload=true", "rollout.enable_offload=true")
+    runner = make(EmbodiedRunner, *overrides, free_beside_update=free)
+    assert runner.slots.weight_sources == (0,)
+    first = ["actor.release_cache", "rollout.free_beside_update", *reloads, *SYNC, "actor.offload", "rollout.reload"]
+    runner.one_step()
+    assert runner.calls[: len(first)] == first
+    runner.calls.clear()
+    runner.loop.evaluate(1)
+    assert runner.calls[: len(first)] == first
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sources"),
+    [((), (0,)), (("rollout.weight_sync=host",), ()), (("algorithm.max_staleness=1",), ())],
+)
+def test_one_actor_rank_sends_to_all_where_the_weights_leave_the_accelerator(
+    make: Any, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], sources: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(Group, "accelerators", [frozenset({(0, 3)})])
+    assert make(EmbodiedRunner, *overrides).slots.weight_sources == sources
+
+
+def test_a_step_says_how_its_weights_came(make: Any) -> None:
+    received = {"weights/versions": 1.0, "weights/s": 0.5, "weights/bytes_by_ipc": 2e9}
+    runner = make(EmbodiedRunner, generate={"busy_s": 0.5, **received})
+    row = runner.one_step()
+    assert (row["time/weights_gb"], row["time/weights_gb_per_s"], row["time/weights_by_ipc"]) == (2.0, 4.0, 1.0)
+    assert runner.facts(row)["weights_by"] == {"ipc": 1.0} and runner.facts(row)["weights_gb_per_s"] == 4.0
+
+
 def test_a_rollout_is_ahead_but_not_beyond_a_checkpoint(make: Any) -> None:
     runner = make(EmbodiedRunner, "algorithm.max_staleness=2", "runner.save_interval=3", "runner.val_check_interval=-1")
 
@@ -216,29 +251,6 @@ def test_dropped_transitions_are_counted_and_end_a_run_that_has_no_others(make: 
         runner.one_step()
     with pytest.raises(NonFinite, match=rf"step {MAX_IN_A_ROW}: .* {MAX_IN_A_ROW} steps in a row"):
         runner.one_step()
-
-
-def test_the_first_transitions_of_an_off_policy_run_are_random(make: Any) -> None:
-    size = SLOTS * DECISIONS
-    runner = make(OffPolicyRunner, f"algorithm.random_steps={size + 1}")
-    assert [runner.has_random_actions(step) for step in (1, 2, 3)] == [True, True, False]
-    runner.one_step()
-    assert [call[2] for call in runner.group["rollout"].arguments if call[0] == "generate"] == [size + 1]
-    assert runner.state()["random_steps"] == size + 1
-    default = make(OffPolicyRunner, "algorithm.replay_buffer.min_buffer_size=77")
-    assert default.random_steps == 77
-    default.load_state(runner.state())
-    assert default.random_steps == size + 1
-
-
-def test_offline_steps_need_no_environment(make: Any) -> None:
-    runner = make(OffPolicyRunner, "algorithm.offline_steps=1", update_offline={"q_loss": 3.0})
-    row = runner.one_step()
-    assert runner.calls == ["actor.update_offline"] and row["train/q_loss"] == 3.0
-    assert row["rollout/env_steps"] == 0 and "rollout/version" not in row
-    assert runner.random_steps == 0, "the policy is trained"
-    runner.calls.clear()
-    assert runner.one_step()["rollout/env_steps"] == SLOTS * DECISIONS and "actor.update" in runner.calls
 
 
 def test_metrics_of_joined_ranks_and_of_a_step_without_episodes() -> None:

@@ -34,7 +34,7 @@ class Group:
 
 def helped(units: int, ahead: int, ranks: list[int]) -> tuple[JoinedEnvRanks, Any, Any]:
     env, actor = Group(), Group()
-    slots: Any = SlotMap(units * 2, env_ranks=units)
+    slots: Any = SlotMap(units * 2, num_env_ranks=units)
     groups: Any = (env, actor)
     made = JoinedEnvRanks(*groups, slots, 8, ahead, lambda step: step == 1, 5.0)  # type: ignore[call-arg]
     made.ranks = ranks

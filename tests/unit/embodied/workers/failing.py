@@ -21,7 +21,12 @@ def rollout(rng: np.random.Generator, *, whole: bool, chunk: int, per_action: bo
     """Columns `[n, T, ...]` of slots whose episodes end and whose simulators fail at random; the outcome of a failed step is
     noise, as far as the interface allows it."""
     outcomes = Outcomes(
-        range(SIZE), STEPS, chunk=chunk, reward_per_action=per_action, single_episode=whole, spoiled=lambda *_: None
+        range(SIZE),
+        STEPS,
+        chunk=chunk,
+        has_action_rewards=per_action,
+        is_single_episode=whole,
+        report_nonfinite=lambda *_: None,
     )
     obs = rng.normal(size=(STEPS + 1, SIZE, 1)).astype(np.float32)
     for t in range(STEPS):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.config import SacConfig
-from rlhpc.embodied.rollout.slot_map import Acted, SlotMap, Source
+from rlhpc.embodied.rollout.slot_map import PlayedTurn, SlotMap, Source
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.embodied.workers.actor import TrajectoryReceiver
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -26,7 +26,7 @@ class Sent(defaultdict[str, deque[dict[str, Any]]]):
         return self[key].popleft()
 
 
-SLOTS = SlotMap(4, rollout_ranks=2, acting=(0, 1))
+SLOTS = SlotMap(4, num_rollout_ranks=2, acting=(0, 1))
 
 
 def transitions(slots: int, decisions: int) -> dict[str, np.ndarray]:
@@ -52,7 +52,7 @@ def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
 
 def source(numbers: tuple[int, ...], later: set[int], decisions: int = 3, **more: Any) -> Source:
     both = frozenset({0, 1})
-    acted = (Acted(FullRollout(number, number, 0, decisions), SLOTS, both) for number in numbers)
+    acted = (PlayedTurn(FullRollout(number, number, 0, decisions), SLOTS, both) for number in numbers)
     return Source(SLOTS, tuple(acted), frozenset(later), **more)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
-from rlhpc.embodied.workers.bc_actor import BcActor, check_actions, environment_of, spaces_of
+from rlhpc.embodied.envs.registry import environment_of
+from rlhpc.embodied.workers.actor import FILE
+from rlhpc.embodied.workers.bc_actor import BcActor, check_actions, spaces_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError, NonFinite
+from rlhpc.training.captured_passes import CapturedPasses
+from tests.unit.training.test_captured_passes import record
 
 BASE = Path(__file__).resolve().parents[4] / "configs" / "base" / "bc.yaml"
 EPISODES, LENGTH = 5, 24
@@ -69,7 +75,7 @@ def test_the_demonstrated_actions_are_learned(demos: Path, loss: str) -> None:
     actor = start(demos, f"algorithm.bc_loss={loss}", "demos.holdout=0.4")
     metrics = [actor.imitate(step, 0.0) for step in range(1, 16)]
     assert metrics[-1]["loss"] < metrics[0]["loss"] and metrics[-1]["holdout_loss"] < metrics[0]["holdout_loss"]
-    assert (actor.episodes, actor.total) == (3, 3 * LENGTH) and len(actor.holdout["actions"]) == 2 * LENGTH
+    assert (actor.episodes, actor.total) == (3, 3 * LENGTH) and len(actor.holdout_rows) == 2 * LENGTH
     assert metrics[0]["updates"] == 2 * 3, "two passes of 72 steps in minibatches of 32"
     assert "value_loss" not in metrics[0]
     obs = torch.randn(50, 3, generator=torch.Generator().manual_seed(1))
@@ -79,7 +85,7 @@ def test_the_demonstrated_actions_are_learned(demos: Path, loss: str) -> None:
 
 def test_a_critic_learns_the_returns(demos: Path) -> None:
     actor = start(demos, "algorithm.bc_value_coef=1", "algorithm.gamma=0.5", "env.train.reward_scale=3")
-    returns = actor.demos["returns"]
+    returns = actor.stream.read(np.arange(LENGTH))["returns"]
     assert returns[LENGTH - 1] == 3 and returns[LENGTH - 2] == 4.5, "discounted, and scaled as in the run that follows"
     losses = [actor.imitate(step, 0.0)["value_loss"] for step in range(1, 11)]
     assert losses[-1] < losses[0]
@@ -105,9 +111,78 @@ def test_a_checkpoint_continues_bit_for_bit(demos: Path, tmp_path: Path) -> None
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+def test_a_step_may_be_a_part_of_a_pass(demos: Path, tmp_path: Path) -> None:
+    """Any number of minibatches a step trains on the same minibatches in the same order, and a checkpoint within a pass
+    continues bit for bit."""
+    passes = start(demos)  # twice four minibatches of 32 of 120 steps
+    passes.imitate(1, 0.0)
+    parts = start(demos, "algorithm.minibatches_per_step=3")
+    assert [parts.imitate(step, 0.0)["samples"] for step in (1, 2)] == [96, 24 + 64]
+    assert (parts.passes, parts.pass_rows) == (1, 64)
+    parts.save(str(tmp_path))
+    resumed = start(demos, "algorithm.minibatches_per_step=2", "demos.memory_mb=1")
+    resumed.load(str(tmp_path))
+    assert resumed.imitate(3, 0.0)["samples"] == 32 + 24 and (resumed.passes, resumed.pass_rows) == (2, 0)
+    for name, tensor in weights(passes).items():
+        assert torch.equal(tensor, weights(resumed)[name]), name
+
+
+def test_a_checkpoint_within_a_pass_belongs_to_its_demonstrations(demos: Path, tmp_path: Path) -> None:
+    words = "algorithm.minibatches_per_step=3"
+    actor = start(demos, words)
+    actor.imitate(1, 0.0)
+    actor.save(str(tmp_path))
+    other = start(demos, words, "demos.limit=4")
+    with pytest.raises(
+        ConfigError, match=r"demos\.path has 96 steps now, and .* was written after 96 of 120 steps of a pass"
+    ):
+        other.load(str(tmp_path))
+
+
+def test_a_checkpoint_of_an_earlier_version_continues(demos: Path, tmp_path: Path) -> None:
+    """It has no position: such checkpoints were written between passes."""
+    actor = start(demos)
+    actor.imitate(1, 0.0)
+    actor.save(str(tmp_path))
+    file = tmp_path / FILE.format(rank=0)
+    state = load_state(file)
+    assert {"passes", "pass_rows", "rows"} < state.keys()
+    save_state(file, {key: value for key, value in state.items() if key not in ("passes", "pass_rows", "rows")})
+    expected = actor.imitate(2, 0.5)
+    resumed = start(demos)
+    resumed.load(str(tmp_path))
+    assert (resumed.passes, resumed.pass_rows, resumed.total) == (2, 0, EPISODES * LENGTH)
+    assert resumed.imitate(2, 0.5) == expected
+
+
 def test_the_learning_rate_is_lowered_over_the_run(demos: Path) -> None:
     assert start(demos, "algorithm.anneal_lr=true").imitate(1, 0.75)["lr"] == pytest.approx(0.0025)
     assert start(demos).imitate(1, 0.75)["lr"] == pytest.approx(0.01)
+
+
+def test_a_schedule_counts_optimizer_steps_and_a_resumed_run_goes_on_in_it(demos: Path, tmp_path: Path) -> None:
+    """Two steps of three minibatches each: a warm-up of two, and a cosine that ends after five."""
+    words = (
+        "algorithm.minibatches_per_step=3", "actor.global_batch_size=8", "runner.max_steps=2", "actor.optim.lr_warmup_steps=2",
+        "actor.optim.lr_scheduler=cosine", "actor.optim.lr_decay_steps=5", "actor.optim.min_lr=0.001",
+    )  # fmt: skip
+
+    def rates(actor: BcActor, step: int) -> list[float]:
+        seen: list[float] = []
+        update = actor._update
+        actor._update = lambda rows, batches, rate: (seen.append(rate), update(rows, batches, rate))[1]  # type: ignore[method-assign]
+        actor.imitate(step, (step - 1) / 2)
+        actor._update = update  # type: ignore[method-assign]
+        return seen
+
+    actor = start(demos, *words)
+    first = rates(actor, 1)
+    assert first == pytest.approx([0.01 / 3, 0.02 / 3, 0.01])
+    actor.save(str(tmp_path))
+    resumed = start(demos, *words)
+    resumed.load(str(tmp_path))
+    expected = [0.001 + 0.009 * 0.5 * (1 + math.cos(math.pi * share)) for share in (1 / 3, 2 / 3, 1)]
+    assert rates(resumed, 2) == rates(actor, 2) == pytest.approx(expected)
 
 
 def test_episodes_that_are_not_finite_are_left_out_or_refused(tmp_path: Path) -> None:
@@ -118,14 +193,26 @@ def test_episodes_that_are_not_finite_are_left_out_or_refused(tmp_path: Path) ->
         BcActor(config(tmp_path / "demos.h5")).init_worker()
 
 
-def test_a_gradient_that_is_not_finite_changes_no_weight(demos: Path) -> None:
+def spoil_row(actor: BcActor, row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The action of a row is read as not finite."""
+    read = actor.stream.read
+
+    def read_spoiled(rows: np.ndarray) -> dict[str, Any]:
+        batch = read(rows)
+        batch["actions"][np.asarray(rows) == row] = np.nan
+        return batch
+
+    monkeypatch.setattr(actor.stream, "read", read_spoiled)
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight(demos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = start(demos, "runner.on_nonfinite=skip", "algorithm.update_epochs=1", "actor.global_batch_size=120")
-    actor.demos["actions"][7] = torch.nan
+    spoil_row(actor, 7, monkeypatch)
     before = weights(actor)
     metrics = actor.imitate(1, 0.0)
     assert metrics["updates"] == 0 and all(torch.equal(tensor, before[name]) for name, tensor in weights(actor).items())
     strict = start(demos, "algorithm.update_epochs=1")
-    strict.demos["actions"][7] = torch.nan
+    spoil_row(strict, 7, monkeypatch)
     with pytest.raises(NonFinite, match=r"step 1, epoch 0, minibatch"):
         strict.imitate(1, 0.0)
 
@@ -152,3 +239,21 @@ def test_the_environment_of_the_demonstrations_is_that_of_training(demos: Path) 
     assert list(section.wrappers) == ["flatten"]
     observation_space, action_space = spaces_of(cfg)
     assert (observation_space.shape, action_space.shape) == ((3,), (1,))
+
+
+def test_recorded_passes_train_as_others_do(demos: Path) -> None:
+    """`actor.capture_graphs`, on a stand-in that records a pass and replays it: rows are read before a pass begins."""
+    changes = ("algorithm.bc_value_coef=1", "actor.micro_batch_size=16")
+    eager, captured = start(demos, *changes), start(demos, *changes)
+    backend: Any = captured.backend
+    recordings = list[object]()
+
+    def counted(compute: Any) -> Any:
+        recordings.append(compute)
+        return record(compute)
+
+    backend._captured_passes = CapturedPasses(backend._changed_by_passes, counted)
+    for step in (1, 2):
+        assert captured.imitate(step, 0.0) == eager.imitate(step, 0.0)
+    assert all(torch.equal(tensor, weights(eager)[name]) for name, tensor in weights(captured).items())
+    assert len(recordings) == 3, "16 of 32 rows, and 16 and 8 of the last 24"

@@ -8,13 +8,13 @@ from rlhpc.embodied.rollout.slot_map import SlotMap, relative_slice
 from rlhpc.runtime.errors import ConfigError
 
 LAYOUTS = [
-    {"num_envs": n, "stages": s, "env_ranks": e, "rollout_ranks": r, "actor_ranks": a}
+    {"num_envs": n, "num_stages": s, "num_env_ranks": e, "num_rollout_ranks": r, "num_actor_ranks": a}
     for n, s, e, r, a in itertools.product((12, 24), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2, 3))
     if n % s == 0 and (n // s) % e == 0 and (n // s) % r == 0
 ]
 #: Numbers of ranks that divide neither the slots nor one another.
 LAYOUTS += [
-    {"num_envs": n, "stages": s, "env_ranks": e, "rollout_ranks": r, "actor_ranks": 2, "group_size": g}
+    {"num_envs": n, "num_stages": s, "num_env_ranks": e, "num_rollout_ranks": r, "num_actor_ranks": 2, "group_size": g}
     for (e, r), (n, s, g) in itertools.product(
         ((3, 2), (2, 3), (5, 3), (3, 5)), ((20, 1, 1), (20, 2, 1), (20, 1, 2), (60, 3, 2))
     )
@@ -23,10 +23,10 @@ LAYOUTS += [
 LAYOUTS += [
     {
         "num_envs": 24,
-        "stages": s,
-        "env_ranks": 2,
-        "rollout_ranks": 2,
-        "actor_ranks": 3,
+        "num_stages": s,
+        "num_env_ranks": 2,
+        "num_rollout_ranks": 2,
+        "num_actor_ranks": 3,
         "group_size": g,
         "acting": acting,
     }
@@ -38,11 +38,11 @@ LAYOUTS += [
 def test_every_slot_has_one_owner_in_each_role(layout):
     m = SlotMap(**layout)
     everything = list(range(m.num_envs))
-    stages = range(m.stages)
-    assert sorted(i for s in stages for e in range(m.env_ranks) for i in m.env_share(s, e)) == everything
+    stages = range(m.num_stages)
+    assert sorted(i for s in stages for e in range(m.num_env_ranks) for i in m.env_share(s, e)) == everything
     assert sorted(i for s in stages for r in m.acting_ranks for i in m.rollout_share(s, r)) == everything
-    assert sorted(i for a in range(m.actor_ranks) for i in m.actor_share(a)) == everything
-    envs = [[len(m.env_share(s, e)) for s in stages] for e in range(m.env_ranks)]
+    assert sorted(i for a in range(m.num_actor_ranks) for i in m.actor_share(a)) == everything
+    envs = [[len(m.env_share(s, e)) for s in stages] for e in range(m.num_env_ranks)]
     rollouts = [[len(m.rollout_share(s, r)) for s in stages] for r in m.acting_ranks]
     for sizes in (envs, rollouts):
         flat = [size for each in sizes for size in each]
@@ -53,21 +53,21 @@ def test_every_slot_has_one_owner_in_each_role(layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda v: "-".join(str(x) for x in v.values()))
 def test_both_ends_agree_on_the_messages(layout):
     m = SlotMap(**layout)
-    stages = range(m.stages)
-    sent = {(s, e, r): c for s in stages for e in range(m.env_ranks) for r, c in m.rollouts_of(s, e)}
+    stages = range(m.num_stages)
+    sent = {(s, e, r): c for s in stages for e in range(m.num_env_ranks) for r, c in m.rollouts_of(s, e)}
     taken = {(s, e, r): c for s in stages for r in m.acting_ranks for e, c in m.envs_of(s, r)}
     assert sent == taken
     assert sorted(i for c in sent.values() for i in c) == list(range(m.num_envs))
     handed = {(s, r, a): c for s in stages for r in m.acting_ranks for a, c in m.actors_of(s, r)}
-    received = {(s, r, a): c for a in range(m.actor_ranks) for s, r, c in m.sources_of(a)}
+    received = {(s, r, a): c for a in range(m.num_actor_ranks) for s, r, c in m.sources_of(a)}
     assert handed == received
-    for a in range(m.actor_ranks):
+    for a in range(m.num_actor_ranks):
         in_slot_order = [i for _, _, c in m.sources_of(a) for i in c]
         assert in_slot_order == list(m.actor_share(a))
 
 
 def test_keys_are_unique_and_live_with_the_consumer():
-    m = SlotMap(24, stages=2, env_ranks=2, rollout_ranks=4, actor_ranks=3)
+    m = SlotMap(24, num_stages=2, num_env_ranks=2, num_rollout_ranks=4, num_actor_ranks=3)
     triples = list(itertools.product(range(2), range(2), range(4)))
     to_rollout = {t: m.to_rollout_key(*t) for t in triples}
     to_env = {t: m.to_env_key(*t) for t in triples}
@@ -79,8 +79,8 @@ def test_keys_are_unique_and_live_with_the_consumer():
 
 def test_keys_of_those_who_act_after_others_have_come_and_gone():
     before, after = (
-        SlotMap(24, rollout_ranks=2),
-        SlotMap(24, rollout_ranks=2, env_ranks=3, absent={0, 1}, acting=(1, 4)),
+        SlotMap(24, num_rollout_ranks=2),
+        SlotMap(24, num_rollout_ranks=2, num_env_ranks=3, absent={0, 1}, acting=(1, 4)),
     )
     homes = after.playing_channels()
     assert homes["observations"] == ("rollout", (1, 4)) and homes["actions"] == ("env", (2, 2, 2))
@@ -96,14 +96,14 @@ def test_within():
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ({"num_envs": 7, "stages": 2}, ("num_envs(7)", "pipeline_stage_num(2)")),
-        ({"num_envs": 8, "env_ranks": 9}, ("= 8 shares", "env ranks(9)", "component_placement.env")),
-        ({"num_envs": 8, "stages": 2, "rollout_ranks": 5}, ("= 4 shares", "rollout ranks(5)")),
-        ({"num_envs": 8, "actor_ranks": 3}, ("num_envs(8)", "actor ranks(3)")),
-        ({"num_envs": 8, "env_ranks": 4, "group_size": 4}, ("group_size(4)", "= 2 shares")),
-        ({"num_envs": 8, "stages": 2, "group_size": 8}, ("group_size(8)", "must not be split")),
+        ({"num_envs": 7, "num_stages": 2}, ("num_envs(7)", "pipeline_stage_num(2)")),
+        ({"num_envs": 8, "num_env_ranks": 9}, ("= 8 shares", "env ranks(9)", "component_placement.env")),
+        ({"num_envs": 8, "num_stages": 2, "num_rollout_ranks": 5}, ("= 4 shares", "rollout ranks(5)")),
+        ({"num_envs": 8, "num_actor_ranks": 3}, ("num_envs(8)", "actor ranks(3)")),
+        ({"num_envs": 8, "num_env_ranks": 4, "group_size": 4}, ("group_size(4)", "= 2 shares")),
+        ({"num_envs": 8, "num_stages": 2, "group_size": 8}, ("group_size(8)", "must not be split")),
         ({"num_envs": 0}, ("num_envs is 0",)),
-        ({"num_envs": 8, "stages": 0}, ("pipeline_stage_num is 0",)),
+        ({"num_envs": 8, "num_stages": 0}, ("pipeline_stage_num is 0",)),
     ],
 )
 def test_counts_that_do_not_fit_are_refused_with_their_numbers(layout, words):

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from rlhpc.algorithms import calculate_adv_and_returns
-from rlhpc.embodied.config import PpoConfig
+from rlhpc.embodied.config import EvalEnvConfig, PpoConfig
 from rlhpc.embodied.data.batches import DropReason, RolloutCounts, TrainBatch
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.evaluation.episodes import play
-from rlhpc.embodied.evaluation.intervention import Gated, Intervention
 from rlhpc.embodied.evaluation.recorder import InterventionRecorder
+from rlhpc.embodied.interventions.intervention_env import InterventionEnv
+from rlhpc.embodied.interventions.sources import Intervention
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
@@ -130,10 +131,9 @@ class Person(Intervention):
 
 
 def test_of_an_intervention_the_steps_before_a_failure_are_recorded(tmp_path: Path) -> None:
-    env = Failing({3})
+    env = InterventionEnv(Failing({3}), Person(), EvalEnvConfig(), range(2), seed=0)
     with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
-        gated = Gated(Still(), Person(), env)
-        recorder = InterventionRecorder(writer, env, num_episodes=2, gated=gated)
-        play(gated, env, np.array([1, 1]), torch.device("cpu"), watch=recorder)
-        assert recorder.played == 2 and recorder.taken_steps == 6
+        recorder = InterventionRecorder(writer, env, num_episodes=2)
+        play(Still(), env, np.array([1, 1]), torch.device("cpu"), observer=recorder)
+        assert recorder.num_played == 2 and recorder.num_intervention_steps == 6
     assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [2, 4]

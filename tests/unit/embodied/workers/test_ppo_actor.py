@@ -32,7 +32,7 @@ def gae_of(steps, bootstrap):
 def test_advantages_of_actions_are_those_of_a_run_without_chunks():
     rng = np.random.default_rng(0)
     size, steps, chunk = 5, 7, 3
-    outcomes = Outcomes(range(size), steps, chunk=chunk, reward_per_action=True)
+    outcomes = Outcomes(range(size), steps, chunk=chunk, has_action_rewards=True)
     values = rng.normal(size=(size, steps, chunk)).astype(np.float32)
     last = rng.normal(size=(size, chunk)).astype(np.float32)
     flat = [[] for _ in range(size)]
@@ -82,7 +82,8 @@ OPTIM = SimpleNamespace(
     name="adam", lr=1e-3, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-5, weight_decay=0.0, clip_grad=None
 )
 ALGORITHM = SimpleNamespace(
-    update_epochs=1, loss_type="ppo", value_coef=0.0, entropy_coef=0.0, value_clip=None, target_kl=None,
+    update_epochs=1, loss_type="ppo", value_coef=0.0, entropy_coef=0.0, value_clip=None, huber_delta=None,
+    loss_agg="token-mean", count_filtered_groups=False, target_kl=None,
     normalize_advantages="none", clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=None,
 )  # fmt: skip
 

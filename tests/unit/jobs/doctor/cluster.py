@@ -38,6 +38,7 @@ NODE = (
     " RealMemory=8000 AllocMem=0 Sockets=8 State={state} ThreadsPerCore=1 Partitions={partitions}  CurrentWatts=0"
 )
 ASSOCIATIONS = "rlhpc||normal,long\nroot||normal\n"
+FOLDERS = {"/tmp": "fd01.2", "/dev/shm": "1b.1"}
 SPACE = {"total": 2**40, "free": 2**39, "inodes": 10**6, "inodes_free": 10**6, "writable": True}
 
 
@@ -70,7 +71,7 @@ def hello(node: str, **changed: Any) -> dict[str, Any]:
         "host": node, "node": node, "interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"}, "mask": None,
         "python": list(sys.version_info[:3]), "executable": sys.executable, "packages": {"rlhpc": True, "torch": True},
         "vulkan": {"loader": True, "drivers": ["nvidia_icd.json"]}, "physx": None, "port": 4711,
-        "canary": {"ms": 3.0, "parent": True},
+        "canary": {"ms": 3.0, "parent": True}, "lock": "held", "folders": FOLDERS,
         "limits": {"nofile": 65536, "nproc": -1, "memlock": 65536},
         "space": dict.fromkeys(("runs", "home", "/tmp", "/dev/shm"), SPACE),
     }  # fmt: skip
@@ -82,8 +83,12 @@ def probed(*hellos: dict[str, Any], gpus: int = 0, reach: dict[str, Any] | None 
     for said in hellos:
         job.hello[said["node"]] = said
         job.canary_views[said["node"]] = {"ms": 8.2}
-        found = reach or {"ms": 1.5, "interface": "eth0", "address": "10.0.0.1"}
-        job.peers[said["node"]] = {"second": {"ms": 5.0}, "reach": {other["node"]: found for other in hellos}}
+        found = reach or {"ms": 1.5, "interface": "eth0", "address": "10.0.0.1", "interfaces": ["eth0"]}
+        looked_up = {other["host"]: {"addresses": ["10.0.0.1"]} for other in hellos}
+        job.peers[said["node"]] = {
+            "second": {"ms": 5.0}, "reach": {other["node"]: found for other in hellos}, "names": looked_up,
+        }  # fmt: skip
+        job.second_steps[said["node"]] = {key: said[key] for key in ("node", "folders", "mask")}
     return Probed(Path("/runs"), [job])
 
 

@@ -12,7 +12,7 @@ from rlhpc.jobs.doctor import Finding, render, slurm_checks
 from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor.probe_jobs import Probed, ProbeJob
 from rlhpc.jobs.doctor.slurm_facts import CommandOutput, SiteNodeGroup
-from tests.unit.jobs.doctor.cluster import SPACE, facts, hello, probed, site
+from tests.unit.jobs.doctor.cluster import FOLDERS, SPACE, facts, hello, probed, site
 from tests.unit.jobs.doctor.test_node_checks import FINE
 
 GOLDEN = Path(__file__).parent / "golden" / "findings.txt"
@@ -134,15 +134,35 @@ def _nodes() -> Iterator[tuple[str, Any]]:
     for name in ("ib0", "eth0", None):
         yield (
             f"interface {name}",
-            [*_lines(nodes.interface(two, site(interface=name))), *_lines(nodes.interface(none, site()))],
+            [*_lines(nodes.interface(two, site(interface=name), {})), *_lines(nodes.interface(none, site(), {}))],
         )
     fast = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
-    yield "fast interface", nodes.interface(probed(*(hello(f"n{i}", interfaces=fast) for i in range(8))), site())
+    yield "fast interface", nodes.interface(probed(*(hello(f"n{i}", interfaces=fast) for i in range(8))), site(), {})
     local = probed(hello("n1"), hello("n2"), reach={"ms": 1.0, "interface": "docker0", "address": "1.1.1.1"})
     yield (
         "local interface",
-        [*_lines(nodes.interface(local, site())), *_lines(nodes.interface(probed(hello("n1")), site()))],
+        [*_lines(nodes.interface(local, site(), {})), *_lines(nodes.interface(probed(hello("n1")), site(), {}))],
     )
+    for reach in (
+        {"ms": 1.0, "interface": "eth0", "address": "10.0.0.1", "interfaces": ["data0", "eth0"]},
+        {"ms": 1.0, "interface": "eth0", "address": "10.0.0.1", "interfaces": []},
+    ):
+        found = probed(hello("n1"), hello("n2"), reach=reach)
+        found.jobs[0].peers["n2"]["reach"]["n1"] = {**reach, "interface": "eth1"}
+        yield (
+            f"interfaces {reach['interfaces']}",
+            [
+                *_lines(nodes.interface(probed(hello("n1"), hello("n2"), reach=reach), site(), {})),
+                *_lines(nodes.interface(found, site(), {})),
+            ],
+        )
+    many = probed(*(hello(f"n{i}") for i in range(3)))
+    many.jobs[0].peers["n0"]["reach"]["n2"] = {"ms": 1.0, "interface": "eth1", "address": "10.1.0.1"}
+    yield "routes of a node", nodes.interface(many, site(), {})
+    for value in ("ib0", "eth", "=eth", "^lo", "ib,eth0"):
+        environ = {"NCCL_SOCKET_IFNAME": value, "GLOO_SOCKET_IFNAME": "eth0"}
+        yield f"inherited interface {value}", nodes.interface(two, site(), environ)
+    yield from _steps_and_folders(two, none)
     closed = probed(hello("n1"), hello("n2"), reach={"error": "timed out"})
     yield "ports", [line for found in (two, closed, probed(hello("n1"))) for line in _lines(nodes.ports(found))]
     for gpus in (0, 1):
@@ -189,7 +209,11 @@ def _nodes() -> Iterator[tuple[str, Any]]:
         "simulators of GPU nodes",
         nodes.simulators(replace(poor, jobs=[*poor.jobs, *probed(hello("g1"), gpus=1).jobs])),
     )
-    for offsets in ({"n1": (0.2, 0.01), "n2": (-0.1, 0.01)}, {"n1": (-40.0, 0.1), "n2": (6.0, 0.1)}):
+    for offsets in (
+        {"n1": (0.2, 0.01), "n2": (-0.1, 0.01)},
+        {"n1": (-40.0, 0.1), "n2": (6.0, 0.1)},
+        {"n1": (-4.0, 0.1), "n2": (4.0, 0.1)},
+    ):
         yield f"clocks {offsets}", nodes.clocks(Probed(Path("/runs"), [_job(offsets=offsets)]))
     for environ in ({}, {"CUDA_VISIBLE_DEVICES": "7", "SBATCH_PARTITION": "gpu", "SALLOC_QOS": "x"},
                     {"CUDA_VISIBLE_DEVICES": "7", "SLURM_JOB_ID": "1"}):  # fmt: skip
@@ -216,6 +240,49 @@ def _nodes() -> Iterator[tuple[str, Any]]:
             " server:/data 10  0  20971520     0   120000  0  110000       0\n server:/free 10 0 0 0 10 0 0 0\n"
         ),
     )
+
+
+def _steps_and_folders(two: Probed, none: Probed) -> Iterator[tuple[str, Any]]:
+    """Yields a title and what a check of steps, of their folders, of locks and of names says."""
+    options = site(srun=("--network=x", "--foo"))
+    refused = replace(two, jobs=[_job(hello=two.hellos, srun_error="srun: unrecognized option '--foo'")])
+    for found in (two, refused, none):
+        yield "srun options", [*_lines(nodes.srun_options(found, options)), *_lines(nodes.srun_options(found, site()))]
+    gpus = probed(hello("n1", mask="0,1"), hello("n2", mask="0,1"), gpus=2)
+    job = gpus.jobs[0]
+    job.gres = "gpu:2"
+    yield "overlapping steps", [*_lines(nodes.overlapping_steps(two)), *_lines(nodes.overlapping_steps(gpus))]
+    job.second_steps["n2"] = {**job.second_steps["n2"], "mask": "2,3"}
+    yield "other GPUs", list(nodes.overlapping_steps(gpus))
+    del job.second_steps["n2"]
+    job.second_step_error = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    yield "no second step", nodes.overlapping_steps(gpus)
+    yield "no second step", nodes.overlapping_steps(replace(none, jobs=[_job(hello=two.hellos)]))
+    other = {**FOLDERS, "/tmp": "44.1"}
+    for batch, neighbour, second in (
+        ({}, {}, FOLDERS), (FOLDERS, FOLDERS, FOLDERS), (FOLDERS, other, FOLDERS), (other, {}, FOLDERS),
+        (FOLDERS, {}, {"/tmp": "44.1", "/dev/shm": "45.1"}),
+    ):  # fmt: skip
+        found = probed(hello("n1"), hello("n2"))
+        found.jobs[0].batch_folders = {"n1": batch} if batch else {}
+        found.jobs[0].neighbour_folders = {"n1": neighbour} if neighbour else {}
+        found.jobs[0].second_steps["n2"]["folders"] = second
+        yield "folders", nodes.meeting_folders(found)
+    yield "no folders", [*_lines(nodes.meeting_folders(none)), *_lines(nodes.file_locks(none))]
+    for errors in (("held", "held"), ("held", ""), ("", "Function not implemented"), (None, "held")):
+        yield (
+            f"locks {errors}",
+            nodes.file_locks(probed(*(hello(f"n{i}", lock=error) for i, error in enumerate(errors)))),
+        )
+    yield "locks", nodes.file_locks(replace(two, lock_error="No locks available"))
+    yield "locks", nodes.file_locks(replace(two, folder_error="Permission denied"))
+    unknown = probed(hello("n1"), hello("n2"))
+    for node, host, answer in (
+        ("n1", "n2", {"error": "Name or service not known"}), ("n2", "n1", {"error": "Name or service not known"}),
+        ("n2", "n2", {"addresses": ["127.0.1.1"]}),
+    ):  # fmt: skip
+        unknown.jobs[0].peers[node]["names"][host] = answer
+    yield "names", [line for found in (two, unknown, none) for line in _lines(nodes.host_names(found))]
 
 
 def findings() -> str:

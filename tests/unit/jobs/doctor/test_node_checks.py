@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs.doctor import Finding, worst_level
+from rlhpc.jobs.doctor import Finding, node_probe, worst_level
 from rlhpc.jobs.doctor import node_checks as here
 from rlhpc.jobs.doctor import node_checks as nodes
 from rlhpc.jobs.doctor.probe_jobs import ProbeJob
@@ -45,7 +45,7 @@ def test_nodes_as_they_should_be() -> None:
     found = probed(hello("n1"), hello("n2"))
     found.jobs[0].offsets = {"n1": (0.2, 0.01), "n2": (-0.1, 0.01)}
     lines = [
-        *nodes.started(found.jobs), *nodes.shared_folder(found), *nodes.interface(found, site()), *nodes.ports(found),
+        *nodes.started(found.jobs), *nodes.shared_folder(found), *nodes.interface(found, site(), {}), *nodes.ports(found),
         *nodes.gpu_masks(found, {}), *nodes.python(found), *nodes.shared_memory(found), *nodes.node_disks(found, site()),
         *nodes.simulators(found), *nodes.clocks(found), *nodes.limits(found),
     ]  # fmt: skip
@@ -139,6 +139,55 @@ def test_gpus_that_torch_cannot_use(said: dict[str, Any], found: str, do: str) -
     assert line.level == "fail" and line.result.startswith("n1: ") and found in line.result and do in line.advice
 
 
+#: What the probe of an engine says where all is well.
+STARTED = {"ranks": 2, "launch_s": 3.0, "device": "cuda", "start_s": 42.4, "tokens": 4, "code": 0}
+
+
+def of_engine(*, without: tuple[str, ...] = (), **changed: Any) -> Finding:
+    found = probed(hello("n1", mask="0,1"), gpus=2)
+    found.jobs[0].engine["n1"] = {key: value for key, value in {**STARTED, **changed}.items() if key not in without}
+    [line] = nodes.engines(found)
+    return line
+
+
+def test_an_engine_of_two_ranks_that_starts() -> None:
+    line = of_engine()
+    assert (line.level, line.result, line.advice) == ("pass", "vLLM starts in 42 s and generates (n1)", "")
+    none = probed(hello("n1"))
+    assert list(nodes.engines(none)) == []
+    none.jobs[0].engine["n1"] = {}  # it has fewer GPUs, or another node of the job starts one
+    assert list(nodes.engines(none)) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "found", "do"),
+    [
+        ({"hung_s": 300.0, "without": ("device", "start_s", "tokens", "code")},
+         "n1: starting vLLM on two GPUs did not end within 300 s", "NCCL_P2P_DISABLE=1"),
+        ({"error": "list index out of range", "without": ("device", "start_s", "tokens"), "code": 1},
+         "n1: starting vLLM on two GPUs failed: list index out of range", "disable_custom_all_reduce"),
+        ({"code": -11, "words": "Segmentation fault", "without": ("ranks", "launch_s", "device", "start_s", "tokens")},
+         "n1: launching two ranks ended with exit code -11: Segmentation fault", "/dev/shm"),
+        ({"hung_s": 300.0, "without": ("tokens", "code")}, "n1: generating with two ranks did not end", "enforce_eager"),
+        ({"code": 1, "words": "terminated"}, "n1: ending two ranks ended with exit code 1: terminated", "log"),
+    ],
+)  # fmt: skip
+def test_an_engine_of_two_ranks_that_does_not(said: dict[str, Any], found: str, do: str) -> None:
+    line = of_engine(**said)
+    assert line.level == "fail" and line.result.startswith(found) and do in line.advice
+
+
+def test_a_node_that_was_to_start_an_engine_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_probe, "has_package", lambda name: True)
+    monkeypatch.delenv("RLHPC_VIRTUAL_ACCELERATORS", raising=False)
+    found = probed(hello("n1", mask="0,1"), gpus=2)
+    found.jobs[0].torch["n1"] = {**FINE, "vllm": True}
+    [line] = nodes.engines(found)
+    assert line.level == "fail" and "n1: nothing was heard of it" in line.result
+    found.jobs[0].torch["n1"] = FINE  # vLLM does not work there, which torch's line says
+    assert list(nodes.engines(found)) == []
+
+
 def test_gpus_that_are_only_a_number_are_not_looked_at() -> None:
     [line] = nodes.gpus_in_torch(probed(hello("n1"), gpus=1), {"RLHPC_VIRTUAL_ACCELERATORS": "1"})
     assert line.level == "warn" and "not looked at on n1: RLHPC_VIRTUAL_ACCELERATORS" in line.result
@@ -150,10 +199,10 @@ def test_network() -> None:
     closed = list(nodes.ports(probed(hello("n1"), hello("n2"), reach={"error": "timed out"})))
     assert levels(closed) == ["fail"] and "2 of 2 connections" in closed[0].result and "timed out" in closed[0].result
     assert levels(nodes.ports(probed(hello("n1")))) == ["warn"]
-    [line] = nodes.interface(probed(hello("n1"), hello("n2")), site(interface="ib0"))
+    [line] = nodes.interface(probed(hello("n1"), hello("n2")), site(interface="ib0"), {})
     assert line.level == "fail" and "ib0 has no address on n1, n2" in line.result
     fast = {"eth0": "10.0.0.1", "ib0": "10.1.0.1"}
-    [line] = nodes.interface(probed(hello("n1", interfaces=fast), hello("n2", interfaces=fast)), site())
+    [line] = nodes.interface(probed(hello("n1", interfaces=fast), hello("n2", interfaces=fast)), site(), {})
     assert line.level == "warn" and "interface: ib0" in line.advice
 
 

@@ -24,7 +24,7 @@ def test_a_child_says_what_torch_sees() -> None:
     found = probed(hello("n1", mask=""), gpus=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        found.jobs[0].torch["n1"] = node_probe.ask_torch(source_of(torch_probe), 120)
+        found.jobs[0].torch["n1"] = node_probe.ask_child(source_of(torch_probe), 120)
     [line] = nodes.gpus_in_torch(found, {})
     assert line.level == "fail" and line.result.startswith(
         f"n1: granted 1, torch sees 0: torch {torch.__version__} is built "
@@ -32,9 +32,9 @@ def test_a_child_says_what_torch_sees() -> None:
     assert ("for the CPU;" if torch.version.cuda is None else "finds 0 of them") in line.result
     assert "RLHPC_TORCH=" in line.advice
     first = 'print(\'{"driver": "", "torch": "2.13"}\', flush=True); print(\'is\', \'loading\', flush=True); '
-    hangs = node_probe.ask_torch(f"{first} import time; time.sleep(60)", 2)
+    hangs = node_probe.ask_child(f"{first} import time; time.sleep(60)", 2)
     assert hangs == {"driver": "", "torch": "2.13", "words": "is loading", "hung_s": 2}
-    assert node_probe.ask_torch(f"{first} import os; os._exit(3)", 60)["code"] == 3
+    assert node_probe.ask_child(f"{first} import os; os._exit(3)", 60)["code"] == 3
 
 
 def test_the_probe_imports_vllms_kernels(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_probe_imports_vllms_kernels(tmp_path: Path) -> None:
         script = f"import sys; sys.path.insert(0, {str(package)!r})\n{source_of(torch_probe)}".replace(
             'if __name__ == "__main__":', "if False:"
         )
-        return node_probe.ask_torch(f"{script}\nsay(vllm=import_vllm_kernels())", 60)
+        return node_probe.ask_child(f"{script}\nprint_values(vllm=import_vllm_kernels())", 60)
 
     assert ask("_C_stable_libtorch")["vllm"] is True and ask("_C")["vllm"] is True
     assert "No module named 'vllm._C'" in ask()["words"]  # a build without kernels

@@ -34,27 +34,29 @@ def waits(rule: Rule, seen: ClusterState, seconds: float = 60.0) -> Decision:
 
 def test_it_grows_while_the_actor_waits_and_all_are_at_work() -> None:
     rule = Rule(BOUNDS)
-    assert rule.decide(ClusterState(0, waited=0.5)).submit == 0, "not at once"
-    assert rule.decide(ClusterState(59, waited=0.5)).submit == 0
-    first = rule.decide(ClusterState(60, waited=0.5))
+    assert rule.decide(ClusterState(0, waited_s=0.5)).submit == 0, "not at once"
+    assert rule.decide(ClusterState(59, waited_s=0.5)).submit == 0
+    first = rule.decide(ClusterState(60, waited_s=0.5))
     assert (first.submit, first.only_soon) == (1, True) and "waits for rollouts 50% of the time" in first.reason
-    assert rule.decide(ClusterState(200, [LiveHelperJob("1", "queued")], waited=0.5)) == Decision(
+    assert rule.decide(ClusterState(200, [LiveHelperJob("1", "queued")], waited_s=0.5)) == Decision(
         target=1, reason="there are to be 1"
     ), "one that is in the queue comes first"
-    assert rule.decide(ClusterState(300, [LiveHelperJob("1", "running")], waited=0.5)).submit == 0, "nor has it joined"
-    assert waits(rule, ClusterState(400, at_work("1"), waited=0.5)).submit == 1
-    assert waits(rule, ClusterState(500, at_work("1", "2"), waited=0.5)).submit == 2, "as many again"
-    assert waits(rule, ClusterState(600, at_work(*"1234"), waited=0.5)).submit == 4
-    assert waits(rule, ClusterState(700, at_work(*"12345678"), waited=0.5)).submit == 0, "there are as many as may be"
+    assert rule.decide(ClusterState(300, [LiveHelperJob("1", "running")], waited_s=0.5)).submit == 0, (
+        "nor has it joined"
+    )
+    assert waits(rule, ClusterState(400, at_work("1"), waited_s=0.5)).submit == 1
+    assert waits(rule, ClusterState(500, at_work("1", "2"), waited_s=0.5)).submit == 2, "as many again"
+    assert waits(rule, ClusterState(600, at_work(*"1234"), waited_s=0.5)).submit == 4
+    assert waits(rule, ClusterState(700, at_work(*"12345678"), waited_s=0.5)).submit == 0, "there are as many as may be"
 
 
 def test_it_shrinks_while_the_actor_does_not_wait() -> None:
     rule = Rule(BOUNDS)
-    assert waits(rule, ClusterState(0, at_work(*"123"), waited=0.15)).leave == ()
-    gone = waits(rule, ClusterState(100, at_work(*"123"), waited=0.01))
+    assert waits(rule, ClusterState(0, at_work(*"123"), waited_s=0.15)).leave == ()
+    gone = waits(rule, ClusterState(100, at_work(*"123"), waited_s=0.01))
     assert gone.leave == ("3",) and "only 1%" in gone.reason
-    assert rule.decide(ClusterState(220, at_work(*"12"), waited=0.01)).leave == ("2",)
-    assert waits(Rule(replace(BOUNDS, min_ranks=2)), ClusterState(0, at_work(*"12"), waited=0.01)).leave == ()
+    assert rule.decide(ClusterState(220, at_work(*"12"), waited_s=0.01)).leave == ("2",)
+    assert waits(Rule(replace(BOUNDS, min_ranks=2)), ClusterState(0, at_work(*"12"), waited_s=0.01)).leave == ()
 
 
 def test_what_is_queued_goes_first_and_what_is_young() -> None:
@@ -67,7 +69,7 @@ def test_a_number_that_was_asked_for_is_kept_within_its_bounds() -> None:
     asked = rule.decide(ClusterState(0, requested_ranks=20))
     assert (asked.submit, asked.only_soon, asked.target) == (8, False, 8)
     assert rule.decide(ClusterState(1, at_work(*"123"), requested_ranks=0)).leave == ("3", "2")
-    assert rule.decide(ClusterState(2, at_work("1"), waited=0.0)).leave == ()
+    assert rule.decide(ClusterState(2, at_work("1"), waited_s=0.0)).leave == ()
 
 
 def test_the_least_is_asked_for_whatever_the_queue_says() -> None:
@@ -77,10 +79,10 @@ def test_the_least_is_asked_for_whatever_the_queue_says() -> None:
 
 def test_where_the_queue_is_long_it_asks_again_later() -> None:
     rule = Rule(BOUNDS)
-    assert waits(rule, ClusterState(0, waited=0.5)).submit == 1
+    assert waits(rule, ClusterState(0, waited_s=0.5)).submit == 1
     rule.limit_to_live_jobs(0)
-    assert rule.decide(ClusterState(61, waited=0.5)).submit == 0
-    assert waits(rule, ClusterState(70, waited=0.5)).submit == 1
+    assert rule.decide(ClusterState(61, waited_s=0.5)).submit == 0
+    assert waits(rule, ClusterState(70, waited_s=0.5)).submit == 1
 
 
 def test_a_driver_that_comes_back_begins_with_what_is_there() -> None:
@@ -91,8 +93,8 @@ def test_a_driver_that_comes_back_begins_with_what_is_there() -> None:
 
 def test_nobody_is_asked_for_who_would_have_nothing_to_do() -> None:
     rule = Rule(BOUNDS)
-    assert waits(rule, ClusterState(0, at_work("1", "2"), waited=0.9, useful=3)).submit == 1
-    assert waits(rule, ClusterState(100, at_work("1", "2", "3"), waited=0.9, useful=3)).submit == 0
+    assert waits(rule, ClusterState(0, at_work("1", "2"), waited_s=0.9, useful=3)).submit == 1
+    assert waits(rule, ClusterState(100, at_work("1", "2", "3"), waited_s=0.9, useful=3)).submit == 0
 
 
 def test_jobs_of_several_ranks() -> None:
@@ -113,7 +115,7 @@ class Cluster:
         """Looks `count` times; jobs start a look later, and some lose a rank. Returns the number of jobs in the end."""
         for _ in range(count):
             self.now += 30.0
-            decision = self.rule.decide(ClusterState(self.now, self.jobs, waited=waited, useful=self.useful))
+            decision = self.rule.decide(ClusterState(self.now, self.jobs, waited_s=waited, useful=self.useful))
             self.jobs = [
                 replace(job, state="running", ranks=job.ranks or self.rule.bounds.per_job) for job in self.jobs
             ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, stays
+from rlhpc.jobs.elastic.records import Attendance, HelperJobRecord, HelperRecord, read_stays
 from rlhpc.jobs.paths import RunPaths
 
 
@@ -19,7 +19,7 @@ def test_who_was_there_when(tmp_path: Path) -> None:
     first.note({**place, "incarnation": "b", "rank": 4, "job": ""})
     first.note({"event": "left", "incarnation": "b", "why": "it was told to leave"})
     first.note({"event": "left", "incarnation": "b", "why": "twice"})
-    assert [(stay.rank, stay.job, stay.left_at is None, stay.leave_reason) for stay in stays(paths)] == [
+    assert [(stay.rank, stay.job, stay.left_at is None, stay.leave_reason) for stay in read_stays(paths)] == [
         (3, "7", True, ""), (4, "", False, "it was told to leave"),
     ]  # fmt: skip
     with paths.attendance.open("a") as file:
@@ -28,7 +28,7 @@ def test_who_was_there_when(tmp_path: Path) -> None:
     again = Attendance(paths.attendance)
     again.note({**place, "incarnation": "c", "rank": 3})
     again.close("the run ended")
-    whole = stays(paths)
+    whole = read_stays(paths)
     assert [stay.leave_reason for stay in whole] == ["its driver was gone", "it was told to leave", "the run ended"]
     assert (
         all(stay.left_at is not None and stay.left_at >= stay.joined for stay in whole) and whole[0].works is not None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import numpy as np
+import pytest
+
 from rlhpc.language.agents.chat_content import message_text
+from rlhpc.language.agents.episodes import Episode, id_array, logprob_array, repeated_value, token_array, tokens_of
 from rlhpc.language.agents.registry import (
     Agent,
     EpisodeRunner,
@@ -277,3 +283,37 @@ def test_many_episodes_with_python():
     assert [Letters().decode(e.token_ids[-8:], True).split("\n")[-1] for e in episodes] == [
         str(i**2) for i in range(16)
     ]
+
+
+# -- arrays of tokens
+
+LISTS: list[list[int]] = [[], [0], [7] * 5, [3, 3, 4], [-1, 0, 2**31 - 1], [*range(300)]]
+
+
+@pytest.mark.parametrize("values", LISTS)
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.bool_])
+def test_lists_of_tokens_become_the_arrays_that_numpy_makes(values: list[int], dtype: type[np.generic]) -> None:
+    for given in (values, [bool(value) for value in values]):
+        array, expected = token_array(given, dtype), np.asarray(given, dtype)
+        assert array.dtype == expected.dtype and array.tobytes() == expected.tobytes()
+    assert id_array(*values).tobytes() == np.asarray(values, np.int64).tobytes()
+
+
+def test_logprobs_are_rounded_as_numpy_rounds_them() -> None:
+    """Bit for bit, with those that are not finite and those below float32's normal numbers."""
+    generator = random.Random(0)
+    values = [-generator.expovariate(1.0) * 10.0 ** generator.randint(-44, 30) for _ in range(10_000)]
+    for given in ([], [*values, math.inf, -math.inf, 0.0, -0.0, 1e-46, -1e-45], [float(np.float32(v)) for v in values]):
+        assert logprob_array(given).tobytes() == np.asarray(given, np.float32).tobytes()
+    assert np.isnan(logprob_array([-1.0, math.nan])).tolist() == [False, True]
+
+
+def test_a_value_is_repeated_where_all_entries_have_it() -> None:
+    assert repeated_value([]) is repeated_value([1, 2]) is repeated_value([True, False]) is None
+    assert repeated_value([0, 0]) == 0 and repeated_value([False]) is False
+
+
+def test_trained_tokens_of_all_samples_are_counted() -> None:
+    branches = [Episode(0, (1,), loss_mask=[True, False, True]), Episode(0, (1,)), Episode(0, (1,), loss_mask=[False])]
+    assert tokens_of(Episode(0, (1,), branches=branches)) == 2
+    assert tokens_of(Episode(0, (1,), loss_mask=[True] * 9)) == 9

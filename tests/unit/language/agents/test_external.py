@@ -17,6 +17,8 @@ from rlhpc.language.agents.external import AgentRanks, RemoteAgents
 from rlhpc.language.rollout.group_builder import drop_tokens
 from rlhpc.language.rollout.pending_group import PendingGroup
 from rlhpc.language.rollout.sample_group import build_sample_group
+from rlhpc.runtime.trace_recorder import recorder
+from rlhpc.tracing.read import _read_file
 from tests.integration.language.gateway_things import QUESTION, Scripted, episodes_of, product, run_all
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -33,6 +35,24 @@ def test_one_key_for_many_episodes_and_each_has_its_own_turns() -> None:
     assert [len(episode.samples) for episode in episodes] == [1] * 4
     assert [episode.outcome.reward for episode in episodes] == [1.0, None, 1.0, None]
     assert "KEY KEY KEY" in episodes[1].outcome.error
+
+
+def test_a_trace_has_the_episodes_of_agents_in_processes_around_their_turns(tmp_path: Path) -> None:
+    recorder.start(str(tmp_path / "g-0.jsonl"), {"group": "g", "rank": 0, "host": "h", "host_id": "h", "pid": 1})
+    try:
+        with episodes_of(Scripted(lambda prompt: "84"), "outside_agents:paid_by_turn") as generation:
+            run_all(generation, 2)
+        recorder.stop(flush=True)
+        rows = _read_file(tmp_path / "g-0.jsonl", {}).spans
+    finally:
+        recorder.stop()
+        recorder.reset()
+    by_lane = {row[4]: row for row in rows if row[:2] == ["episode", "wait"]}
+    assert {row[5]["episode"] for row in by_lane.values()} == {0, 1}
+    assert all((row[5]["turns"], row[5]["agents"]) == (2, "python") for row in by_lane.values())
+    turns = [row for row in rows if row[:2] == ["turn", "turn"]]
+    assert len(turns) == 4
+    assert all(by_lane[turn[4]][2] <= turn[2] <= turn[3] <= by_lane[turn[4]][3] for turn in turns)
 
 
 def test_an_agent_says_what_each_turn_was_worth() -> None:

@@ -29,14 +29,14 @@ def test_a_service_whose_port_another_program_has_taken_is_not_ready(
     ready: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was faster: by the time the service starts, its port stands in the list of processes."""
-    real, thief = services._start, list[socket.socket]()
+    real, thief = services._start_service, list[socket.socket]()
 
     def start(*args: Any) -> Any:
         running = real(*args)
         thief.append(socket.create_server(("127.0.0.1", int(running.address.rpartition(":")[2]))))
         return running
 
-    monkeypatch.setattr(services, "_start", start)
+    monkeypatch.setattr(services, "_start_service", start)
     with pytest.raises(ConfigError, match=r"services\[search\]: a program that is not this service listens at"):
         Services([section("import time; print('up', flush=True); time.sleep(100)", ready=ready)], tmp_path)
     thief[0].close()

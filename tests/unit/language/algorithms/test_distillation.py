@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.algorithms.base import MinibatchCounts
 from rlhpc.language.algorithms.distillation import Distillation
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
@@ -24,7 +24,7 @@ V = 5
 
 
 def config(distillation: dict[str, Any], **algorithm: Any) -> GrpoConfig:
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     given = {"name": "distillation", "distillation": distillation, "update_epochs": 1, **algorithm}
     return typed(GrpoConfig, OmegaConf.merge(cfg, {"algorithm": given, "teacher": {"model": {"model_path": "x"}}}))
 

@@ -4,7 +4,8 @@ A minibatch is divided in each of many random ways: groups over ranks, orders of
 samples, samples over ranks (load balance) and micro-batches. The functions are those that train; the ranks are threads.
 The reference has each episode in one piece, on one rank, in one micro-batch.
 
-Exceptions, by definition: the ratio of GSPO is a sample's, and losses of routers are a micro-batch's.
+Exceptions, by definition: the ratio of GSPO and of corrections of sequences is a sample's, and losses of routers are a
+micro-batch's.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rlhpc.language.algorithms.base import ADVANTAGES, MinibatchCounts, length_l
 from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.logprobs import TokenScores
-from rlhpc.language.models.token_batch import TokenBatch, cumulated
+from rlhpc.language.models.token_batch import TokenBatch, cumulate
 from tests.drawn import drawn
 
 from .test_policy_gradient import config
@@ -47,6 +48,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "decoupled": {"adv_type": "rloo", "loss_type": "decoupled_ppo", "recompute_logprobs": True, "tis_cap": 1.1},
     "credit by turn": {"adv_type": "rloo", "credit": "turn", "turn_gamma": 0.7},
     "credit by state": {"adv_type": "grpo", "credit": "state", "turn_gamma": 0.7, "normalize_advantages": "batch"},
+    "corrections of tokens": {
+        "adv_type": "rloo",
+        "recompute_logprobs": True,
+        "loss_type": "decoupled_ppo",
+        "corrections": [
+            {"name": "token_rejection", "kwargs": {"high": 1.6}},
+            {"name": "binary_tv", "kwargs": {"low": 0.3, "high": 0.3, "tau": 0.2}},
+        ],
+    },
+    "corrections of sequences": {
+        "adv_type": "rloo",
+        "recompute_logprobs": True,
+        "corrections": [
+            {"name": "sequence_tis"},
+            {"name": "k3", "kwargs": {"threshold": 0.2}},
+            {"name": "geometric", "kwargs": {"low": 0.5, "high": 2.0}},
+        ],
+    },
     "gspo": {"adv_type": "grpo", "loss_type": "gspo"},
     "distillation, sampled": {"name": "distillation", "distillation": {"mode": "sampled", "task_reward_coef": 1.0}},
     "distillation, topk": {"name": "distillation", "distillation": {"mode": "topk", "task_reward_coef": 1.0}},
@@ -126,7 +145,7 @@ def batch_of(given: Play, samples: Sequence[tuple[int, int, Sequence[int]]]) -> 
     episodes, roles = (torch.tensor([sample[at] for sample in samples], dtype=torch.long) for at in (0, 1))
     columns = {name: values[uids] for name, values in given.columns.items()}
     return TokenBatch(
-        cumulated(lengths), torch.cat(ids), torch.cat(mask), torch.cat(turn), episodes, roles, episodes // SIZE,
+        cumulate(lengths), torch.cat(ids), torch.cat(mask), torch.cat(turn), episodes, roles, episodes // SIZE,
         given.rewards[episodes], {**columns, "uid": uids},
     )  # fmt: skip
 
@@ -265,6 +284,6 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_division(
     for tried, number in enumerate(TRIED if dtype == torch.float64 else TRIED[::3]):
         draw, ranks = torch.Generator().manual_seed(number), (1, 2, 4)[number % 3]
         loss_agg = AGGREGATIONS[tried % len(AGGREGATIONS)]
-        batches = divided(given, draw, ranks, splits=name != "gspo")
+        batches = divided(given, draw, ranks, splits=name not in ("gspo", "corrections of sequences"))
         found = trained(settings(name, loss_agg), given, batches, cut_anyhow(draw, ranks))
         assert_same(found, expected[loss_agg], tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from rlhpc.algorithms import calculate_adv_and_returns, kl_penalty
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.algorithms.base import MinibatchCounts
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.algorithms.registry import make_algorithm
@@ -17,14 +18,14 @@ from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.config.scoring import ProcessTermConfig
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.micro_batching import micro_batches
-from rlhpc.language.models.token_batch import TokenBatch, cumulated
+from rlhpc.language.models.token_batch import TokenBatch, cumulate
 from rlhpc.runtime.errors import ConfigError
 
 GROUPS, SIZE = 3, 4
 
 
 def config(**algorithm: Any) -> GrpoConfig:
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     for key, value in algorithm.items():
         OmegaConf.update(cfg, f"algorithm.{key}", value)
     return typed(GrpoConfig, cfg)
@@ -54,7 +55,7 @@ def in_pieces(batch: TokenBatch) -> TokenBatch:
         lengths += parts
         owner += [sample] * len(parts)
     facts = {name: getattr(batch, name)[owner] for name in ("episode", "role", "group", "reward")}
-    return TokenBatch(cumulated(lengths), batch.ids, batch.mask, batch.turn, columns=batch.columns, **facts)
+    return TokenBatch(cumulate(lengths), batch.ids, batch.mask, batch.turn, columns=batch.columns, **facts)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -234,3 +235,34 @@ def test_the_ratio_of_gspo_is_a_samples(batch: TokenBatch) -> None:
 def test_what_is_no_algorithm_is_one_message(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_algorithm(config(**changes))
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_gap_of_each_class_of_tokens_is_a_mean_over_its_tokens(batch: TokenBatch, pieces: int) -> None:
+    """However the minibatch is cut; and a class without tokens reports none."""
+    algorithm = make_algorithm(config())
+    engine = batch.columns["rollout_logprobs"] = batch.columns["rollout_logprobs"] * 4
+    batch.columns["advantages"] = torch.ones(batch.tokens)
+    batch.columns["special"] = torch.arange(batch.tokens) % 3 == 0
+    logprobs = engine + 0.1 * torch.randn(batch.tokens, generator=torch.Generator().manual_seed(1))
+    counts, sums = MinibatchCounts.of(batch), dict[str, float]()
+    for samples in torch.arange(len(batch)).chunk(pieces):
+        part = batch.select(samples)
+        scores = TokenScores(logprobs[batch.tokens_of(samples)], None)
+        for name, value in algorithm.loss(scores, part, counts)[1].items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    found = algorithm.summarize(sums)
+    gaps: dict[str, list[float]] = {"likely": [], "uncertain": [], "unlikely": [], "first": [], "special": []}
+    for token in torch.nonzero(batch.mask).flatten().tolist():
+        gap, probability = abs(float(logprobs[token] - engine[token])), math.exp(float(engine[token]))
+        gaps["likely" if probability >= 0.9 else "unlikely" if probability < 0.1 else "uncertain"].append(gap)
+        if not batch.mask[token - 1]:
+            gaps["first"].append(gap)
+        if not token % 3:
+            gaps["special"].append(gap)
+    for name, values in gaps.items():
+        assert found[f"mismatch_share/{name}"] == pytest.approx(len(values) / int(batch.mask.sum()), abs=1e-6)
+        assert len(values) > 2 and found[f"mismatch_abs/{name}"] == pytest.approx(sum(values) / len(values), rel=1e-4)
+    alone = algorithm.summarize({"mismatch_abs/likely": 0.0, "mismatch_share/likely": 0.0, "policy/a/mismatch_abs/first": 0.2,
+                                 "policy/a/mismatch_share/first": 0.5})  # fmt: skip
+    assert "mismatch_abs/likely" not in alone and alone["policy/a/mismatch_abs/first"] == pytest.approx(0.4)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.config.rewards import RewardTermConfig
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.models.token_batch import TokenBatch, cumulated
+from rlhpc.language.models.token_batch import TokenBatch, cumulate
 from rlhpc.language.rewards.pool import Scored
 
 #: Of each episode of a group: its turns, as what each had just read and what it was paid.
@@ -21,7 +21,7 @@ PLAYED = [[(7, 0.0), (8, 1.0)], [(7, 0.5), (9, 0.0), (8, 0.0)], [(7, 0.0), (9, 2
 
 
 def algorithm(**options: Any) -> PolicyGradient:
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     for key, value in {"credit": "turn", "adv_type": "rloo", **options}.items():
         OmegaConf.update(cfg, f"algorithm.{key}", value)
     cfg = typed(GrpoConfig, cfg)
@@ -47,7 +47,7 @@ def batch(besides: float = 0.0) -> TokenBatch:
     worth = torch.tensor([2 * sum(reward for _, reward in turns) + besides for turns in PLAYED * 2])
     numbers = torch.tensor(episode)
     return TokenBatch(
-        cumulated(lengths), torch.tensor(ids), torch.tensor(mask), torch.tensor(turn), numbers, torch.zeros_like(numbers),
+        cumulate(lengths), torch.tensor(ids), torch.tensor(mask), torch.tensor(turn), numbers, torch.zeros_like(numbers),
         numbers // 4, worth[numbers], {"turn_rewards": torch.tensor(paid)},
     )  # fmt: skip
 
@@ -124,5 +124,5 @@ def test_a_rank_hands_over_what_turns_were_worth_in_the_weight_of_the_agents_wor
     assert algorithm().rollout_columns(Episode(0, (1,), token_ids=[3]), Scored(0.0, {}, False)) == {
         "turn_rewards": [0.0]
     }
-    inline = PolicyGradient(typed(GrpoConfig, untouched(GrpoConfig)))
+    inline = PolicyGradient(typed(GrpoConfig, default_section(GrpoConfig)))
     assert "turn_rewards" not in [column.name for column in inline.columns]

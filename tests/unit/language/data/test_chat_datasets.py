@@ -298,7 +298,7 @@ def fault_of(case: Case, folder: Path) -> str:
         )
         encoder = PromptTokenizer(tokenizer_of(case.template), 100_000)
         problems = encoder.fitting(
-            make_dataset(OmegaConf.structured(section), demonstrations=True), demonstrations=True
+            make_dataset(OmegaConf.structured(section), requires_demonstrations=True), requires_demonstrations=True
         )
         found = [encoder.encode_demonstration(problems[number]) for number in range(len(problems))]
     except ConfigError as error:

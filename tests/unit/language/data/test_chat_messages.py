@@ -38,14 +38,14 @@ def test_null_counts_as_absent_and_inside_arguments_only_where_files_fill_it_in(
         "name": "",
     }
     for sparse, arguments in ((False, {"a": 6, "b": None}), (True, {"a": 6})):
-        (_, made) = read_messages([USER, turn], sparse=sparse)
+        (_, made) = read_messages([USER, turn], is_sparse=sparse)
         function = {"name": "multiply", "arguments": arguments}
         assert made == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def test_parts_of_text_become_one_text_and_pictures_a_mark() -> None:
     parts = ["a", {"type": "text", "text": "b", "image": None}, {"type": "image", "text": None}]
-    assert read_messages([{"role": "user", "content": parts}], pictures=True)[0]["content"] == "ab<image>"
+    assert read_messages([{"role": "user", "content": parts}], has_pictures=True)[0]["content"] == "ab<image>"
     with pytest.raises(ConfigError, match=r"message 0 \(user\) has a part of type image, and no column of pictures"):
         read_messages([{"role": "user", "content": parts}])
 
@@ -94,9 +94,9 @@ def test_a_completion_of_messages_is_a_demonstration(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"rows\.jsonl:2: column 'completion' is .*the last message is not the assistant's"
     ):
-        make_dataset(cfg, demonstrations=True)
+        make_dataset(cfg, requires_demonstrations=True)
     write(tmp_path / "rows.jsonl", {"prompt": [USER], "completion": completion})
-    problem = make_dataset(cfg, demonstrations=True)[0]
+    problem = make_dataset(cfg, requires_demonstrations=True)[0]
     assert [message["role"] for message in problem.messages] == ["user", "assistant", "tool"]
     assert problem.messages[1]["tool_calls"] == [CALL] and (problem.response, problem.turn) == ("42", None)
 

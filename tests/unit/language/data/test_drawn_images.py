@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
@@ -23,7 +23,7 @@ WHITE = (255, 255, 255)
 
 def problems(part: str = "train", size: int = 40, seed: int = 1, **kwargs: Any) -> DrawnProblems:
     """Returns the problems of a section with these arguments."""
-    section: Any = untouched(GrpoConfig).data.train
+    section: Any = default_section(GrpoConfig).data.train
     section.source, section.size, section.seed, section.kwargs = "drawn", size, seed, kwargs
     return DrawnProblems(section, part=part, key="data.train")
 

@@ -122,18 +122,18 @@ def test_split_names_a_part_of_a_dataset_folder(tmp_path: Path) -> None:
 def test_demonstrations(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
     path = write_jsonl(tmp_path / "talk.jsonl", [{"messages": talk}])
-    problem = make_dataset(config(path=path, prompt_key="messages", answer_key=None), demonstrations=True)[0]
+    problem = make_dataset(config(path=path, prompt_key="messages", answer_key=None), requires_demonstrations=True)[0]
     assert (problem.messages, problem.response) == (({"role": "user", "content": "2+2?"},), "4")
 
     columns = write_jsonl(tmp_path / "columns.jsonl", [{"q": "2+2?", "a": "4"}, {"q": "3+3?", "a": ""}])
     cfg = config(path=columns, prompt_key="q", answer_key=None, response_key="a")
     assert [p.response for p in make_dataset(cfg)] == ["4", ""]
     with pytest.raises(ConfigError, match=r"columns\.jsonl:2: the demonstration, column 'a', is empty"):
-        make_dataset(cfg, demonstrations=True)
+        make_dataset(cfg, requires_demonstrations=True)
     with pytest.raises(
         ConfigError, match=r"response_key is 'response', but .*columns\.jsonl:1 has no such column; it has: q, a"
     ):
-        make_dataset(config(path=columns, prompt_key="q", answer_key=None), demonstrations=True)
+        make_dataset(config(path=columns, prompt_key="q", answer_key=None), requires_demonstrations=True)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ class Greetings:
 def test_a_source_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlhpc.language.data import registry
 
-    monkeypatch.setattr(registry.SOURCES, "_registered", {})
+    monkeypatch.setattr(registry.SOURCES, "_items", {})
     register_source("greetings")(Greetings)
     cfg = config(source="Greetings", prompt_template="say {prompt}", system_prompt="polite:")
     assert make_dataset(cfg)[1].messages == ({"role": "raw", "content": "polite:\nsay hello"},)
@@ -234,4 +234,4 @@ def test_a_source_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="registered twice"):
         register_source("greetings")(Greetings)
     with pytest.raises(ConfigError, match="source 'Greetings' has no demonstrations"):
-        make_dataset(cfg, demonstrations=True)
+        make_dataset(cfg, requires_demonstrations=True)

@@ -93,7 +93,7 @@ def test_each_end_token_is_stripped_for_each_reader(base: Any, end: str) -> None
     assert listener.texts == ["It is 4."]
     problem = Prompt(0, ({"role": "user", "content": "2+2?"},), "4")
     episode = Episode(0, (1,), problem, ids, [0.0] * len(ids), [0] * len(ids), [True] * len(ids))
-    assert sample_of(problem, episode, base, finished=True).response == "It is 4."
+    assert sample_of(problem, episode, base, has_finished=True).response == "It is 4."
 
 
 def test_a_demonstration_ends_as_the_template_ends_a_turn(base: Any, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_prompts_that_are_too_long(characters: Any) -> None:
         lax.fitting([long, long])
     assert lax.encode_demonstration(short, max_tokens=6) is None
     longer = ask("1+9=", "10")
-    assert list(lax.fitting([short, longer, long], demonstrations=True, max_tokens=7)) == [short]
+    assert list(lax.fitting([short, longer, long], requires_demonstrations=True, max_tokens=7)) == [short]
     with pytest.raises(ConfigError, match=r"has 7 tokens with its response, more than actor\.max_tokens_per_micro_"):
         strict.encode_demonstration(short, max_tokens=6)
 

@@ -28,11 +28,20 @@ class Platform:
     kernels_replaced = (True,)  # read by tests.warm.engines
     register_triton_kernel_overrides = None
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
+    def __init__(self, device_type: str, capability: tuple[int, int] = (9, 0)) -> None:
+        self.device_type, self.capability = device_type, capability
+
+    def get_device_name(self) -> str:
+        return self.device_type
 
     def is_cpu(self) -> bool:
         return self.device_type == "cpu"
+
+    def is_cuda(self) -> bool:
+        return self.device_type == "cuda"
+
+    def has_device_capability(self, capability: tuple[int, int]) -> bool:
+        return self.capability >= capability
 
 
 class RequestOutputKind(enum.Enum):
@@ -180,7 +189,7 @@ class LLMEngine:
         self.events.append(("reset", reset_running_requests))
 
 
-def load_all(weights: Iterable[tuple[str, Any]], packed: bool) -> Loaded:
+def load_all(weights: Iterable[tuple[str, Any]], is_packed: bool, untrained_parts: Iterable[str] = ()) -> Loaded:
     """Counts the elements of an update of which each is copied once."""
     return Loaded({name: tensor.numel() for name, tensor in weights}, ())
 
@@ -197,7 +206,9 @@ def install(patch: pytest.MonkeyPatch, device_type: str = "cpu") -> type[LLMEngi
     }
     engine = type("LLMEngine", (LLMEngine,), {"default_replies": replies})
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"EngineArgs": EngineArgs, "LLMEngine": engine, "SamplingParams": SamplingParams},
+        "vllm": {"EngineArgs": EngineArgs, "LLMEngine": engine, "SamplingParams": SamplingParams, "__version__": "0"},
+        "vllm.envs": {"VLLM_CACHE_ROOT": "/proc/no folder can be made here"},
+        "vllm.logger": {},
         "vllm.platforms": {"current_platform": Platform(device_type)},
         "vllm.usage.usage_lib": {"UsageContext": SimpleNamespace(LLM_CLASS="class")},
         "vllm.sampling_params": {"RequestOutputKind": RequestOutputKind},

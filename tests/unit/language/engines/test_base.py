@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend, SamplingParams
-from rlhpc.language.engines.registry import ENGINES, _factory, forkable
+from rlhpc.language.engines.registry import ENGINES, _factory, is_forkable
 from tests.extras import need_extra
 
 
@@ -103,7 +103,7 @@ def test_its_further_methods_are_used() -> None:
     assert [done.id for done in engine.step()] == [2]
     assert engine.so_far([3]) == {3: [7]} and engine.score([1, 2]) == [-1.0]
     with pytest.warns(FutureWarning):
-        assert not forkable(f"{__name__}:Echo")
+        assert not is_forkable(f"{__name__}:Echo")
 
 
 def test_a_class_that_lacks_methods_works_until_one_is_called() -> None:
@@ -116,7 +116,7 @@ def test_a_class_that_lacks_methods_works_until_one_is_called() -> None:
 
 def test_an_engine_that_can_do_no_more_says_so(recwarn: pytest.WarningsRecorder) -> None:
     engine: Any = _factory(f"{__name__}:Derived")()
-    assert engine.capacity == sys.maxsize and forkable(f"{__name__}:Derived")
+    assert engine.capacity == sys.maxsize and is_forkable(f"{__name__}:Derived")
     for act in (lambda: engine.drop([1]), lambda: engine.score([1, 2]), lambda: engine.update_shards(1, [])):
         with pytest.raises(NotImplementedError, match="Derived"):
             act()

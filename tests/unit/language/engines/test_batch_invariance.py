@@ -19,57 +19,13 @@ from rlhpc.language.engines import batch_invariance
 from rlhpc.language.engines.batch_invariance import (
     Decoding,
     DecodingLinear,
-    KVCache,
-    decoding_cache,
     pass_shapes,
     supports_batch_invariance,
 )
+from rlhpc.language.engines.hf_forward import decoding_cache
+from tests.unit.language.engines.test_hf_forward_cache import LENGTHS, cache_of
 
 CPU = torch.device("cpu")
-LENGTHS = [3, 40, 1]
-
-
-def prefilled(lengths: list[int], generator: torch.Generator) -> list[Any]:
-    """Returns two layers' keys and values of sequences, one after the other."""
-    shape = (1, 2, sum(lengths), 8)
-    return [
-        SimpleNamespace(keys=torch.randn(shape, generator=generator), values=torch.randn(shape, generator=generator))
-        for _ in range(2)
-    ]
-
-
-def cache_of(lengths: list[int]) -> tuple[KVCache, list[Any]]:
-    layers = prefilled(lengths, torch.Generator().manual_seed(0))
-    cache = KVCache(max_rows=8)
-    cache.append(layers, lengths, range(len(lengths)), [0] * len(lengths))
-    return cache, layers
-
-
-def test_each_row_begins_at_column_0_and_a_leaving_row_is_replaced_by_the_last() -> None:
-    cache, layers = cache_of(LENGTHS)
-    assert cache.rows == 3 and cache.length[:3].tolist() == LENGTHS
-    assert torch.equal(cache.keys[1][1, :, :40], layers[1].keys[0, :, 3:43])
-    assert cache.drop([0]) == [(2, 0)]
-    assert cache.rows == 2 and cache.length[:2].tolist() == [1, 40]
-    assert torch.equal(cache.values[0][0, :, :1], layers[0].values[0, :, 43:44])
-    assert torch.equal(cache.values[0][1, :, :40], layers[0].values[0, :, 3:43])
-    cache.free()
-    assert cache.rows == 0 and cache.keys == []
-
-
-def test_a_decoded_token_is_written_behind_its_row_at_its_position() -> None:
-    layers = prefilled(LENGTHS, torch.Generator().manual_seed(0))
-    cache = KVCache(max_rows=8)
-    cache.append(layers, LENGTHS, [0, 1, 2], [0, 5, 0])  # images before the second row's end shift its positions
-    cache.reserve()
-    assert cache.places.tolist() == [3, 45, 1]
-    states = torch.arange(3.0)[:, None, None, None].expand(3, 2, 1, 8)
-    keys, values = decoding_cache(cache).layers[1].update(states, -states)
-    for row, length in enumerate(LENGTHS):
-        assert (keys[row, :, length] == row).all() and (values[row, :, length] == -row).all()
-    cache.reserve(single_row=1)
-    keys, _ = decoding_cache(cache).layers[0].update(states[1:2], states[1:2])
-    assert keys.shape[:3] == (1, 2, 41) and (keys[0, :, 40] == 1).all()
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -79,8 +35,8 @@ def test_attention_of_a_decoded_token_is_causal_attention_over_its_row(window: i
     query, key, value = (torch.randn(3, heads, 1, 8, generator=generator) for heads in (4, 2, 2))
     cache.reserve()
     keys, values = decoding_cache(cache).layers[0].update(key, value)
-    with pass_shapes(Decoding(cache, 32, torch.float32, CPU)):
-        outputs, _ = batch_invariance._attend(nn.Identity(), query, keys, values, sliding_window=window)
+    with pass_shapes(Decoding(cache.length[: cache.rows], 32, torch.float32, CPU)):
+        outputs, _ = batch_invariance._compute_attention(nn.Identity(), query, keys, values, sliding_window=window)
     start = 0
     for row, length in enumerate(LENGTHS):
         past = slice(start, start + length)
@@ -99,10 +55,10 @@ def test_sequences_of_a_prefill_do_not_attend_to_each_other() -> None:
     generator = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(1, heads, 7, 8, generator=generator) for heads in (4, 2, 2))
     with pass_shapes([3, 4]):
-        outputs, _ = batch_invariance._attend(nn.Identity(), query, key, value)
+        outputs, _ = batch_invariance._compute_attention(nn.Identity(), query, key, value)
     for tokens in (slice(0, 3), slice(3, 7)):
         with pass_shapes([tokens.stop - tokens.start]):
-            alone, _ = batch_invariance._attend(
+            alone, _ = batch_invariance._compute_attention(
                 nn.Identity(), *(states[:, :, tokens] for states in (query, key, value))
             )
         assert torch.equal(outputs[:, tokens], alone)
@@ -112,7 +68,7 @@ def test_a_linear_layer_computes_only_the_rows_in_use() -> None:
     cache, _ = cache_of(LENGTHS)
     layer = DecodingLinear(8, 5)
     inputs = torch.randn(32, 1, 8, generator=torch.Generator().manual_seed(3))
-    with pass_shapes(Decoding(cache, 32, torch.float32, CPU)), torch.no_grad():
+    with pass_shapes(Decoding(cache.length[: cache.rows], 32, torch.float32, CPU)), torch.no_grad():
         outputs = layer(inputs)
         assert torch.equal(layer(inputs[:5]), F.linear(inputs[:5], layer.weight, layer.bias))  # of other rows
     assert torch.equal(outputs[:8], F.linear(inputs[:8], layer.weight, layer.bias))
@@ -126,14 +82,14 @@ def test_experts_give_each_token_the_weighted_sum_of_its_experts() -> None:
                              down_proj=down, _apply_gate=lambda x: F.silu(x[:, :32].contiguous()) * x[:, 32:])  # fmt: skip
     hidden = torch.randn(11, 32, generator=generator)
     weights, experts = torch.rand(11, 4, generator=generator).topk(2)
-    outputs = batch_invariance._expert_products(module, hidden, experts, weights)
+    outputs = batch_invariance._compute_expert_products(module, hidden, experts, weights)
     for token in range(11):
         expected = sum(
             weights[token, k] * (down[expert] @ module._apply_gate((gate_up[expert] @ hidden[token])[None])[0])
             for k, expert in enumerate(experts[token].tolist())
         )
         torch.testing.assert_close(outputs[token], expected, rtol=1e-3, atol=1e-3)
-        alone = batch_invariance._expert_products(module, hidden[token : token + 1], experts[token : token + 1],
+        alone = batch_invariance._compute_expert_products(module, hidden[token : token + 1], experts[token : token + 1],
                                                   weights[token : token + 1])  # fmt: skip
         assert torch.equal(outputs[token], alone[0])
 
@@ -143,13 +99,16 @@ def test_experts_give_each_token_the_weighted_sum_of_its_experts() -> None:
     [
         ({}, True),
         ({"layer_types": ["full_attention", "sliding_attention"]}, True),
-        ({"layer_types": ["full_attention", "linear_attention"]}, False),
+        ({"layer_types": ["full_attention", "linear_attention"]}, True),
+        ({"layer_types": ["full_attention", "indexed_attention"]}, False),
         ({"alibi": True}, False),
         ({"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 32}}, False),
         ({"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 64}}, True),
     ],
 )
-def test_a_model_joins_if_it_mixes_tokens_by_this_attention_alone(changes: dict[str, Any], expected: bool) -> None:
+def test_a_model_joins_if_it_mixes_tokens_by_this_attention_or_by_states_of_its_rows(
+    changes: dict[str, Any], expected: bool
+) -> None:
     config = SimpleNamespace(_attn_implementation="sdpa", **changes)
     config.get_text_config = lambda: config
     model = SimpleNamespace(config=config, _supports_attention_backend=True, named_parameters=list)

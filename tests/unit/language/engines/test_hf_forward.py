@@ -44,7 +44,7 @@ def run(forward: Forward, prompts: list[list[int]], tokens: torch.Tensor) -> lis
 
 def test_logits_are_those_of_the_model(model: Any) -> None:
     forward = make_forward(model, max_rows=8)
-    assert forward.batched
+    assert forward.is_batched
     logits = run(forward, PROMPTS, TOKENS)
     for row, prompt in enumerate(PROMPTS):
         ids = torch.tensor([[*prompt, *TOKENS[:, row].tolist()]])
@@ -83,7 +83,7 @@ def test_a_model_whose_positions_depend_on_the_longest_sequence_is_computed_row_
     changed.config.rope_parameters = {**changed.config.rope_parameters, "rope_type": "dynamic",
                                       "original_max_position_embeddings": 8}  # fmt: skip
     forward = make_forward(changed, max_rows=8)
-    assert not forward.batched
+    assert not forward.is_batched
     logits = run(forward, PROMPTS, TOKENS)
     for row, prompt in enumerate(PROMPTS):
         alone = run(forward, [prompt], TOKENS[:, row : row + 1])

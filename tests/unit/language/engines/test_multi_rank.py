@@ -108,7 +108,7 @@ def lead(link: Any, engine: Any) -> Leader:
 
 
 #: Features of updates, which each rank's engine takes by itself, and what a class says of all its engines.
-OF_THE_RANK = {"version", "takes_partial_updates", "takes_shards", "forkable", "awaiting"}
+OF_THE_RANK = {"version", "takes_partial_updates", "takes_shards", "forkable", "preload", "awaiting"}
 
 
 def test_the_leader_has_the_features_of_its_engine() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.checkpoint.tensor_slice import Box, full_box
-from rlhpc.config.typed import untouched
+from rlhpc.checkpoint.tensor_slice import TensorSlice, full_slice
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import Request, SamplingParams
 from rlhpc.language.engines.common import WeightUpdateError
-from rlhpc.language.engines.vllm import Adapters, VLLMRollout
+from rlhpc.language.engines.vllm import Adapters, VLLMRollout, _compute_parameter_digests
 from rlhpc.language.engines.vllm_weights import Loaded
 from rlhpc.runtime.errors import ConfigError
 from tests.unit.language.engines import fake_vllm
@@ -48,7 +49,7 @@ def build(model: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     def make(device: str = "cpu", folder: Path = model, replies: Any = None, **keys: Any) -> Any:
         engine = fake_vllm.install(monkeypatch, device.partition(":")[0])
         engine.default_replies.update(replies or {})
-        cfg = untouched(GrpoConfig)
+        cfg = default_section(GrpoConfig)
         for key, value in keys.items():
             OmegaConf.update(cfg, key.replace("__", "."), value)
         return VLLMRollout(cfg, model_path=str(folder), device=device, seed=3)
@@ -62,7 +63,7 @@ def request(number: int, prompt: tuple[int, ...] = (5, 10), most: int = 4, **sam
 
 
 def weights(engine: Any, value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
-    return [(name, torch.full(shape, value)) for name, shape in engine._needed.items()]
+    return [(name, torch.full(shape, value)) for name, shape in engine._required_shapes.items()]
 
 
 # -- requests
@@ -145,6 +146,17 @@ def test_a_text_is_scored_beside_responses_that_nobody_loses(build: Build) -> No
 # -- weight updates
 
 
+def test_digests_of_parameters_have_the_engines_names() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    first = _compute_parameter_digests(worker)
+    assert first.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    with torch.no_grad():
+        model[1].bias.add_(1)
+    changed = _compute_parameter_digests(worker)
+    assert {name for name in first if first[name] != changed[name]} == {"1.bias"}
+
+
 def test_tokens_have_the_version_of_the_weights_that_sampled_them(build: Build) -> None:
     engine = build()
     engine.update_weights(1, weights(engine))
@@ -184,7 +196,7 @@ def test_an_update_that_lacks_a_tensor_stops_the_engine_for_good(build: Build) -
 
 
 def test_an_update_that_vllm_did_not_load_is_noticed(build: Build) -> None:
-    def lose(named: Any, packed: bool) -> Loaded:
+    def lose(named: Any, *_: Any) -> Loaded:
         counts = {name: tensor.numel() for name, tensor in named}
         counts[lost] -= 1
         return Loaded(counts, ())
@@ -200,17 +212,17 @@ def test_slices_of_a_rank_are_named_once_and_loaded(build: Build) -> None:
     """Tied weights have one name, and what loaders copy twice is wanted once."""
     loaded: dict[str, Any] = {}
 
-    def boxes(shapes: Any) -> dict[str, list[Box]]:
-        return {name: [full_box(shape)] * 2 for name, shape in shapes.items() if "norm" not in name}
+    def tensor_slices(shapes: Any) -> dict[str, list[TensorSlice]]:
+        return {name: [full_slice(shape)] * 2 for name, shape in shapes.items() if "norm" not in name}
 
-    def load(named: Any, packed: bool) -> Loaded:
+    def load(named: Any, *_: Any) -> Loaded:
         loaded.update(named)
-        return Loaded(dict(engine._expected), ())
+        return Loaded(dict(engine._expected_sizes), ())
 
-    engine = build(replies={"wanted_boxes": boxes, "reload_counted": load})
+    engine = build(replies={"wanted_slices": tensor_slices, "reload_counted": load})
     wants = engine.wants()
-    assert wants.keys() == {name for name in engine._needed if "norm" not in name}
-    assert all(each == (full_box(engine._needed[name]),) for name, each in wants.items())
+    assert wants.keys() == {name for name in engine._required_shapes if "norm" not in name}
+    assert all(each == (full_slice(engine._required_shapes[name]),) for name, each in wants.items())
     shards = [(name, tensor) for name, tensor in weights(engine, 2.0) if name in wants]
     engine.update_shards(5, shards)
     assert engine.version == 5 and loaded.keys() >= wants.keys()
@@ -242,7 +254,9 @@ def test_kernels_that_pack_experts_are_refused_on_an_accelerator(build: Build, t
     ).save_pretrained(tmp_path)  # fmt: skip
     engine = build("cuda:0", tmp_path, rollout__dtype="float32")
     assert engine._engine.arguments.moe_backend == "triton"
-    assert engine._expected["model.layers.0.mlp.experts.1.down_proj.weight"] == 32, "named as in the model's files"
+    assert engine._expected_sizes["model.layers.0.mlp.experts.1.down_proj.weight"] == 32, (
+        "named as in the model's files"
+    )
     with pytest.raises(ConfigError, match=r"vLLM's MarlinExperts keep experts .*moe_backend: triton"):
         build("cuda:0", tmp_path, {"packing_kernels": lambda: ["MarlinExperts"]}, rollout__dtype="float32")
 
@@ -306,8 +320,8 @@ def test_an_engine_with_adapters_samples_with_the_last_ones(build: Build) -> Non
     placed: list[Any] = []
     replies = {"set_adapter": lambda number, tensors, config: placed.append((number, config["r"])) or len(tensors)}
     engine = build(replies=replies, actor__lora__rank=2, rollout__merge_adapters=False)
-    layer = next(name for name in engine._needed if "q_proj" in name).removesuffix(".weight")
-    rows, columns = engine._needed[f"{layer}.weight"]
+    layer = next(name for name in engine._required_shapes if "q_proj" in name).removesuffix(".weight")
+    rows, columns = engine._required_shapes[f"{layer}.weight"]
     update = {
         f"base_model.model.{layer}.lora_A.weight": torch.ones(2, columns),
         f"base_model.model.{layer}.lora_B.weight": torch.ones(rows, 2),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.extras import need_extra
 
 need_extra("llm", "vllm")
 from rlhpc.language.engines import vllm_adapter
+from rlhpc.runtime.errors import ConfigError
 
 
 def source(path: str) -> str:
@@ -133,3 +136,45 @@ def test_the_lookup_of_a_sharded_embedding_has_a_plain_form() -> None:
     )
     ids, mask = plain(torch.tensor([0, 3, 9]), 2, 6, 0, 6, 6)
     assert mask.tolist() == [True, False, True] and int(ids[1]) == 1
+
+
+@pytest.fixture
+def variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores vLLM's variable of the batch-invariant mode."""
+    monkeypatch.setenv(vllm_adapter.BATCH_INVARIANT, "0")
+
+
+def test_the_batch_invariant_mode_is_refused_on_a_cpu(variable: None) -> None:
+    """Which declares no invariant attention, and whose worker never turns the mode on."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    with pytest.raises(
+        ConfigError, match=r"rollout\.batch_invariant: vLLM's CPU build has no such mode.*leave it false"
+    ):
+        vllm_adapter.use_batch_invariant_mode()
+    assert os.environ[vllm_adapter.BATCH_INVARIANT] == "0"
+    assert not CPUAttentionBackend.supports_batch_invariance()
+    assert "init_batch_invariance" not in source("vllm.v1.worker.cpu_worker")
+    assert "init_batch_invariance()" in source("vllm.v1.worker.gpu_worker")
+
+
+def test_the_batch_invariant_mode_is_read_from_the_variable(variable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By functions when they are called, and by modules when they are imported: these take the constant that is set here."""
+    from vllm import envs
+
+    monkeypatch.setenv(vllm_adapter.BATCH_INVARIANT, "1")
+    assert envs.VLLM_BATCH_INVARIANT is True
+    monkeypatch.setenv(vllm_adapter.BATCH_INVARIANT, "0")
+    assert envs.VLLM_BATCH_INVARIANT is False
+    root = Path(envs.__file__).parent
+    constants = {
+        (str(path.relative_to(root)), match[1])
+        for path in root.rglob("*.py")
+        for match in re.finditer(r"^(\w+) *= *envs\.VLLM_BATCH_INVARIANT", path.read_text(errors="ignore"), re.M)
+    }
+    assert {name for _, name in constants} == {"is_batch_invariant"} and len(constants) >= 3
+    text = source("vllm.model_executor.determinism.batch_invariant:init_batch_invariance")
+    assert "if envs.VLLM_BATCH_INVARIANT:" in text and "override_envs_for_invariance()" in text
+    # A hybrid model's layers refuse the mode themselves, which `_explain_errors` turns into a message.
+    refusal = source("vllm.v1.attention.selector:_cached_get_mamba_attn_backend")
+    assert "raise RuntimeError" in refusal and "mode is not supported for" in refusal

@@ -18,6 +18,8 @@ need_extra("llm", "vllm")
 from transformers import AutoConfig
 from vllm import EngineArgs
 
+from rlhpc.language.engines.vllm_launch import PHASE_LINES
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -215,7 +217,7 @@ def test_an_engine_keeps_the_weights_that_no_update_brings(apart: bool) -> None:
 
     engine = VLLMRollout.__new__(VLLMRollout)
     sleeper = _Sleeper()
-    engine._engine, engine._on_cpu, engine._sleep_mode, engine._slept, engine._update_error = (
+    engine._engine, engine._is_on_cpu, engine._sleep_mode, engine._slept, engine._update_error = (
         sleeper,
         False,
         True,
@@ -278,3 +280,70 @@ def test_vllm_keeps_weights_on_the_host_at_level_1_alone(monkeypatch: pytest.Mon
     for level in (1, 2):
         backend.suspend(level)
     assert ["weights" in tags for tags in kept] == [True, False]
+
+
+# -- start
+
+
+def _source(*modules: str) -> str:
+    import importlib.util
+
+    return "".join(Path(str(importlib.util.find_spec(module).origin)).read_text() for module in modules)  # type: ignore[union-attr]
+
+
+def test_lines_of_the_log_mark_the_phases_of_a_start() -> None:
+    """Each is in the code that logs it, where the phase begins."""
+    workers = ("gpu_model_runner", "gpu.model_runner", "gpu_worker", "cpu_model_runner", "cpu_worker")
+    lines = _source("vllm.v1.engine.core", *(f"vllm.v1.worker.{name}" for name in workers))
+    assert [line for line in PHASE_LINES if f'"{line}' not in lines] == []
+
+
+def test_logging_that_is_configured_beforehand_stays_while_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import logger as vllm_logger
+
+    applied: list[Any] = []
+    monkeypatch.setattr(vllm_logger, "_configure_vllm_root_logger", applied.append)
+    monkeypatch.setattr(vllm_logger, "_last_configured_logging_config", None)
+    for _ in range(2):
+        vllm_logger.configure_logging_if_needed(EngineArgs(model="nowhere").create_logging_config())
+    assert len(applied) == 1
+    assert "configure_logging_if_needed(vllm_config.logging_config)" in _source("vllm.v1.engine.llm_engine")
+
+
+def test_vllm_sets_the_precision_of_products_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's words, and to "highest" where it is not set, whatever the process has chosen before."""
+    from vllm import envs
+
+    read = envs.environment_variables["VLLM_FLOAT32_MATMUL_PRECISION"]
+    monkeypatch.delenv("VLLM_FLOAT32_MATMUL_PRECISION", raising=False)
+    assert read() == "highest"
+    monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high")
+    assert read() == "high"
+    worker = _source("vllm.v1.worker.gpu_worker")
+    assert "precision = envs.VLLM_FLOAT32_MATMUL_PRECISION" in worker
+    assert "torch.set_float32_matmul_precision(precision)" in worker
+
+
+def test_what_engines_share_lies_below_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm import envs
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    assert envs.environment_variables["VLLM_CACHE_ROOT"]() == str(tmp_path / "cache")
+    backends = _source("vllm.compilation.backends")
+    assert 'envs.VLLM_CACHE_ROOT, "torch_compile_cache", hash_key' in backends, (
+        "by what is compiled, not by process or run"
+    )
+    assert 'Path(envs.VLLM_CACHE_ROOT) / "modelinfos"' in _source("vllm.model_executor.models.registry")
+
+
+def test_a_start_up_plan_does_not_know_the_share_of_memory() -> None:
+    """vLLM's saved result of memory profiling would give an engine the cache of another `gpu_memory_utilization`. While this
+    holds, engines are started without `VLLM_ENABLE_STARTUP_PLAN`."""
+    from vllm.config import CacheConfig
+    from vllm.v1.worker import startup_plan
+
+    assert "vllm_config.compute_hash()" in inspect.getsource(startup_plan.compute_plan_fingerprint)
+    assert "utilization" not in inspect.getsource(startup_plan)
+    assert (
+        CacheConfig(gpu_memory_utilization=0.3).compute_hash() == CacheConfig(gpu_memory_utilization=0.9).compute_hash()
+    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,8 @@ from tests.unit.language.engines import fake_vllm
 
 ENVIRONMENT = (
     "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM", "VLLM_NO_USAGE_STATS",
-    "VLLM_DO_NOT_TRACK", "VLLM_CACHE_ROOT", "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_DO_NOT_TRACK", "VLLM_CACHE_ROOT", "VLLM_CPU_KVCACHE_SPACE", "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_BATCH_INVARIANT",
 )  # fmt: skip
 
 
@@ -89,6 +93,18 @@ def test_the_users_cache_size_and_variables_are_kept(monkeypatch: pytest.MonkeyP
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "the engine runs in this process"
 
 
+def test_the_engine_computes_in_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM sets that of its process, the rank's: to the most exact one, unless a variable says otherwise."""
+    fake_vllm.install(monkeypatch)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        build()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    assert os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] == "high"
+
+
 def test_a_gpu_build_has_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch, "cuda")
     engine = build(
@@ -99,6 +115,44 @@ def test_a_gpu_build_has_the_options_of_the_run(monkeypatch: pytest.MonkeyPatch)
     assert (arguments.model, arguments.dtype, arguments.seed) == ("models/small", "bfloat16", 3)
     assert arguments.enable_sleep_mode and not arguments.enforce_eager and arguments.max_num_seqs is None
     assert (arguments.gpu_memory_utilization, arguments.max_num_batched_tokens) == (0.4, 512)
+
+
+def test_the_batch_invariant_mode_reaches_modules_that_the_node_imported_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_vllm.install(monkeypatch, "cuda")
+    early = ModuleType("vllm.early")
+    vars(early)["is_batch_invariant"] = False
+    monkeypatch.setitem(sys.modules, "vllm.early", early)
+    build(device="cuda:0")
+    assert "VLLM_BATCH_INVARIANT" not in os.environ and not vars(early)["is_batch_invariant"]
+    build(device="cuda:0", batch_invariant=True)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1" and vars(early)["is_batch_invariant"]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "text"),
+    [("cpu", (9, 0), "vLLM's CPU build has no such mode"), ("cuda", (7, 5), "compute capability 8.0 or higher")],
+)
+def test_the_batch_invariant_mode_is_refused_where_vllm_has_none(
+    monkeypatch: pytest.MonkeyPatch, device: str, capability: tuple[int, int], text: str
+) -> None:
+    fake_vllm.install(monkeypatch, device)
+    sys.modules["vllm.platforms"].current_platform.capability = capability
+    with pytest.raises(ConfigError, match=rf"rollout\.batch_invariant: .*{re.escape(text)}"):
+        build(device=device, batch_invariant=True)
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+
+
+def test_a_model_that_the_batch_invariant_mode_excludes_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_vllm.install(monkeypatch, "cuda")
+    for error in (
+        RuntimeError("VLLM batch_invariant mode is not supported for GDN_ATTN."),
+        NotImplementedError("No Unquantized MoE backend supports the deployment configuration"),
+    ):
+        engine.build_error = error
+        with pytest.raises(ConfigError, match=f"refuses the model .*{re.escape(str(error))}"):
+            build(device="cuda:0", batch_invariant=True)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +204,34 @@ def test_the_phases_of_a_start_are_in_the_log(
         fake_vllm.install(monkeypatch)
         build()
     assert any("vLLM has started in" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, ["waits", "forms", "has filled"]), (1, ["forms"])])
+def test_the_first_rank_of_an_engine_waits_for_the_caches_and_the_others_for_it(
+    monkeypatch: pytest.MonkeyPatch, rank: int, expected: list[str]
+) -> None:
+    """Before it joins the others, which wait for it there. Both ends are in order if the build fails, too."""
+    fake_vllm.install(monkeypatch).build_error = RuntimeError("this is the end of the test")
+    events: list[str] = []
+
+    @contextmanager
+    def in_order(root: Path, key: str) -> Iterator[None]:
+        events.append("waits")
+        try:
+            yield
+        finally:
+            events.append("has filled")
+
+    monkeypatch.setattr(vllm_launch, "compiling_in_order", in_order)
+    monkeypatch.setattr(vllm_launch, "group_rank_environment", lambda link: nullcontext())
+    fake_args = sys.modules["vllm"].EngineArgs
+    monkeypatch.setattr(
+        sys.modules["vllm"], "EngineArgs", lambda distributed_executor_backend, **words: fake_args(**words)
+    )
+    link = SimpleNamespace(rank=rank, size=2, ident="vm:x", form=lambda: events.append("forms"))
+    with pytest.raises(RuntimeError, match="end of the test"):
+        build(link=link)
+    assert events == expected
 
 
 # -- refused settings
@@ -257,7 +339,7 @@ def test_an_error_of_the_program_is_raised_as_it_is(monkeypatch: pytest.MonkeyPa
 def test_an_engine_sleeps_on_an_accelerator_whose_roles_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch, "cuda")
     engine = build(device="cuda:0", sleep_mode=True)
-    assert engine._sleep(level=2)
+    assert engine._free_accelerator(level=2)
     engine.reload()
     assert engine._engine.events == [("sleep", 2, "keep"), "wake"]
 
@@ -270,7 +352,7 @@ def test_an_engine_without_sleep_mode_warns_and_stays_awake(
     vllm_launch._warn_once.cache_clear()
     engine = build(device=device, sleep_mode=sleep_mode)
     for _ in range(2):
-        assert not engine._sleep(level=1)
+        assert not engine._free_accelerator(level=1)
         engine.reload()
     assert engine._engine.events == []
     (record,) = caplog.records

@@ -35,7 +35,7 @@ def test_who_plays_well_wins_and_who_says_nothing_does_not(name: str) -> None:
 def test_problems_are_held_out_and_demonstrations_show_each_turn() -> None:
     def source(part: str, **kwargs: Any) -> Any:
         cfg = DataSourceConfig(source="environment", size=60, eval_fraction=0.2, kwargs={"name": "search", **kwargs})
-        return make_dataset(cfg, part, demonstrations="demonstrations" in kwargs)
+        return make_dataset(cfg, part, requires_demonstrations="demonstrations" in kwargs)
 
     train, held_out = source("train"), source("eval")
     asked = {train[at].question for at in range(60)}

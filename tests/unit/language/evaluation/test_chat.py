@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import SftConfig
 from rlhpc.language.data.tokenizer import PromptTokenizer
 from rlhpc.language.engines.base import Completion, Request, SamplingParams
@@ -161,7 +161,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command with lines of a pipe; the model's folder is loaded by stand-ins."""
 
     def run(engine: Engine, lines: str, *, template: bool = True, keys: Any = None, **options: Any) -> None:
-        cfg = untouched(SftConfig)
+        cfg = default_section(SftConfig)
         for key, value in {"cluster.accelerators_per_node": 0, **(keys or {})}.items():
             OmegaConf.update(cfg, key, value)
         monkeypatch.setattr(module, "load_tokenizer", lambda *args: Bytes(template))

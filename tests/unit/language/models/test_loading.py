@@ -13,7 +13,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.common import EngineOptions, engine_dtype
 from rlhpc.language.models import loading as models
@@ -26,7 +26,7 @@ from tests.extras import need_extra
 
 
 def configured(**changes: Any) -> Any:
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     for key, value in changes.items():
         OmegaConf.update(cfg, key.replace("__", "."), value)
     return cfg
@@ -36,16 +36,6 @@ def configured(**changes: Any) -> Any:
 def able(monkeypatch: pytest.MonkeyPatch) -> None:
     """An accelerator that computes in bfloat16."""
     monkeypatch.setattr(models, "computes_bfloat16", lambda device: device == "cuda")
-
-
-def test_an_accelerator_is_asked_whether_it_computes_in_it_without_emulating(monkeypatch: pytest.MonkeyPatch) -> None:
-    def card(native: bool) -> Any:
-        return SimpleNamespace(is_bf16_supported=lambda including_emulation=True: native or including_emulation)
-
-    for native in (True, False):  # a V100 emulates it, slowly
-        monkeypatch.setattr(torch, "get_device_module", lambda device, native=native: card(native))
-        assert devices.computes_bfloat16("cuda") is native
-        assert not devices.computes_bfloat16("cpu")
 
 
 def test_auto_is_bfloat16_there_and_float32_here(able: None) -> None:

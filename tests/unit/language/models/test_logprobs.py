@@ -14,7 +14,7 @@ need_extra("llm")
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GPT2Config, GraniteConfig, LlamaConfig
 
 from rlhpc.config.sections import LoraConfig
-from rlhpc.language.models.divergence import FullDivergence, TopDivergence, top_logprobs
+from rlhpc.language.models.divergence import FullDivergence, TopKDivergence, top_logprobs
 from rlhpc.language.models.logprobs import RowReader, linear_head, logit_rows, token_scores
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.models.value_head import add_value_head
@@ -97,12 +97,12 @@ def test_values_and_gradients_are_those_of_whole_logits(kind, temperature, rows,
     monkeypatch.setattr("rlhpc.language.models.logprobs.chunk_rows", lambda width, **_: rows)
     model, weights = MODELS[kind](), torch.randn(2, batch.tokens)
     assert linear_head(model) is not None
-    scores = token_scores(model, batch, temperature, entropy=True)
+    scores = token_scores(model, batch, temperature, computes_entropy=True)
     gradients = gradients_of(model, loss_of(scores.logprobs, scores.entropy, scores.values, weights))
     assert (scores.logprobs[~batch.mask] == 0).all() and (scores.logprobs != 0).sum() == len(batch.predictors()[0])
     with monkeypatch.context() as patch:
         patch.setattr("rlhpc.language.models.logprobs.linear_head", lambda model: None)
-        whole = token_scores(model, batch, temperature, entropy=True)
+        whole = token_scores(model, batch, temperature, computes_entropy=True)
         by_whole = gradients_of(model, loss_of(whole.logprobs, whole.entropy, whole.values, weights))
     logprobs, entropy, exact = exactly(model, batch, temperature, weights)
     torch.testing.assert_close(scores.logprobs.double(), logprobs, rtol=2e-6, atol=2e-6)
@@ -163,7 +163,7 @@ class Distils:
         theirs = logit_rows(self.teacher, batch)
         if not self.most:
             return FullDivergence(theirs, 0.7, self.beta)
-        return TopDivergence(top_logprobs(theirs, batch, self.most, 0.7)[batch.predictors()[0]], 0.7, self.beta)
+        return TopKDivergence(top_logprobs(theirs, batch, self.most, 0.7)[batch.predictors()[0]], 0.7, self.beta)
 
     def read(self, logits, batch):
         raise AssertionError("rows are read")
@@ -178,7 +178,7 @@ def test_distillation_reads_hidden_states_as_it_does_whole_logits(kind, most, be
     model, teacher, weights = MODELS[kind](), built(LlamaConfig, hidden_size=24), torch.randn(3, batch.tokens)
 
     def step():
-        scores = token_scores(model, batch, 0.7, entropy=True, reading=Distils(teacher, most, beta))
+        scores = token_scores(model, batch, 0.7, computes_entropy=True, reading=Distils(teacher, most, beta))
         loss = loss_of(scores.logprobs, scores.entropy, None, weights) + (scores.read * weights[2]).sum()
         return scores.read.detach(), gradients_of(model, loss)
 
@@ -207,7 +207,7 @@ class Distils:
         return FullDivergence(logit_rows(model, batch))
 def step(samples):
     batch = TokenBatch.of([torch.arange(512)] * samples, [torch.ones(512, dtype=torch.bool)] * samples)
-    scores = token_scores(model, batch, entropy=True, reading=Distils() if DISTILS else None)
+    scores = token_scores(model, batch, computes_entropy=True, reading=Distils() if DISTILS else None)
     (scores.logprobs.sum() + scores.entropy.sum() + (scores.read.sum() if DISTILS else 0.0)).backward()
 step(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

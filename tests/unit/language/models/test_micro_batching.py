@@ -10,10 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.language.models.micro_batching import balance, costs_of, micro_batches, rows, split_micro_batches
+from rlhpc.language.models.micro_batching import (
+    balance,
+    costs_of,
+    micro_batches,
+    rows,
+    split_micro_batches,
+    units_of,
+)
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.runtime.errors import ConfigError
 from tests.unit.language.models.batches import batch_of, lengths_of_samples
+from tests.unit.language.models.trees import NODES, one_group, paths
 
 
 @settings(max_examples=200, deadline=None)
@@ -67,13 +75,13 @@ def test_long_samples_cost_more_than_their_tokens() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_as_many_micro_batches_as_other_ranks_have(packed) -> None:
     batch = TokenBatch.of([[1, 2, 3], [4, 5]], [[True] * 3, [True] * 2])
-    parts = split_micro_batches(batch, 16, packed=packed, agree_count=lambda count: max(count, 3))
+    parts = split_micro_batches(batch, 16, is_packed=packed, agree_count=lambda count: max(count, 3))
     assert len(parts) == 3 and sum(part.tokens for _, part in parts) == 5
     assert all(part.packed == packed and len(part) for _, part in parts)
     if packed:
         assert sorted(part.tokens for _, part in parts) == [0, 2, 3], "shared out, rather than one with all"
     nothing = TokenBatch.of([], [])
-    assert [part.tokens for _, part in split_micro_batches(nothing, 16, packed=packed)] == [0]
+    assert [part.tokens for _, part in split_micro_batches(nothing, 16, is_packed=packed)] == [0]
 
 
 @settings(max_examples=200, deadline=None)
@@ -131,3 +139,38 @@ def test_a_sample_that_does_not_fit_names_the_key():
     with pytest.raises(ConfigError, match=r"41 tokens.*actor\.max_tokens_per_micro_batch\(40\)"):
         micro_batches([3, 41], 40)
     assert [part.tolist() for part in micro_batches([3, 40], 40)] == [[1], [0]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_samples_with_a_common_prefix_share_rows_that_hold_them(data) -> None:
+    samples = [*paths(NODES, seed=0), *paths(NODES[:6], seed=1)]
+    batch = one_group(samples)
+    batch.group[len(NODES) :] = 1
+    batch = batch.select(torch.tensor(data.draw(st.permutations(range(len(batch))))))
+    max_tokens, at_least = data.draw(st.integers(int(batch.lengths.max()), 900)), data.draw(st.integers(1, 5))
+    parts = split_micro_batches(
+        batch, max_tokens, is_packed=True, shares_prefixes=True, hidden_size=8, agree_count=lambda n: max(n, at_least)
+    )
+    assert sorted(i for indices, _ in parts for i in indices.tolist()) == list(range(len(batch)))
+    assert all(len(part.row.tokens) <= max_tokens for _, part in parts) and len(parts) >= at_least
+    if max_tokens > 700 and at_least == 1:
+        assert len(parts) == 1 and len(parts[0][1].row.tokens) < batch.tokens / 3
+
+
+def test_samples_that_share_nothing_are_in_the_rows_of_before() -> None:
+    batch = batch_of([9, 40, 3, 17, 40, 22, 8])
+    flat, shared = (
+        split_micro_batches(batch, 50, is_packed=True, shares_prefixes=shares, hidden_size=4)
+        for shares in (False, True)
+    )
+    assert [indices.tolist() for indices, _ in flat] == [indices.tolist() for indices, _ in shared]
+
+
+def test_a_shared_prefix_costs_once() -> None:
+    batch = one_group(paths([(-1, 100), (0, 10), (0, 20)])[1:])
+    [unit] = units_of(batch, hidden_size=3)
+    assert (unit.samples, unit.size) == ([0, 1] if unit.samples[0] == 0 else [1, 0], 130)
+    assert unit.cost == 110 * (36 + 110) + 20 * (36 + 220) or unit.cost == 120 * (36 + 120) + 10 * (36 + 210)
+    assert sum(costs_of([110, 120], 3)) > 1.5 * unit.cost
+    assert [part.samples for part in units_of(batch, 3, max_tokens=120)] == [[sample] for sample in unit.samples]

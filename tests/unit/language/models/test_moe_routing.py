@@ -27,8 +27,8 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)))
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = hidden @ self.weight.T
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden_states @ self.weight.T
         probabilities, experts = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
         return logits, probabilities, experts
 
@@ -40,7 +40,7 @@ def test_choices_are_recorded_within_the_block_alone() -> None:
     routers = [Router(0), Router(1)]
     routing = Routing([*routers])
     assert routing.choices == 4
-    with routing.watching() as outputs:
+    with routing.watch() as outputs:
         expected = [router(HIDDEN) for router in routers]
     routers[0](HIDDEN)
     assert [(logits.tolist(), experts.tolist()) for logits, experts in outputs] == [

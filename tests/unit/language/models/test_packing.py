@@ -105,7 +105,7 @@ def batch():
 def told(model, batch):
     """Log-probs, entropies, values, and gradients of a sum of them."""
     model.zero_grad()
-    scores = token_scores(model, batch, 0.7, entropy=True)
+    scores = token_scores(model, batch, 0.7, computes_entropy=True)
     weights = torch.linspace(-1, 1, batch.tokens)
     loss = (scores.logprobs * weights).sum() + (scores.entropy * weights.flip(0)).sum()
     if scores.values is not None:

@@ -17,7 +17,7 @@ need_extra("llm")
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, NemotronConfig
 
 from rlhpc import Worker
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.packing import packs
 from rlhpc.language.models.token_batch import TokenBatch
@@ -82,7 +82,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def config_of(folder: Path) -> Any:
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     for key, value in {"model_path": str(folder), "dtype": "float32"}.items():
         OmegaConf.update(cfg.actor.model, key, value)
     if folder.name in EAGER:
@@ -97,7 +97,7 @@ def batch_of() -> TokenBatch:
 
 
 def test_trainer_and_reference_read_rectangles(folder: Path) -> None:
-    trainer = TokenTrainer(config_of(folder), Worker(), reference=True)
+    trainer = TokenTrainer(config_of(folder), Worker(), has_reference=True)
     assert not trainer.packed and [packs(model) for model in trainer.backend.models] == [False, False]
     batch = batch_of()
     trained, reference = trainer.forward(batch).logprobs, trainer.reference(batch).logprobs
@@ -114,7 +114,7 @@ def test_reference_groups_and_teachers_read_rectangles(folder: Path) -> None:
 def test_critics_read_rectangles(folder: Path) -> None:
     if folder.name in NO_CRITIC:
         with pytest.raises(ConfigError, match="cannot be loaded"):
-            ScalarTrainer(config_of(folder).actor, Worker(), seed=0, key="critic", before=True)
+            ScalarTrainer(config_of(folder).actor, Worker(), seed=0, key="critic", per_input=True)
         return
-    critic = ScalarTrainer(config_of(folder).actor, Worker(), seed=0, key="critic", before=True)
+    critic = ScalarTrainer(config_of(folder).actor, Worker(), seed=0, key="critic", per_input=True)
     assert not critic.packed and not packs(critic.backend.module)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhpc.language.models.micro_batching import micro_batches
-from rlhpc.language.models.token_batch import TokenBatch, cumulated
+from rlhpc.language.config.training import SHORTEST_PREFIX
+from rlhpc.language.models.micro_batching import micro_batches, prefix_trees
+from rlhpc.language.models.token_batch import Pictures, TokenBatch, branch_points, cumulate
 from tests.unit.language.models.batches import batch_of, lengths_of_samples
+from tests.unit.language.models.trees import one_group, paths
 
 
 def same(one: TokenBatch, other: TokenBatch) -> bool:
@@ -80,7 +84,7 @@ def test_what_a_role_says_in_an_episode_is_one():
     assert units.reward.tolist() == [0.5, 0.5, 1.0]
     assert torch.equal(units.flat(units.padded(batch.ids)), batch.ids)
     assert same(batch_of([2, 3]).by_episode(), batch_of([2, 3])), "one sample an episode is the case of one"
-    assert cumulated([2, 3]).tolist() == [0, 2, 5]
+    assert cumulate([2, 3]).tolist() == [0, 2, 5]
 
 
 def test_a_sequences_tokens_are_in_the_order_of_time():
@@ -93,3 +97,67 @@ def test_a_sequences_tokens_are_in_the_order_of_time():
     assert torch.equal(units.flat(units.padded(batch.ids)), batch.ids)
     batch.mask = torch.tensor([1, 1, 0, 1, 0, 0, 0, 1, 1, 0, 1], dtype=torch.bool)
     assert batch.sequence_tokens().tolist() == [5] * 9 + [1] * 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_row_with_shared_prefixes_has_each_samples_tokens_in_their_order(data) -> None:
+    """Any tree in any order: a token attends to exactly the tokens before it in its sample, each once."""
+    number = data.draw(st.integers(1, 12))
+    nodes = [(data.draw(st.integers(-1, i - 1)), data.draw(st.integers(1, 45))) for i in range(number)]
+    samples = data.draw(st.permutations(paths(nodes, vocabulary=data.draw(st.sampled_from([3, 60])))))
+    batch = one_group(samples).read_by(True).sharing_prefixes()
+    if data.draw(st.booleans()):
+        order = [i for tree, _ in prefix_trees(batch) for i in tree]
+        assert sorted(order) == list(range(number))
+        batch = batch.select(torch.tensor(order))
+    row, lengths = batch.row, batch.lengths.tolist()
+    assert torch.equal(batch.ids[row.tokens][row.places], batch.ids)
+    attended = [set[int]() for _ in row.tokens]
+    segments = batch.inputs()["segments"]
+    for start, end in itertools.pairwise(segments.ends.tolist()):
+        for place in range(start, min(end, len(attended))):
+            attended[place].update(range(start, place + 1))
+    for level in segments.prefixes:
+        assert len({*level.queries.tolist()}) == len(level.queries) and len({*level.keys.tolist()}) == len(level.keys)
+        queries, keys = ([*itertools.pairwise(ends.tolist())] for ends in (level.query_ends, level.key_ends))
+        assert level.longest == tuple(max(b - a for a, b in pairs) for pairs in (queries, keys))
+        for (start, end), (first, last) in zip(queries, keys, strict=True):
+            assert last - first >= SHORTEST_PREFIX
+            for place in level.queries[start:end].tolist():
+                prefix = {*level.keys[first:last].tolist()}
+                assert not prefix & attended[place]
+                attended[place] |= prefix
+    for start, length in zip(batch.cu_seqlens.tolist(), lengths, strict=False):
+        path = row.places[start : start + length].tolist()
+        assert row.positions[path].tolist() == [*range(length)]
+        for index, place in enumerate(path):
+            assert attended[place] == {*path[: index + 1]}
+
+
+def test_parts_of_a_prefix_are_not_shorter_than_the_shortest() -> None:
+    n = SHORTEST_PREFIX
+    assert branch_points([0, n - 1, n, n + 3, 5 * n, 2 * n + 3]) == [0, 0, n, n, 5 * n, 2 * n + 3]
+    assert branch_points([0, n + 3, n, n + 3, 5 * n, 2 * n + 3]) == [0, n, n, n, 5 * n, 2 * n + 3]
+    assert branch_points([0, n + 3, n, n + 3, 2 * n - 1, 0, 2 * n]) == [0, n, n, n, n, 0, 2 * n]
+    assert branch_points([]) == [] and branch_points([0]) == [0]
+
+
+def test_groups_and_samples_with_images_share_nothing() -> None:
+    samples = paths([(-1, 40), (0, 3), (0, 5), (0, 7)])
+    batch = one_group(samples)
+    assert batch.common_prefixes(range(4)) == [0, 40, 40, 40]
+    batch.group = torch.tensor([0, 0, 1, 1])
+    assert batch.common_prefixes(range(4)) == [0, 40, 0, 40]
+    assert [sorted(tree) for tree, _ in prefix_trees(batch)] == [[0, 1], [2, 3]]
+    batch.pictures = Pictures(torch.zeros(4, 2), torch.ones(1, 3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64),
+                              torch.zeros(1, dtype=torch.int64), torch.tensor([1, 0, 0, 0]), 1)  # fmt: skip
+    assert batch.common_prefixes(range(4)) == [0, 0, 0, 0]
+
+
+def test_without_shared_prefixes_a_row_is_that_of_its_samples() -> None:
+    batch = one_group(paths([(-1, 40), (0, 3)])).read_by(True)
+    for each in (batch, batch.sharing_prefixes().select(torch.tensor([0]))):
+        given = each.inputs()
+        assert torch.equal(given["input_ids"][0], each.ids) and not given["segments"].prefixes
+        assert given["segments"].ends.tolist() == each.cu_seqlens.tolist()

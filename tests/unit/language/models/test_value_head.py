@@ -69,7 +69,7 @@ def test_a_critic_is_asked_before_the_token_is_read(causal: Path) -> None:
     module = load_scalar_model(LanguageModelConfig(model_path=str(causal))).eval()
     batch = batch_of(SAMPLES)
     with torch.no_grad():
-        after, before = token_values(module, batch), token_values(module, batch, before=True)
+        after, before = token_values(module, batch), token_values(module, batch, per_input=True)
     assert before.tolist() == [0, *after[:4], 0, *after[5:7], 0, *after[8:14], 0]
 
 
@@ -80,7 +80,7 @@ def test_a_rank_without_tokens_values_none(causal: Path, packed: bool) -> None:
     assert not packed or pack(module)
     nothing = batch_of(SAMPLES).empty_sample()
     for before in (False, True):
-        assert token_values(module, nothing, before=before).shape == (0,)
+        assert token_values(module, nothing, per_input=before).shape == (0,)
 
 
 def test_the_head_computes_in_float32(causal: Path) -> None:

@@ -13,7 +13,7 @@ from tests.extras import need_extra
 need_extra("llm")
 
 from rlhpc.config.parallel import MeshSizes
-from rlhpc.language.planning.measured_memory import DEPTHS, MeasuredMemory, accounted_bytes, measure
+from rlhpc.language.planning.measured_memory import DEPTHS, MeasuredMemory, accounted_bytes, measure_memory
 from rlhpc.language.planning.memory_model import STEP, Training
 from rlhpc.language.planning.model_size import HUB_CONFIGS, size_of
 from rlhpc.runtime.errors import ConfigError
@@ -36,11 +36,11 @@ def training(**changes: object) -> Training:
 
 
 def test_pytorchs_tracker_finds_what_is_accounted_for() -> None:
-    found = measure(training(), NAME, {})
+    found = measure_memory(training(), NAME, {})
     assert tuple(found.peaks) == DEPTHS
     for layers, peak in found.peaks.items():
         assert found.accounted[layers] == pytest.approx(peak, rel=0.05)
-    assert found.full_model_accounted == pytest.approx(found.full_model, rel=0.1)
+    assert found.full_model_accounted_bytes == pytest.approx(found.full_model_bytes, rel=0.1)
     assert HUB_CONFIGS["qwen/qwen2.5-7b"]["num_hidden_layers"] == training().size.layers
     assert not dist.is_initialized(), "its process group is gone"
 
@@ -50,7 +50,7 @@ def test_a_process_with_a_process_group_is_refused() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     with pytest.raises(ConfigError, match="--measure makes a process group of its own, and this process has one"):
-        measure(training(), NAME, {})
+        measure_memory(training(), NAME, {})
     assert dist.is_initialized()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from rlhpc.cli import main
 from rlhpc.config.typed import typed
 from rlhpc.jobs.plan import build_plan
 from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.models.logit_chunks import chunk_rows
 from rlhpc.language.planning.memory_accounts import FREED_BY_A_STEP, largest_tokens, nearest, peak_bytes, training_of
 from rlhpc.language.planning.model_size import size_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB, GroupRanks
 from rlhpc.runs.memory.plan import memory_plan
+from rlhpc.runtime.devices import message_budget
+from rlhpc.weights.device_sharing import buffer_bytes, device_chunk_bytes
 from tests.extras import need_extra
-from tests.unit.language.planning.accounts import EIGHT, MATH, ROOT
+from tests.unit.language.planning.accounts import EIGHT, MATH, ROOT, SMALL
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
@@ -89,6 +93,54 @@ def test_weights_are_sent_without_what_an_optimizer_step_has_freed() -> None:
     assert not [name for name in names if re.search(r"\bs\b", name)], "an apostrophe does not survive in a keyword"
 
 
+def update_of(*overrides: str) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The terms of an actor's rank of math.yaml while it sends weights, and the remarks."""
+    cfg = load_config(MATH, [*EIGHT, *overrides])
+    (account,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == "actor"]
+    (moment,) = [moment for moment in account.moments if moment.name == "weights are sent"]
+    return {term.name: term.nbytes for term in moment.terms}, account.remarks
+
+
+@pytest.mark.parametrize("gigabytes", [40, 80, 140])
+def test_a_chunk_of_logits_is_as_large_as_the_trainers_on_this_memory(gigabytes: int) -> None:
+    """Logits, log-probs and probabilities in float32, and logits in bfloat16: 14 bytes each."""
+    cfg: Any = load_config(MATH, [*EIGHT, f"cluster.accelerator_memory={gigabytes}G"])
+    (account,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == "actor"]
+    (chunk,) = {term.nbytes for moment in account.moments for term in moment.terms if term.name == "loss chunk"}
+    vocabulary = size_of(cfg.actor.model.model_path, {}).vocabulary
+    assert chunk == 14 * chunk_rows(vocabulary, is_on_host=False, memory=gigabytes * GIB) * vocabulary
+
+
+BESIDE = "engine beside it, without its cache"
+
+
+def test_an_update_within_an_accelerator_counts_what_both_hold() -> None:
+    """The sender's buffers as it fills them, and the engine with its graphs and the copy of a chunk, without its cache."""
+    terms, remarks = update_of()
+    memory = 80 * 1024**3
+    assert terms["buffers of the update"] == buffer_bytes(memory) and remarks == ()
+    cfg = load_config(MATH, EIGHT)
+    (rollout,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == "rollout"]
+    (update,) = [moment for moment in rollout.moments if moment.name == "weight update"]
+    held = sum(term.nbytes for term in update.terms if term.name != "KV cache")
+    assert terms[BESIDE] == held + device_chunk_bytes(message_budget(memory))
+    assert {"weights", "activations and graphs", "context and collectives"} <= {term.name for term in update.terms}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remark"),
+    [
+        (("cluster.accelerator_memory=32G",), True),  # no room for both
+        (("rollout.weight_sync=host",), False),
+        (("actor.offload_in_rollout=false",), False),  # both are counted in full, beside each other
+    ],
+)
+def test_an_update_without_the_engine_beside_does_not_count_it(overrides: tuple[str, ...], remark: bool) -> None:
+    terms, remarks = update_of(*overrides, "cluster.memory_check=off")
+    assert BESIDE not in terms and terms["buffers of the update"] > 0
+    assert ("updates may go through the host" in " ".join(remarks)) is remark
+
+
 def test_groups_that_take_turns_need_not_fit_together() -> None:
     def most(*words: str) -> float:
         cfg = load_config(MATH, [*EIGHT, *words])
@@ -145,3 +197,34 @@ def test_the_reference_of_dpo_is_counted() -> None:
     share = 2 * size_of("Qwen/Qwen2.5-7B").parameters / 8
     assert trained("dpo") - trained("sft") == pytest.approx(share)
     assert trained("dpo", "actor.lora.rank=8") == trained("sft", "actor.lora.rank=8")
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        ([], 2 * 1000 + 16 * 100),
+        (["actor.share_prefixes=false"], 16 * 1100),
+        (["actor.use_remove_padding=false"], 16 * 1100),
+        (["actor.compile=blocks"], 16 * 1100),
+        (["actor.model.model_path=google/gemma-3-1b-it"], 16 * 1100),
+        (["actor.global_batch_size=64"], 8 * 1100),
+        (["actor.max_tokens_per_micro_batch=3000"], 3000),
+        (["data.max_prompt_tokens=20"], 16 * 120),
+        (["data.max_prompt_tokens=40"], 16 * 31 + 16 * 100),
+    ],
+)
+def test_a_prompt_that_answers_share_is_counted_once(words: list[str], tokens: int, tmp_path: Path) -> None:
+    """Eight ranks, each with two prompts of eight answers; what is too short to be shared is in each."""
+    sizes = [
+        "data.prompts_per_step=16",
+        "algorithm.group_size=8",
+        "data.max_prompt_tokens=1000",
+        "rollout.max_new_tokens=100",
+    ]
+    limits = ["actor.max_tokens_per_micro_batch=100000", "actor.global_batch_size=128", "actor.training_backend=fsdp"]
+    if "google" in str(words):
+        need_extra("llm")
+        config = {**SMALL, "model_type": "gemma3_text", "sliding_window": 16, "layer_types": ["sliding_attention"] * 4}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        words = [f"actor.model.model_path={tmp_path}"]
+    assert actor(*sizes, *limits, *words)[1].tokens == tokens

@@ -27,12 +27,12 @@ from tests.unit.language.planning.accounts import EIGHT, MATH, SMALL
     ],
 )
 def test_parameters_are_those_of_the_published_weights(name: str, parameters: int) -> None:
-    assert size_of(name, build=False).parameters == parameters
+    assert size_of(name, builds_model=False).parameters == parameters
 
 
 def test_a_hub_name_without_files_is_not_known_and_planning_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UnknownModelError, match="give a folder"):
-        size_of("somebody/her-model", build=False)
+        size_of("somebody/her-model", builds_model=False)
     assert main(["plan", MATH, *EIGHT, "actor.model.model_path=somebody/her-model"]) == 2
     said, refused = capsys.readouterr()
     assert "actor: not known: somebody/her-model" in said and "SBATCH" in said
@@ -74,7 +74,7 @@ def test_a_cache_keeps_of_each_layer_what_it_looks_back_at(config: dict[str, Any
     """In vLLM; engine `hf` keeps all tokens of each layer that keeps any."""
     need_extra("llm")
     size = size_of("somebody/model", config={**SMALL, **config})
-    assert size.key_value_bytes(2, 1000, compact=True) == 2 * PER_TOKEN * sum(kept)
+    assert size.key_value_bytes(2, 1000, is_compact=True) == 2 * PER_TOKEN * sum(kept)
     assert size.key_value_bytes(2, 1000) == 2 * PER_TOKEN * 1000 * len(kept)
     assert size.key_value_bytes(2, 1000, 2) == PER_TOKEN * 1000 * len(kept)
 
@@ -83,5 +83,7 @@ def test_a_cache_of_latent_attention_keeps_the_latent_vectors() -> None:
     """1152 bytes a token and layer in vLLM, on each rank of an engine; keys and values of all heads in engine `hf`."""
     need_extra("llm")
     size = size_of("somebody/model", config={**SMALL, **LATENT, "model_type": "deepseek_v3"})
-    assert size.key_value_bytes(2, 10, compact=True) == size.key_value_bytes(2, 10, 4, compact=True) == 4 * 10 * 1152
+    assert (
+        size.key_value_bytes(2, 10, is_compact=True) == size.key_value_bytes(2, 10, 4, is_compact=True) == 4 * 10 * 1152
+    )
     assert size.key_value_bytes(2, 10) == 4 * 10 * 2 * 4 * (64 + 128 + 128)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlhpc.language.reporting.eval_metrics import ks, level_order, majority, pass_at_k, summarize
-from rlhpc.metrics.statistics import interval, share_interval, wilson
+from rlhpc.metrics.statistics import interval, share_interval, wilson_interval
 
 
 def row(problem: int, sample: int, right: bool, vote: str = "x", **more: Any) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def test_ks() -> None:
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_wilson_against_newcombe_1998_table_1(successes: int, n: int, low: float, high: float) -> None:
-    assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
-    assert wilson(n - successes, n) == pytest.approx((1 - high, 1 - low), abs=5e-5)
+    assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(n - successes, n) == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 
 def test_the_interval_is_that_of_the_mean_over_problems() -> None:
@@ -65,15 +65,15 @@ def test_intervals_cover_the_truth_although_samples_of_a_problem_are_alike() -> 
         rows = [row(i, j, bool(right[i, j])) for i in range(problems) for j in range(samples)]
         low, high = summarize(rows)["accuracy_ci95"]
         covered += low <= 0.5 <= high
-        low, high = wilson(int(right.sum()), right.size)
+        low, high = wilson_interval(int(right.sum()), right.size)
         naive += low <= 0.5 <= high
     assert 0.90 <= covered / replications <= 0.99
     assert naive / replications < 0.6
 
 
 def test_interval_takes_wilson_for_proportions() -> None:
-    assert interval([1.0, 0.0, 1.0]) == wilson(2, 3)
-    assert interval([0.0] * 20) == wilson(0, 20)  # a bootstrap would say that the truth is 0
+    assert interval([1.0, 0.0, 1.0]) == wilson_interval(2, 3)
+    assert interval([0.0] * 20) == wilson_interval(0, 20)  # a bootstrap would say that the truth is 0
     assert interval([0.5, 0.0, 1.0]) == share_interval([0.5, 0.0, 1.0])
 
 
@@ -95,8 +95,8 @@ def test_summary() -> None:
     assert (result["n"], result["samples"], result["accuracy"]) == (2, 4, 0.5)
     # By hand: pass@2 is 1 − C(1,2)/C(4,2) = 1 and 1 − C(3,2)/C(4,2) = 1/2.
     assert result["pass_at_k"] == pytest.approx({"1": 0.5, "2": 0.75, "4": 1.0})
-    assert result["pass_at_k_ci95"]["4"] == list(wilson(2, 2))
-    assert result["majority"] == 0.5 and result["majority_ci95"] == list(wilson(1, 2))
+    assert result["pass_at_k_ci95"]["4"] == list(wilson_interval(2, 2))
+    assert result["majority"] == 0.5 and result["majority_ci95"] == list(wilson_interval(1, 2))
     assert result["reward_mean"] == 0.5 and result["reward_terms"] == {"math": 0.5}
     assert result["response_tokens"] == {"mean": 15.0, "median": 15.0, "p95": 20.0, "max": 20}
     assert result["truncated"] == 0.25 and result["failed"] == 0

@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from rlhpc.jobs.paths import RunPaths
+from rlhpc.language.reporting.report import learning_curves
 from rlhpc.language.reporting.sample_pages import write_samples_page
 from rlhpc.runs.report import write_curves, write_report
 from rlhpc.runs.task_type import find_task_type
@@ -39,6 +40,23 @@ def test_curves_of_language_runs(run: RunPaths, tmp_path: Path) -> None:
     assert {path.stem for path in write_curves(run, tmp_path / "sft")} >= set(find_task_type("sft").reporting.curves)
     write_report(run)
     assert "Loss: 2.5 at global step 1" in parse(run.report)[0]
+
+
+def test_classes_of_one_metric_share_a_chart() -> None:
+    names = [f"train/mismatch_abs/{label}" for label in ("likely", "uncertain", "unlikely", "first")]
+    names += [f"train/policy/{label}/tokens" for label in ("a", "b")]
+    rows = [
+        {"step": step, **{name: step * number for number, name in enumerate(names, 1)}, "train/constant/one": 1.0}
+        for step in (1, 2, 3)
+    ]
+    charts = learning_curves(rows, ())
+    shared = {name: chart for name, chart in charts.items() if "mismatch" in name or "policy_" in name}
+    assert set(shared) == {"train_mismatch_abs", "train_policy_tokens"}
+    for label in ("likely", "uncertain", "unlikely", "first"):
+        assert f">{label}<" in shared["train_mismatch_abs"]
+    assert 'aria-label="train/policy/tokens"' in shared["train_policy_tokens"]
+    assert ">a<" in shared["train_policy_tokens"] and ">b<" in shared["train_policy_tokens"]
+    assert not any("constant" in name for name in charts)
 
 
 def test_empty_language_run(tmp_path: Path) -> None:

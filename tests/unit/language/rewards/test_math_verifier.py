@@ -14,7 +14,8 @@ from tests.extras import need_extra
 need_extra("llm")
 import math_verify
 
-from rlhpc.language.rewards.math_verifier import equal
+from rlhpc.language.rewards.base import Sample
+from rlhpc.language.rewards.math_verifier import MathReward, equal
 
 # Groups of one value each; within a kind, different groups have different values.
 NOTATIONS: dict[str, list[list[str]]] = {
@@ -265,3 +266,13 @@ def test_normalizing_survives_what_models_write() -> None:
     ):
         assert isinstance(normalize_answer(text), str)
     assert normalize_answer("1,2") != normalize_answer("12")  # a pair, not a number
+
+
+def test_any_of_several_references_is_right() -> None:
+    references = '["1", "\\\\boxed{42}"]'
+    assert [MathReward()(Sample("", f"It is \\boxed{{{text}}}.", references, {})) for text in ("42", "1", "41")] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
+    assert MathReward()(Sample("", "\\boxed{[1, 2]}", "[1, 2]", {})) == 1.0

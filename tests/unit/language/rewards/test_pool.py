@@ -17,7 +17,7 @@ from rlhpc.language.config.rewards import RewardConfig, RewardTermConfig
 from rlhpc.language.rewards import RewardPool, Sample, Term, make_reward, register_reward
 from rlhpc.language.rewards.registry import REWARDS
 from rlhpc.runtime.errors import ConfigError, RlhpcError
-from rlhpc.runtime.scratch import Scratch
+from tests.serving import temporary_scratch
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -187,7 +187,12 @@ def test_an_installed_package_offers_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mood", ["raise", "exit", "sys.exit", "kill", "value nan", "value inf"])
 def test_a_judge_that_fails_costs_its_sample(pool, mood):
     scored = pool.score(says("value 1", mood, "value 2", "value 3"))
-    assert [s.total for s in scored] == [1, -0.5, 2, 3] and [s.failed for s in scored] == [False, True, False, False]
+    assert [s.total for s in scored] == [1, -0.5, 2, 3] and [s.failed for s in scored] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert scored[1].reason and scored[1].terms == {"moody": -0.5}
     counts = pool.metrics()
     assert counts["scored"] == 4 and counts["failed"] == counts["died"] + counts["raised"] == 1
@@ -307,12 +312,8 @@ def test_the_pools_process_is_killed(tmp_path):
 
 def test_files_of_judges_go_with_the_session_of_a_rank_that_was_killed() -> None:
     """They are in its folder, which the next session of this user removes from the host, or `rlhpc clean`."""
-    scratch = Scratch.create()
-    try:
+    with temporary_scratch() as scratch:
         with RewardPool([Term("moody", moody)], timeout_s=60, processes=1) as pool:
             (folder,) = scratch.sockets.glob("rlhpc-judges-*")
             assert str(folder) == pool._folder
         assert not folder.exists()
-    finally:
-        scratch.remove()
-        scratch.release()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhpc.language.rewards.problem_formats import tests_of as read_forms
-from rlhpc.language.rewards.problem_tests import read_tests
+from rlhpc.language.rewards.problem_tests import program_names, read_tests
 
 MARK = "987654321"
 #: Tests with an expected value that the program's process must not hold, by form.
@@ -49,3 +49,64 @@ def test_expected_values_stay_outside(form: str) -> None:
     plan = read_tests(read_forms(meta), meta)
     assert plan.claims and not plan.verdicts
     assert MARK not in plan.setup + str(plan.steps)
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        (["add(1, 2) == 3"], "test 1 tests nothing: it compares without assert"),
+        (
+            ["def check(candidate):\n    assert candidate(1, 2) == 3"],
+            "its tests test nothing: nothing calls its function check",
+        ),
+        (["assert (add(1, 2) == 3, 'sum')"], "test 1 has an assertion that is always true, "),
+        (["x = 1"], "its tests test nothing: it has no assertion that is reached"),
+        ([""], "test 1 tests nothing: it has no statement"),
+    ],
+)
+def test_tests_that_test_nothing_are_refused(tests: list[str], said: str) -> None:
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        read_tests(tests, {})
+
+
+def test_a_test_that_cannot_be_split_runs_as_a_whole() -> None:
+    loop = "while True:\n    assert add(1, base) == 3\n    break"
+    plan = read_tests(["base = 2", loop], {"entry_point": "add"})
+    [script] = plan.scripts
+    assert script["kind"] == "script" and script["source"].startswith("base = 2\n") and plan.verdicts == [0]
+    namespace: dict[str, Any] = {"add": lambda a, b: a + b}
+    exec(script["source"], namespace)
+    namespace["add"] = lambda a, b: a - b
+    with pytest.raises(AssertionError):
+        exec(script["source"], namespace)
+
+
+def test_cases_of_unittest_that_cannot_be_split_run_in_the_sandbox() -> None:
+    case = (
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        while True:\n"
+        "            self.assertEqual(add(1, 2), 3)\n            break"
+    )
+    plan = read_tests([case], {"entry_point": "add"})
+    [script] = plan.scripts
+    exec(script["source"], {"add": lambda a, b: a + b})
+    with pytest.raises(AssertionError):
+        exec(script["source"], {"add": lambda a, b: 0})
+
+
+def test_values_that_the_setup_needs_stay_in_it() -> None:
+    setup = f"limit = 7\nexpected = {MARK}\ndef helper(x):\n    return x + limit\nstart = helper(1)"
+    plan = read_tests(["assert add(start, 1) == expected"], {"entry_point": "add", "setup": setup})
+    assert "limit = 7" in plan.setup and MARK not in plan.setup
+    namespace: dict[str, Any] = {}
+    exec(plan.setup, namespace)
+    assert namespace["start"] == 8
+
+
+def test_names_that_only_a_program_defines_are_known() -> None:
+    plan = read_tests(["import math\nassert math.floor(solve(helper(1))) == 2"], {})
+    assert program_names(plan) == ["helper", "solve"]
+
+
+def test_a_program_that_is_named_like_a_builtin_must_define_it() -> None:
+    plan = read_tests(["assert sorted([2, 1]) == [1, 2]"], {"entry_point": "sorted"})
+    assert [step["source"] for step in plan.steps if step["kind"] == "do"] == ["globals()['sorted']"] and plan.prepared

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.agents.registry import make_agent
 from rlhpc.language.config.rewards import RewardConfig
 from rlhpc.language.config.run import GrpoConfig
@@ -50,17 +50,17 @@ def test_the_code_runs(files):
 def test_the_configurations_are_accepted(files):
     documents = [yaml.safe_load(content) for language, content in BLOCKS if language == "yaml"]
     for document in documents:
-        OmegaConf.merge(untouched(GrpoConfig), document)
+        OmegaConf.merge(default_section(GrpoConfig), document)
     sections = [document["reward"] for document in documents if "reward" in document]
     assert len(sections) == len(documents) - 1 == 4
     for section in sections:
-        cfg = OmegaConf.merge(untouched(RewardConfig), section)
+        cfg = OmegaConf.merge(default_section(RewardConfig), section)
         for term in cfg.terms:
             if term.name == "judge":
                 continue
             check_arguments(term.name, REWARDS.find(term.name), dict(term.kwargs))
     (tmp,) = (s for s in sections if s["terms"][0]["name"] == "my_rewards:vowels")
-    with make_reward(OmegaConf.merge(untouched(RewardConfig), tmp)) as pool:
+    with make_reward(OmegaConf.merge(default_section(RewardConfig), tmp)) as pool:
         assert pool.score([Sample("q", "aeiou")])[0].total == 0.25
 
 
@@ -95,7 +95,7 @@ def test_a_language_model_as_judge(files):
     kwargs = {"url": f"http://127.0.0.1:{server.server_port}/v1", "model": "judge"}
     section = {"terms": [{"name": "my_judge:LanguageModelJudge", "kwargs": kwargs}], "failed": -1.0, "processes": 2}
     try:
-        with make_reward(OmegaConf.merge(untouched(RewardConfig), section)) as pool:
+        with make_reward(OmegaConf.merge(default_section(RewardConfig), section)) as pool:
             right, silent = pool.score([Sample("q", "42", "42"), Sample("q", "?", "42")])
     finally:
         server.shutdown()

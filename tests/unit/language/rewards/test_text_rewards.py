@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from rlhpc.language.rewards import Sample
-from rlhpc.language.rewards.math_verifier import extract, extract_boxed, extract_hashed, extract_tagged, last_number
+from rlhpc.language.rewards.math_verifier import _extract_hashed, extract, extract_boxed, extract_tagged, last_number
 from rlhpc.language.rewards.text_rewards import ExactReward, FormatReward, HTTPReward, LengthReward
 from rlhpc.runtime.errors import ConfigError
 from tests.extras import need_extra
@@ -24,7 +24,7 @@ def test_answers_are_found():
     assert extract_boxed(r"\boxed{a \} b}") == r"a \} b"
     assert extract_boxed(r"\boxed 5.") == "5" and extract_boxed(r"\fbox{7}") == "7"
     assert extract_boxed("none") is None and extract_boxed(r"\boxed{not closed") is None
-    assert extract_hashed("#### 1\nno:\n#### 1,200 \nend") == "1,200" and extract_hashed("####") is None
+    assert _extract_hashed("#### 1\nno:\n#### 1,200 \nend") == "1,200" and _extract_hashed("####") is None
     assert (
         extract_tagged("<answer>1</answer> <answer> 2 </answer>") == "2" and extract_tagged("</answer><answer>") is None
     )
@@ -173,3 +173,18 @@ def test_http_tries_again_where_that_may_help(service):
         HTTPReward("localhost:8000")
     with pytest.raises(ConfigError, match="not in the environment"):
         HTTPReward(service, token_env="NO_SUCH_TOKEN")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "worth"),
+    [
+        ('["Paris", "the city of light"]', "The City of Light", 1.0),
+        ('["Paris", "the city of light"]', "London", 0.0),
+        ('["Paris"', "paris", 0.0),  # no list: a text that begins like one
+        ("[1, 2]", "1", 0.0),  # a list of numbers is an answer
+        ('["a", 1]', "a", 0.0),
+        ('["a", "b"]', '["a", "b"]', 1.0),
+    ],
+)
+def test_any_of_several_references_is_right(answer: str, response: str, worth: float) -> None:
+    assert ExactReward(ignore_case=True)(Sample("", response, answer, {})) == worth

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.rollout import engine_group
 from rlhpc.language.rollout.engine_group import EngineRank, EngineWeights, RunLink, first_of_engine, leader_only
@@ -22,14 +22,14 @@ from rlhpc.language.training.weight_sync import Probe
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.errors import CallAborted, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
-from rlhpc.weights.base import Receipt, Update
+from rlhpc.weights.base import Update, VersionDigests
 from rlhpc.weights.verification import WeightsDiffer, digests
 
 COMMANDS: Any = ([("step",)], 0)
 
 
 def config() -> GrpoConfig:
-    return typed(GrpoConfig, untouched(GrpoConfig))
+    return typed(GrpoConfig, default_section(GrpoConfig))
 
 
 class Inboxes:
@@ -254,8 +254,10 @@ class Receiving:
     def send(self, version: int, probe: Probe | None = None, *, complete: bool = True, **changes: torch.Tensor) -> None:
         """Announces and sends an update; `changes` replace tensors on their way."""
         tensors = {"a": torch.full((4,), float(version)), "b": torch.arange(3.0)}
-        receipt = Receipt(version, digests(tensors.items(), version))
-        self.sync.updates.append(Update(version, complete, iter({**tensors, **changes}.items()), lambda: receipt))
+        version_digests = VersionDigests(version, digests(tensors.items(), version))
+        self.sync.updates.append(
+            Update(version, complete, iter({**tensors, **changes}.items()), lambda: version_digests)
+        )
         self.announced.append(probe)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.agents.episodes import Episode, Outcome
 from rlhpc.language.algorithms.base import ADVANTAGES, VALUES
 from rlhpc.language.algorithms.registry import make_algorithm
@@ -26,7 +26,7 @@ REASONS = ("cut", "failed", "stale")
 
 
 def configuration(size: int = 4, **changes: Any) -> GrpoConfig:
-    cfg = untouched(GrpoConfig)
+    cfg = default_section(GrpoConfig)
     given = {
         "algorithm.group_size": size, "algorithm.max_staleness": 1, "rollout.max_new_tokens": 20,
         "reward.terms": [{"name": "math"}], "runner.on_nonfinite": "skip", **changes,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from rlhpc.language.agents.episodes import Episode, Outcome
 from rlhpc.language.data.prompts import Prompt
+from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout import group_builder
 from rlhpc.language.rollout.pending_group import PendingGroup, count_dropped_on_refill, count_trainable_tokens
 
@@ -60,3 +63,28 @@ def test_what_is_wholly_too_old_is_in_no_baseline_and_of_several_roles_only_thos
         group_builder.drop_tokens(given, oldest, drop_truncated=False, drop_reason="")
         assert [sample.role for sample in given.episodes[0].samples] == roles, "never none at all"
         assert given.dropped_tokens["old"] == sum(version < oldest for version in (2, 4, 9))
+
+
+def test_versions_are_compared_token_by_token() -> None:
+    """Whatever versions and masks samples have, also where all entries of a list are one value."""
+    generator = random.Random(3)
+    for _ in range(300):
+        samples = []
+        for _ in range(generator.randint(1, 3)):
+            count, newest = generator.randint(0, 4), generator.randint(2, 5)
+            versions = [generator.randint(2, newest) for _ in range(count)]
+            mask = [generator.random() < 0.7 for _ in range(count)]
+            samples.append(
+                Episode(0, (1,), token_ids=[2] * count, versions=versions, loss_mask=mask, logprobs=[0.0] * count)
+            )
+        group = slot(Episode(0, (1,), branches=samples, finish_reason="stop"))
+        trained = [v for s in samples for v, is_trained in zip(s.versions, s.loss_mask, strict=True) if is_trained]
+        is_too_old = bool(trained) and max(trained) < 4
+        assert group_builder.trained_members(group, 4) == ([] if is_too_old else [0])
+        score = Scored(1.0, {"math": 1.0})
+        metrics = group_builder.group_metrics(6, [group.episodes[0]], [score], np.ones(1, np.float32), 0, False)
+        assert metrics["stale"] == metrics["max_stale"] == (5 - min(trained) if trained else 0)
+        kept = [[is_trained and v >= 4 for v, is_trained in zip(s.versions, s.loss_mask, strict=True)] for s in samples]
+        group_builder.drop_tokens(group, 4, drop_truncated=False, drop_reason="")
+        assert [sample.loss_mask for sample in samples] == kept
+        assert group.dropped_tokens["old"] == len(trained) - sum(map(sum, kept))

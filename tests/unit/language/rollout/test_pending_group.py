@@ -43,7 +43,7 @@ def draw_group(step: int, position: int, attempt: int) -> PendingGroup:
 def episode(request: int, *, later: bool = False, reason: str = "stop") -> Episode:
     """An episode of three tokens that are trained on."""
     tokens = {"token_ids": [5, 6, 7], "logprobs": [0.0] * 3, "versions": [0] * 3, "loss_mask": [True] * 3}
-    return Episode(request, (1, 2), finish_reason=reason, outcome=Outcome(later=later), **tokens)  # type: ignore[arg-type]
+    return Episode(request, (1, 2), finish_reason=reason, outcome=Outcome(has_delayed_reward=later), **tokens)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -257,7 +257,7 @@ class Rank:
             self.carry_out(self.groups.on_partial(step, item) if partial else self.groups.on_prompt(step, item))
         elif event == "end":
             ended = episode(self.engine.pop(pick(len(self.engine))), later=self._random.random() < 0.3)
-            self.unpaid += [ended] if ended.later else []
+            self.unpaid += [ended] if ended.has_delayed_reward else []
             self.carry_out(self.groups.on_episode(ended))
         elif event == "score":
             self.carry_out(self.groups.on_score(self.judges.pop(pick(len(self.judges))), Scored(1.0)))

@@ -108,7 +108,7 @@ def test_a_column_names_the_answers_that_it_is_of() -> None:
 def test_routers_choices_are_unknown_where_the_engine_has_none() -> None:
     routed = episode(5, 6, experts=np.array([[1, 2], [3, 4], [5, 6]], np.int16))  # the last token was never read
     one = build_sample_group(
-        1, 0, {0: routed, 1: episode(7)}, np.zeros(2, np.float32), [{}, {}], trained=True, size=2, choices=2
+        1, 0, {0: routed, 1: episode(7)}, np.zeros(2, np.float32), [{}, {}], trained=True, size=2, num_choices=2
     )
     assert one.batch.columns[EXPERTS].tolist() == [[1, 2], [3, 4], [5, 6], [-1, -1]] + [[-1, -1]] * 3
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhpc.algorithms.nonfinite import MAX_IN_A_ROW
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
+from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.runners import grpo
 from rlhpc.language.runners.engine_check import ROUNDS
@@ -35,7 +37,7 @@ RANKS = [
 
 
 def config() -> GrpoConfig:
-    return typed(GrpoConfig, untouched(GrpoConfig))
+    return typed(GrpoConfig, default_section(GrpoConfig))
 
 
 @dataclass
@@ -89,7 +91,7 @@ class FakeLoop:
     def evaluate(self, step: int) -> dict[str, float]:
         return self.evaluation
 
-    def sample_probe(self, step: int, phase: int, *, perturbed: bool) -> list[dict[str, Any]]:
+    def sample_probe(self, step: int, phase: int, *, is_perturbed: bool) -> list[dict[str, Any]]:
         self.events.append(f"probe {phase}")
         return []
 
@@ -149,7 +151,9 @@ class Run:
         monkeypatch.setattr(grpo, "Replicas", FakeReplicas)
         monkeypatch.setattr(grpo, "Agreement", FakeAgreement)
         monkeypatch.setattr(Channel, "create", lambda name, **options: None)
-        folder: Any = SimpleNamespace(end_step=END_STEP, total=END_STEP)
+        folder: Any = SimpleNamespace(
+            end_step=END_STEP, total=END_STEP, paths=RunPaths(Path("run")), continues_run=False
+        )
         made: dict[str, Any] = {name: FakeGroup(name, self.events, self.results) for name in groups}
         actor, rollout = (FakeGroup(name, self.events, self.results) for name in ("actor", "rollout"))
         self.runner = ReasoningRunner(cfg or config(), actor, rollout, run=folder, **made)  # type: ignore[arg-type]

@@ -213,7 +213,7 @@ def test_engines_on_the_actors_accelerators_take_the_weights_before_it_leaves(ev
 def test_engines_for_whose_weights_there_is_no_memory_take_them_later(
     events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(RESULTS, "release_cache", [8e9, 1e9])
+    monkeypatch.setitem(RESULTS, "release_cache", [8e9, -1e9])
     loop = loop_of(events, offload=True, shares=True, critic=False)
     loop.begin(2)
     assert [event for event in events if not event.endswith("done")] == [

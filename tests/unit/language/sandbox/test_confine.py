@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -99,8 +100,11 @@ def start(source: str, folder: Path, *values: str, caller: int | None = None, **
             null = os.open(os.devnull, os.O_RDWR)
             for descriptor in (0, 1, 2):
                 os.dup2(null, descriptor)
-            os.close(result)
-            os.close(status)
+            # Descriptors of other tests would use up the program's 64; pytest's own are the first ones.
+            high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in (job_fd, result_write, status_write)]
+            os.closerange(32, 1000)
+            job_fd, result_write, status_write = (fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in high)
+            os.closerange(1000, 1003)
             confine.main(harness, job_fd, result_write, status_write, parent if caller is None else caller)
         finally:
             os._exit(9)
@@ -203,7 +207,7 @@ def test_landlock_refuses_files_outside_of_the_box(tmp_path: Path) -> None:
 
 
 def test_seccomp_refuses_sockets_processes_and_signals_to_others(tmp_path: Path) -> None:
-    code = build_seccomp_filter(os.uname().machine, fork=False, files_read_only=False)
+    code = build_seccomp_filter(os.uname().machine, allows_fork=False, files_read_only=False)
     filters = {"False False": code.hex() if code else ""}
     source = "import os, signal, socket\n" + attempts(
         "socket.socket()", f"os.kill({os.getpid()}, 0)", "os.chmod('.', 0o700)", "os.kill(os.getpid(), 0)"

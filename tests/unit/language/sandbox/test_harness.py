@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -11,17 +13,21 @@ import pytest
 from rlhpc.language.rewards.expected_values import decode
 from rlhpc.language.sandbox import harness
 
+PROGRAM = """
+import json, sys
+from rlhpc.language.sandbox import harness
+harness.run(json.loads(sys.argv[1]), int(sys.argv[2]))
+"""
+
 
 def run(source: str, checks: list[dict[str, str]], **job: Any) -> tuple[int, list[tuple[str, Any]]]:
-    """Runs a job in a child; returns its exit code and its records."""
+    """Runs a job in a process of its own, since the harness ends its process; returns the exit code and the records."""
+    settings = {"nonce": "n", "packages": [], "main": False, "setup": "", "source": source, "checks": checks, **job}
     read_end, write_end = os.pipe()
-    child = os.fork()
-    if not child:
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        settings = {"nonce": "n", "packages": [], "main": False, "setup": "", **job}
-        harness.run({**settings, "source": source, "checks": checks}, write_end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, json.dumps(settings), str(write_end)],
+        pass_fds=[write_end], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     os.close(write_end)
     with open(read_end) as file:
         lines = file.read().splitlines()
@@ -33,7 +39,7 @@ def run(source: str, checks: list[dict[str, str]], **job: Any) -> tuple[int, lis
             number, _, payload = payload.partition(" ")
             label = f"{label} {number}"
         records.append((label, json.loads(payload)))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), records
+    return process.wait(timeout=60), records
 
 
 def test_checks_run_in_the_program_s_namespace() -> None:

@@ -50,7 +50,7 @@ def machine(request) -> str:
 
 
 def calls(machine: str, **given):
-    code = python.build_seccomp_filter(machine, **{"fork": False, "files_read_only": False, **given})
+    code = python.build_seccomp_filter(machine, **{"allows_fork": False, "files_read_only": False, **given})
     assert code is not None
     numbers = python.syscall_numbers(machine)
     return lambda name, *arguments: verdict(code, machine, numbers[name], arguments)
@@ -95,7 +95,7 @@ def test_numbers_of_messages_and_semaphores(architecture, wanted):
 
 
 def test_what_a_computation_needs_passes(machine):
-    code = python.build_seccomp_filter(machine, fork=False, files_read_only=False)
+    code = python.build_seccomp_filter(machine, allows_fork=False, files_read_only=False)
     plain = {"x86_64": (0, 1, 3, 9, 11, 12, 39, 53, 202, 231), "aarch64": (63, 64, 57, 222, 215, 214, 172, 199, 98, 94)}
     for number in plain[machine]:  # read, write, close, mmap, munmap, brk, getpid, socketpair, futex, exit_group
         assert verdict(code, machine, number) == ALLOW
@@ -105,7 +105,7 @@ def test_threads_but_no_processes(machine):
     threads, child = 0x3D0F00, 17  # what the C library asks for a thread, and for a child
     call = calls(machine)
     assert call("clone", threads) == ALLOW and call("clone", child) == errno.EPERM
-    several = calls(machine, fork=True)
+    several = calls(machine, allows_fork=True)
     assert several("clone", child) == ALLOW and several("clone", 0x10000000 | child) == errno.EPERM
     assert call("clone", 0x20000000 | threads) == errno.EPERM
     if machine == "x86_64":
@@ -118,7 +118,7 @@ def test_signals_to_itself_only(machine):
         assert call(name, PID, 9) == ALLOW
         for other in (1, 0, -1, PID + 1):
             assert call(name, other, 9) == errno.EPERM, (name, other)
-    assert calls(machine, fork=True)("kill", 1, 9) == ALLOW
+    assert calls(machine, allows_fork=True)("kill", 1, 9) == ALLOW
 
 
 def test_limits_and_priorities_of_others(machine):
@@ -139,8 +139,8 @@ def test_files_where_they_are_not_mounted_read_only(machine):
 
 
 def test_other_abis(machine):
-    code = python.build_seccomp_filter(machine, fork=False, files_read_only=False)
+    code = python.build_seccomp_filter(machine, allows_fork=False, files_read_only=False)
     assert verdict(code, machine, 1, arch=0x40000003) == -1  # i386
     if machine == "x86_64":
         assert verdict(code, machine, 0x40000000 | 41) == errno.ENOSYS  # x32
-    assert python.build_seccomp_filter("riscv64", fork=False, files_read_only=False) is None
+    assert python.build_seccomp_filter("riscv64", allows_fork=False, files_read_only=False) is None

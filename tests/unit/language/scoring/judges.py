@@ -17,7 +17,7 @@ need_extra("llm")
 
 from transformers import AutoTokenizer
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.models.tiny import character_tokenizer
@@ -58,7 +58,7 @@ class Scripted:
 def second(model: Path, /, **kwargs: Any) -> Any:
     own = {"name": "second", "scorer": "judge", "model": {"model_path": str(model)}, "kwargs": kwargs}
     terms = [{"name": "second"}]
-    return OmegaConf.merge(untouched(GrpoConfig), {"groups": [own], "reward": {"terms": terms}})
+    return OmegaConf.merge(default_section(GrpoConfig), {"groups": [own], "reward": {"terms": terms}})
 
 
 @pytest.fixture(scope="module", name="model")
@@ -78,7 +78,7 @@ def build_judge(model: Path) -> Iterator[Callable[..., Judge]]:
     def made(reply: Callable[[str], str | None] = lambda text: "Score: 5", **keys: Any) -> Judge:
         Scripted.reply = staticmethod(reply)
         section = {"model": {"model_path": str(model)}, "rollout_backend": f"{Scripted.__module__}:Scripted", **keys}
-        cfg: Any = OmegaConf.merge(untouched(GrpoConfig), {"judge": section})
+        cfg: Any = OmegaConf.merge(default_section(GrpoConfig), {"judge": section})
         return Judge(cfg, torch.device("cpu"), scoring_groups(cfg)["judge"])
 
     yield made

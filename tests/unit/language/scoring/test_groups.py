@@ -13,7 +13,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.language.scoring.registry import make_scorer
@@ -32,7 +32,7 @@ def test_a_groups_model_is_named_by_its_section(name: str, section: str, tmp_pat
     def cfg(**model: Any) -> GrpoConfig:
         given = {part: {"model": model} for part in ("actor", "teacher", "reward")}
         given["groups"] = [{"name": "own", "scorer": "logprobs", "model": model}]
-        return typed(GrpoConfig, OmegaConf.merge(untouched(GrpoConfig), given))
+        return typed(GrpoConfig, OmegaConf.merge(default_section(GrpoConfig), given))
 
     def make(cfg: GrpoConfig) -> None:
         group = scoring_groups(cfg)[name]

@@ -97,7 +97,7 @@ def test_an_answer_may_not_become_a_special_token_in_any_spelling(
     judge: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where text is made harmless too little, it is not asked about."""
-    monkeypatch.setattr("rlhpc.language.scoring.llm_judge._defuse", lambda text, forbidden: text)
+    monkeypatch.setattr("rlhpc.language.scoring.llm_judge._split_forbidden", lambda text, forbidden: text)
     one = judge()
     assert one.rate(samples("4", "4<|im_end|>", "4<eos>")) == [pytest.approx(4 / 9), None, None]
     assert one.counts()["too_long"] == 2 and len(Scripted.asked) == 1

@@ -13,7 +13,12 @@ import pytest
 from rlhpc.language.rewards import Sample
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.scoring import reward_aggregator
-from rlhpc.language.scoring.reward_aggregator import GroupRatingRequests, Judging, LocalRatingRequests, RatingRequests
+from rlhpc.language.scoring.reward_aggregator import (
+    GroupRatingRequests,
+    LocalRatingRequests,
+    RatingRequests,
+    RewardAggregator,
+)
 
 
 class Pool:
@@ -46,7 +51,7 @@ class Ratings(RatingRequests):
         self.asked: list[list[Any]] = []
         self.ratings: list[tuple[Any, float | None]] = []
 
-    def _ask(self, samples: dict[Any, Sample]) -> None:
+    def _request_ratings(self, samples: dict[Any, Sample]) -> None:
         self.asked.append(list(samples))
 
     def poll(self) -> list[tuple[Any, float | None]]:
@@ -71,10 +76,10 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     return pool
 
 
-def judging(rated: list[str], **askers: RatingRequests) -> Judging:
+def judging(rated: list[str], **askers: RatingRequests) -> RewardAggregator:
     """Returns the reward; `rated` are the terms of groups."""
     cfg: Any = SimpleNamespace(reward=SimpleNamespace(failed=-1.0, terms=TERMS), rated=rated)
-    return Judging(cfg, askers)
+    return RewardAggregator(cfg, askers)
 
 
 def test_answers_to_a_problem_are_rated_together_in_the_order_of_their_ids() -> None:
@@ -117,7 +122,7 @@ def test_ranks_of_a_group_are_asked_in_rotation_and_old_ratings_are_dropped() ->
         answers.put({"round": message["round"], "ids": message["ids"], "values": [0.5] * len(message["ids"])})
 
     channel: Any = SimpleNamespace(put=put, entrust=put)
-    asker = GroupRatingRequests(channel, answers.get_nowait, rank=0, ranks=2)
+    asker = GroupRatingRequests(channel, answers.get_nowait, rank=0, num_ranks=2)
     for number in range(3):
         asker.submit(number, sample(), number, 1)
     assert sent == [("0", [0]), ("1", [1]), ("0", [2])]

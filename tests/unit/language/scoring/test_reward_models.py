@@ -12,7 +12,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.config.models import FrozenModelConfig
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data import load_tokenizer
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scorer(model: Path, **kwargs: Any) -> ProcessRewards:
-    cfg = typed(GrpoConfig, untouched(GrpoConfig))
+    cfg = typed(GrpoConfig, default_section(GrpoConfig))
     group = ScoringGroup("steps", "process", FrozenModelConfig(model_path=str(model)), 4096)
     return ProcessRewards(cfg, torch.device("cpu"), group, separator="-", **kwargs)
 
@@ -93,6 +93,6 @@ def test_a_step_is_worth_what_the_model_says_of_the_text_up_to_it(model: Path) -
 def test_an_end_must_have_a_sign(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"groups\[steps\].kwargs.separator is empty"):
         ProcessRewards(
-            typed(GrpoConfig, untouched(GrpoConfig)), torch.device("cpu"),
+            typed(GrpoConfig, default_section(GrpoConfig)), torch.device("cpu"),
             ScoringGroup("steps", "process", FrozenModelConfig(model_path=str(model)), 4096), separator="",
         )  # fmt: skip

@@ -26,9 +26,12 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runtime import torch_adapter
 from rlhpc.runtime.errors import ConfigError
-from tests.unit.language.models.test_packing import EXPERTS, READ, SMALL, WINDOW
+from rlhpc.training.blueprint import compile_layers
+from tests.unit.language.models.test_packing import EXPERTS, NOT_READ, READ, SMALL, WINDOW
 
 DENSE = [name for name in READ if not {"moe", "mixtral", "v3"} & set(name.split())]
+#: Families that each run takes: the commonest layer, one with windows and norms of its own, one with joined projections.
+USUAL = ("llama", "gemma 3", "phi 3")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +56,7 @@ def trainer_of(model: Path, **changes: Any) -> TokenTrainer:
     cfg.actor.model.model_path = str(model)
     for key, value in changes.items():
         OmegaConf.update(cfg.actor, key.replace("__", "."), value)
-    return TokenTrainer(cfg, Worker(), values=cfg.actor.model.value_head)
+    return TokenTrainer(cfg, Worker(), has_values=cfg.actor.model.value_head)
 
 
 def batch_of(seed: int, count: int, device: str = "cpu") -> TokenBatch:
@@ -90,15 +93,26 @@ def assert_equal(found: tuple[torch.Tensor, dict[str, torch.Tensor]], expected: 
         torch.testing.assert_close(gradient, expected[1][name], rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
+def compile_blocks(trainer: TokenTrainer) -> None:
+    """Compiles the layers of a trainer's model as `actor.compile=blocks` does."""
+    model = trainer.backend.module
+    compile_layers(model, trainer.blueprint.decoder_layers(model), "actor.compile")
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"model__gradient_checkpointing": True},
-        {"lora__rank": 2},
+        pytest.param({"model__gradient_checkpointing": True}, marks=pytest.mark.long),
+        pytest.param({"lora__rank": 2}, marks=pytest.mark.long),
         {"lora__rank": 2, "model__gradient_checkpointing": True},
         {"model__value_head": True},
         {"use_remove_padding": False},
+        pytest.param(
+            {"use_remove_padding": False, "lora__rank": 2, "model__gradient_checkpointing": True},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"use_remove_padding": False, "model__value_head": True}, marks=pytest.mark.long),
     ],
     ids=lambda changes: ", ".join(changes) or "all weights",
 )
@@ -114,11 +128,54 @@ def test_gradients_are_those_of_plain_layers_by_few_graphs(tmp_path: Path, chang
         for trainer in (compiled, plain):
             trainer.optimizer_step(1e-3)
     assert not counters["graph_break"]
-    # A rectangle of one row is a special case of torch's, for training and for scoring.
-    assert 2 <= counters["stats"]["unique_graphs"] <= (3 if compiled.packed else 4)
+    assert 2 <= counters["stats"]["unique_graphs"] <= 3
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("packed", [True, False], ids=["rows", "rectangles"])
+def test_lengths_below_and_above_a_window_need_no_graphs_of_their_own(tmp_path: Path, packed: bool) -> None:
+    """50 micro-batches, of which a third is shorter than the window, so that attention needs no mask: each equals plain
+    layers, and all of them take one graph to train and one to score."""
+    folder = saved(tmp_path / "model", READ["mistral, window"][0], {"sliding_window": 9})
+    changes = {"use_remove_padding": packed}
+    plain, compiled = trainer_of(folder, **changes), trainer_of(folder, compile="blocks", **changes)
+    for number in range(50):
+        longest = (4, 8, 9, 10, 23, 7)[number % 6]
+        lengths = [longest, *range(1, longest, 3)][: 1 + number % 4]
+        ids = [(torch.arange(length) * (number + 2) + number) % 60 + 1 for length in lengths]
+        batch = TokenBatch.of(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
+        assert_equal(step(compiled, [batch]), step(plain, [batch]))
+        if number % 5 == 0:
+            scored = [trainer.forward(batch).logprobs for trainer in (compiled, plain)]
+            torch.testing.assert_close(*scored, rtol=1e-5, atol=1e-5)
+    assert not counters["graph_break"]
+    assert 2 <= counters["stats"]["unique_graphs"] <= 3
+
+
+def test_layers_of_two_kinds_need_a_graph_of_each_kind(tmp_path: Path) -> None:
+    """With windows in every other layer, rectangles of any length: layers without a window still get no mask."""
+    folder = saved(
+        tmp_path / "model", READ["gemma 3"][0],
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    )  # fmt: skip
+    plain, compiled = (
+        trainer_of(folder, use_remove_padding=False, **changes) for changes in ({}, {"compile": "blocks"})
+    )
+    masks = list[bool]()
+    for layer in compiled.blueprint.decoder_layers(compiled.backend.module):
+        layer.register_forward_pre_hook(
+            lambda module, inputs, options: masks.append(options["attention_mask"] is not None), with_kwargs=True
+        )
+    for number, longest in enumerate((4, 23, 8, 10)):
+        ids = [torch.arange(1, longest + 1 - sample) for sample in range(1 + number % 3)]
+        batch = TokenBatch.of(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids])
+        assert_equal(step(compiled, [batch]), step(plain, [batch]))
+    assert masks and masks == [True, False] * (len(masks) // 2)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in USUAL else pytest.param(name, marks=pytest.mark.long) for name in DENSE]
+)
 def test_families_whose_layers_are_one_graph(tmp_path: Path, family: str) -> None:
     folder = saved(tmp_path / "model", *READ[family])
     plain, compiled = trainer_of(folder), trainer_of(folder, compile="blocks")
@@ -127,12 +184,37 @@ def test_families_whose_layers_are_one_graph(tmp_path: Path, family: str) -> Non
     assert counters["stats"]["unique_graphs"] and not counters["graph_break"]
 
 
-def test_the_code_that_inductor_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name == "gemma 3" else pytest.param(name, marks=pytest.mark.long)
+        for name in (*DENSE, "bound on logits", "longrope", "dynamic rope")
+    ],
+)
+def test_a_rectangle_of_one_row_needs_no_graph_of_its_own(tmp_path: Path, family: str) -> None:
+    """Also with masks, which layers with windows have, and for the families that read nothing but rectangles."""
+    folder = saved(tmp_path / "model", *{**READ, **NOT_READ}[family])
+    plain, compiled = (
+        trainer_of(folder, use_remove_padding=False, **changes) for changes in ({}, {"compile": "blocks"})
+    )
+    graphs = set[int]()
+    for count in (1, 3, 1):
+        ids = [torch.arange(1, 11 + sample) for sample in range(count)]
+        batch = TokenBatch.of(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids])
+        metrics = [trainer.forward_backward([batch], loss)[0]["loss"] for trainer in (compiled, plain)]
+        torch.testing.assert_close(*metrics, rtol=1e-5, atol=1e-6)
+        graphs.add(counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.long)], ids=["rows", "rectangles"])
+def test_the_code_that_inductor_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     monkeypatch.setattr(torch_adapter, "_COMPILER", "inductor")
     folder = saved(tmp_path / "model", *READ["llama"])
-    plain, compiled = trainer_of(folder), trainer_of(folder, compile="blocks")
-    for seed in range(2):
-        assert_equal(step(compiled, [batch_of(seed, 3)]), step(plain, [batch_of(seed, 3)]))
+    changes = {"use_remove_padding": packed}
+    plain, compiled = trainer_of(folder, **changes), trainer_of(folder, compile="blocks", **changes)
+    for count in (3, 1):
+        assert_equal(step(compiled, [batch_of(count, count)]), step(plain, [batch_of(count, count)]))
 
 
 @pytest.mark.parametrize("window", [{}, WINDOW], ids=["all tokens", "window"])
@@ -157,7 +239,7 @@ def test_the_kernel_for_packed_rows_is_in_the_graph(
     trainer = trainer_of(folder, model__dtype="bfloat16")
     monkeypatch.setattr(packing, "has_segment_attention", lambda query, value: True)
     monkeypatch.setattr(torch_adapter, "_COMPILER", record)
-    trainer._compile_blocks()
+    compile_blocks(trainer)
     for seed, count in enumerate((3, 1, 7)):
         with pytest.raises(Traced):
             trainer.backend.evaluate(lambda model, batch: model(**batch.inputs()), batch_of(seed, count).read_by(True))
@@ -178,20 +260,11 @@ def test_layers_that_cannot_be_one_graph_are_refused(tmp_path: Path, monkeypatch
         return forward(*arguments, **options)
 
     torch_adapter.replace_forward(first, printing)
-    trainer._compile_blocks()
+    compile_blocks(trainer)
     with pytest.raises(
         ConfigError, match=r"actor\.compile=blocks: torch cannot compile LlamaDecoderLayer .*set it to off"
     ):
         trainer.forward(batch_of(0, 2))
     monkeypatch.setattr(trainer.blueprint, "decoder_layers", lambda model: [])
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM does not declare its layers"):
-        trainer._compile_blocks()
-
-
-def test_case_does_not_matter(tmp_path: Path) -> None:
-    """What asks for layers or kernels in capitals gets them, or is refused; it never trains without them unnoticed."""
-    folder = saved(tmp_path / "experts", READ["qwen3 moe"][0], EXPERTS)
-    with pytest.raises(ConfigError, match="is for models without experts"):
-        trainer_of(folder, compile="BLOCKS")
-    with pytest.raises(ConfigError, match=r"actor\.kernels=liger needs a GPU"):
-        trainer_of(folder, kernels="LIGER")
+        compile_blocks(trainer)

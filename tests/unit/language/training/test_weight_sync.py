@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from rlhpc.config.typed import untouched
+from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.config.training import GrpoActorConfig
 from rlhpc.language.engines.base import Completion
@@ -84,7 +84,7 @@ def test_auto_sends_shards_where_trainer_and_engine_can(
         (("training_backend=local",), 4, 1),
         (("training_backend=deepspeed",), 4, 1),
         (("training_backend=fsdp",), 1, 1),
-        (("training_backend=FSDP",), 4, 4),
+        (("training_backend=fsdp",), 4, 4),
         (("training_backend=fsdp", "parallel.replicate=2"), 4, 2),
         (("training_backend=fsdp", "parallel.replicate=4"), 4, 1),
         (("training_backend=fsdp", "parallel.shard=2", "parallel.tensor=2"), 4, 4),
@@ -245,7 +245,7 @@ class Weights:
 def test_a_rank_that_does_not_send_gathers_weights_only_if_the_ranks_hold_parts_of_them(lockstep: bool) -> None:
     weights = Weights(lockstep)
     worker: Any = SimpleNamespace(rank=1)
-    sender = ActorWeights(worker, untouched(GrpoConfig), PromptMap(1, 1, 1, 2), weights)  # type: ignore[arg-type]
+    sender = ActorWeights(worker, default_section(GrpoConfig), PromptMap(1, 1, 1, 2), weights)  # type: ignore[arg-type]
     sender.send(0, [0], None)
     sender.send(1, [0], None)
     sender.welcome(1, [1])

@@ -12,8 +12,8 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.algorithms.nonfinite import SkippedSteps
-from rlhpc.config.typed import typed, untouched
+from rlhpc.algorithms.nonfinite import MAX_IN_A_ROW, SkippedSteps
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.config.models import FrozenModelConfig
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.builtin import resolve_model
@@ -21,6 +21,7 @@ from rlhpc.language.models.micro_batching import minibatch_of
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.prompt_dispatch import PromptMap
 from rlhpc.language.workers.grpo_actor import GrpoActor
+from rlhpc.runtime.errors import NonFinite, RlhpcError
 
 TINY = {"hidden": 16, "layers": 1, "heads": 1}
 
@@ -39,7 +40,7 @@ def actor(model: str, *, actor: dict[str, Any] | None = None, **algorithm: Any) 
         "actor": {"global_batch_size": 2, "model": {"model_path": model}, **(actor or {})},
         "teacher": {"model": {"model_path": model}},
     }  # fmt: skip
-    made = GrpoActor(typed(GrpoConfig, OmegaConf.merge(untouched(GrpoConfig), given)))
+    made = GrpoActor(typed(GrpoConfig, OmegaConf.merge(default_section(GrpoConfig), given)))
     made.init_worker(1, PromptMap(2, 2, 1, 1))
     return made
 
@@ -95,6 +96,69 @@ def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfin
     metrics, after = update(2, none)
     assert (metrics["updates"], metrics["empty_minibatches"], metrics["tokens"]) == (0, 4, 0)
     assert "loss" not in metrics and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_an_overflow_of_float16_is_no_fault_but_a_loss_that_is_not_finite_is(model: str) -> None:
+    """`runner.on_nonfinite: stop` lets the scale fall until steps are taken, more than ten times in a row."""
+    section = {"model": {"model_path": model, "dtype": "float16"}, "grad_scaler": {"init_scale": 2.0**60}}
+    trainer = actor(model, update_epochs=1, adv_type="raw", actor=section)
+    columns = {"rollout_logprobs": [torch.tensor([0.0, -1.0, -2.0])], "versions": [torch.tensor([-1.0, 0.0, 0.0])]}
+    some = TokenBatch.of([[5, 6, 7]], [[False, True, True]], columns)
+
+    def update(step: int, reward: float) -> dict[str, float]:
+        some.reward = torch.tensor([reward])
+        trainer._batches, trainer._received_step, trainer._returns = [some], step, None
+        return trainer.update(step)
+
+    before = {name: tensor.clone() for name, tensor in trainer.backend.local_tensors()}
+    scale, step = 2.0**60, 1
+    while (metrics := update(step, 1.0))["overflow_skipped"]:
+        assert (metrics["updates"], metrics["overflow_skipped"], metrics["loss_scale"]) == (0, 1, scale / 2)
+        assert "nonfinite_skipped" not in metrics
+        assert all(torch.equal(before[name], tensor) for name, tensor in trainer.backend.local_tensors())
+        scale, step = scale / 2, step + 1
+    assert step > MAX_IN_A_ROW + 1 and scale > 1.0
+    assert (metrics["updates"], metrics["loss_scale"]) == (1, scale) and metrics["grad_norm"] > 0
+    assert any(not torch.equal(before[name], tensor) for name, tensor in trainer.backend.local_tensors())
+    with pytest.raises(NonFinite, match="gradient's norm is nan, and so are"):
+        update(step + 1, float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dtype", "bound"), [(1, "float32", 0.0), (2, "float32", 1e-5), (2, "bfloat16", 0.04)]
+)
+def test_a_deterministic_run_ends_where_log_probs_differ(
+    model: str, monkeypatch: pytest.MonkeyPatch, parallel: int, dtype: str, bound: float
+) -> None:
+    """In any bit; or, where ranks compute parts of sums, by more than a bound. Before the step counts as trained."""
+    trainer = actor(model, update_epochs=1, actor={"model": {"model_path": model, "dtype": dtype}})
+    threads = torch.get_num_threads()
+    trainer.cfg.runner.deterministic, trainer.cfg.actor.parallel.tensor = True, parallel
+    trainer.backend.blueprint.exact = parallel == 1
+    some = drawn([6, 6, 6, 6])
+    trainer._batches, trainer._received_step, trainer._returns = [some], 1, None
+    with pytest.raises(RlhpcError, match=r"step 1: runner\.deterministic: .*train/mismatch_abs reports"):
+        trainer.update(1)
+    assert trainer.version == 0
+    trainer._require_agreement(1, {"mismatch_abs": bound, "mismatch_unequal": 0.0 if parallel == 1 else 1.0})
+    with pytest.raises(RlhpcError):
+        trainer._require_agreement(1, {"mismatch_abs": bound * 1.01 + 1e-9, "mismatch_unequal": 1e-6})
+    trainer.cfg.runner.deterministic = False
+    trainer._require_agreement(1, {"mismatch_abs": 1.0, "mismatch_unequal": 1.0})
+    torch.set_num_threads(threads)
+
+
+def test_special_tokens_are_a_class_of_the_mismatch(model: str) -> None:
+    """Those that were added to the vocabulary; here the end of the text."""
+    trainer = actor(model, update_epochs=1)
+    some = drawn([6, 6, 6, 6])
+    end, ends = trainer.tokenizer.eos_token_id, some.cu_seqlens[1:] - 1
+    some.ids[ends[:2]] = end
+    trainer._batches, trainer._received_step, trainer._returns = [some], 1, None
+    metrics = trainer.update(1)
+    # Two optimizer steps, of which the first counts.
+    special = int(torch.isin(some.ids[some.mask], torch.tensor(sorted(trainer.tokenizer.added_tokens_decoder))).sum())
+    assert special >= 2 and metrics["mismatch_share/special"] > 0 and metrics["mismatch_abs/special"] > 0
 
 
 def drawn(lengths: list[int]) -> TokenBatch:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.agents.gateway.feedback import FEEDBACK
 from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.language.config.run import GrpoConfig
@@ -34,7 +34,7 @@ PHASE = "step 1"
 
 
 def config() -> GrpoConfig:
-    return typed(GrpoConfig, untouched(GrpoConfig))
+    return typed(GrpoConfig, default_section(GrpoConfig))
 
 
 class FakeQueue:

@@ -121,6 +121,9 @@ class FakeReceiver:
     def forget_version(self) -> None:
         self.version = -1
 
+    def pop_transfers(self) -> dict[str, float]:
+        return {"weights/versions": 1.0}
+
     def pop_sync_s(self) -> float:
         return 0.0
 
@@ -152,14 +155,14 @@ class RolloutWorker(LanguageRolloutWorker):
         self.engine_rank = FakeEngineRank()  # type: ignore[assignment]
         self.receiver = FakeReceiver()  # type: ignore[assignment]
         self.generation = self.backend = FakeEngine()  # type: ignore[assignment]
-        self.judges = FakeJudges(reward)  # type: ignore[assignment]
+        self.reward_scorer = FakeJudges(reward)  # type: ignore[assignment]
         self.dataset = [Prompt(number, ()) for number in range(8)]  # type: ignore[assignment]
         self.sampler = PromptSampler(8, PROMPTS, 3)
         self.encoder, self.tokenizer = FakeEncoder(), None  # type: ignore[assignment]
         self.sampling = SamplingParams(max_new_tokens=8)
         self.group_builder = GroupBuilder(cfg, make_algorithm(cfg), 0, "rollout-0")
-        self._capacity = 4
-        self._groups, self._work, self._delivered = FakeChannel(), FakeChannel(), FakeChannel()  # type: ignore[assignment]
+        self._capacity, self._max_staleness = 4, cfg.algorithm.max_staleness
+        self._groups, self._work, self._delivery_channel = FakeChannel(), FakeChannel(), FakeChannel()  # type: ignore[assignment]
         self._scoring = {"teacher": FakeChannel()}  # type: ignore[dict-item]
 
     def before_leaving(self, act: Callable[[], None] | None) -> None:  # type: ignore[override]
@@ -169,7 +172,7 @@ class RolloutWorker(LanguageRolloutWorker):
 def worker(
     monkeypatch: pytest.MonkeyPatch, reward: Callable[[int], float] = lambda request: float(request % 2), **changes: int
 ) -> Any:
-    monkeypatch.setattr(rollout, "sample_of", lambda prompt, episode, tokenizer, *, finished: episode)
+    monkeypatch.setattr(rollout, "sample_of", lambda prompt, episode, tokenizer, *, has_finished: episode)
     cfg = GrpoConfig()
     cfg.algorithm.group_size, cfg.runner.seed, cfg.runner.val_check_interval = SIZE, 3, 0
     for name, value in changes.items():
@@ -184,7 +187,7 @@ def worker(
 def test_all_prompts_of_a_step_are_delivered_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = worker(monkeypatch)
     stats = rank.generate(1, 1)
-    delivered: list[Delivery] = [*rank._delivered.items[""]]
+    delivered: list[Delivery] = [*rank._delivery_channel.items[""]]
     assert sorted(delivery.position for delivery in delivered) == [0, 1, 2] and rank._work.acknowledged == PROMPTS
     assert stats["tokens"] == 2 * SIZE * PROMPTS and delivered[0].metrics["samples"] == SIZE
     groups = [*rank._groups.items["0"]]
@@ -197,7 +200,7 @@ def test_all_prompts_of_a_step_are_delivered_in_one_call(monkeypatch: pytest.Mon
 def test_a_group_without_information_is_replaced_by_another_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = worker(monkeypatch, lambda request: float(request > 8 and request % 2), filter_groups=True, max_refills=3)
     rank.generate(1, 1)
-    facts = [delivery.metrics for delivery in rank._delivered.items[""]]
+    facts = [delivery.metrics for delivery in rank._delivery_channel.items[""]]
     assert len(facts) == PROMPTS and sum(fact["refills"] for fact in facts) > 0
     refilled = sum(fact.get("untrained/refilled", 0.0) for fact in facts)
     assert refilled == sum(fact["refills"] for fact in facts) * 2 * SIZE
@@ -215,20 +218,20 @@ def test_who_is_told_to_leave_requeues_its_prompts_and_another_resumes_them(monk
     rank.generation.step = leaves
     rank.generate(1, 1)
     requeued = [item for item in rank._work.items["1"] if isinstance(item, PartialGroup)]
-    assert [partial.position for partial in requeued] == [0, 1] and rank._delivered.items == {}
+    assert [partial.position for partial in requeued] == [0, 1] and rank._delivery_channel.items == {}
     assert [each.finish_reason for each in requeued[0].answers] == ["stop", "abort"]
     other = worker(monkeypatch, max_staleness=1)
     other._work = rank._work
     other.begin(0)
     other.generate(1, 1)
     assert other.generation.resumed == [2, 2, 2, 2]
-    assert sorted(delivery.position for delivery in other._delivered.items[""]) == [0, 1, 2]
-    assert sum(delivery.metrics.get("continued_tokens", 0.0) for delivery in other._delivered.items[""]) == 8
+    assert sorted(delivery.position for delivery in other._delivery_channel.items[""]) == [0, 1, 2]
+    assert sum(delivery.metrics.get("continued_tokens", 0.0) for delivery in other._delivery_channel.items[""]) == 8
 
 
 def test_a_step_that_takes_too_long_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = worker(monkeypatch)
     rank.cfg.runner.step_timeout_s = 0.2
-    rank.judges.poll = list
+    rank.reward_scorer.poll = list
     with pytest.raises(DeadlineExceeded, match=r"step 1: 3 groups of rollout-0 .* it waits for 2 ratings of judge"):
         rank.generate(1, 1)

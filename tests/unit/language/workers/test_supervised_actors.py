@@ -15,7 +15,7 @@ from tests.extras import need_extra
 
 need_extra("llm")
 
-from rlhpc.config.typed import typed, untouched
+from rlhpc.config.typed import default_section, typed
 from rlhpc.language.config.algorithms import DpoAlgorithmConfig
 from rlhpc.language.config.run import DpoConfig, RewardRunConfig, SftConfig
 from rlhpc.language.models.token_batch import TokenBatch
@@ -54,7 +54,7 @@ def config(
         },
         **sections,
     }  # fmt: skip
-    return typed(config_type, OmegaConf.merge(untouched(config_type), given))
+    return typed(config_type, OmegaConf.merge(default_section(config_type), given))
 
 
 def demonstrations(folder: Path, answer: str = "{}") -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_pair_metrics_against_hand_calculation() -> None:
         "loss": math.log1p(math.exp(-0.2)), "accuracy": 1.0, "margin": 0.2, "rewards_chosen": 0.1, "rewards_rejected": -0.1,
         "logps_chosen": -1.0, "logps_rejected": -2.0,
     })  # fmt: skip
-    ipo = measure(loss_type="IPO")
+    ipo = measure(loss_type="ipo")
     assert ipo["loss"] == pytest.approx((1.5 - 1 / 0.2) ** 2), "of means over the tokens"
     assert ipo["margin"] == pytest.approx(0.2)
 
@@ -155,7 +155,7 @@ def test_a_reward_model_learns_labels(causal: Path, tmp_path: Path) -> None:
 
 def test_engines_of_a_supervised_run_answer_as_its_suites_are_configured(causal: Path, tmp_path: Path) -> None:
     cfg = config(SftConfig, causal, demonstrations(tmp_path), rollout={"rollout_backend": "hf"})
-    assert EvaluationWorker.forks(cfg)
+    assert EvaluationWorker.forks(cfg) and not EvaluationWorker.preloads(cfg)
     worker = EvaluationWorker(cfg)
     assert worker.cfg.data.train.path == cfg.data.train.path
     worker.close()

@@ -70,3 +70,13 @@ def test_records_of_a_torn_file(tmp_path: Path) -> None:
     padded = b"HEADER!" + fragment(1, b"x" * (room + 4)) + b"\0" * (32768 - 14 - room - 4)
     file.write_bytes(padded + fragment(1, b"next block"))
     assert [len(record) for record in records(file)] == [room + 4, 10]
+
+
+def test_the_section_of_simulators_is_no_environment_of_variables() -> None:
+    config = {
+        "env": {"train": {"env_id": "CartPole-v1"}},
+        "agent": {"env": {"A": "b"}, "services": [{"env": {"C": "d"}}]},
+    }
+    shown = public_config(config, config)
+    assert shown["env"] == config["env"]
+    assert shown["agent"] == {"env": {"A": "***"}, "services": [{"env": {"C": "***"}}]}

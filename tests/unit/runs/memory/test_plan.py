@@ -54,4 +54,4 @@ def test_this_machine_has_no_more_than_its_control_groups_allow(
     for name, path in (("_MEMINFO", "meminfo"), ("_CGROUP_ROOT", "cgroup"), ("_PROCESS_CGROUP", "own")):
         monkeypatch.setattr(os_resources, name, tmp_path / path)
     cfg = load_config(MATH, EIGHT)
-    assert host_capacity(cfg, Cluster.planned(cfg.cluster), 0, here=True) == (expected, "this machine")
+    assert host_capacity(cfg, Cluster.planned(cfg.cluster), 0, is_local=True) == (expected, "this machine")

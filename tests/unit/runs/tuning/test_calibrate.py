@@ -246,7 +246,7 @@ def test_a_failed_run_says_why(
 
 def test_a_run_that_does_not_end_is_ended(runs: ShortRuns, tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").unlink()  # what the stand-in waits for never comes
-    short = ShortRuns(runs.config, runs.folder, runs.always, runs.steps, deadline_s=0.0)
+    short = ShortRuns(runs.config, runs.folder, runs.common_overrides, runs.steps, deadline_s=0.0)
     with pytest.raises(RlhpcError, match=r"did not end within 0 s .*--deadline, or fewer steps with --steps"):
         short.run("one", [])
     assert not (tmp_path / "runs" / "one").exists()

@@ -35,7 +35,7 @@ def test_what_the_account_of_memory_refuses_is_not_proposed(memory: str | None, 
         candidate = Candidate({"actor": place, "rollout": place}, {})
         cfg = load_config(MATH, [*words, *candidate.overrides()])
         fits = not memory_plan(cfg, build_plan(cfg, launcher="local" if here else "slurm"), build=False).refusals()
-        verdicts.append(is_allowed(TuneRequest(MATH, tuple(words)), candidate, here=here))
+        verdicts.append(is_allowed(TuneRequest(MATH, tuple(words)), candidate, is_local=here))
         assert verdicts[-1] == (fits or check == "off")
     if not here:
         assert verdicts == {"24G": [False, False], "80G": [True, False], None: [True, True]}[memory]

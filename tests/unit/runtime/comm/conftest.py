@@ -10,15 +10,14 @@ import zmq
 from rlhpc.runtime.comm.zmq_sockets import Peers
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
-from tests.serving import Serving
+from tests.serving import Serving, temporary_scratch
 from tests.unit.runtime.comm.bulk_pairs import nothing
 
 
 @pytest.fixture
 def scratch() -> Iterator[Scratch]:
-    made = Scratch.create()
-    yield made
-    made.remove()
+    with temporary_scratch() as made:
+        yield made
 
 
 @pytest.fixture

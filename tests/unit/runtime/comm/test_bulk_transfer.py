@@ -44,7 +44,7 @@ def test_any_part_of_a_loan_is_what_a_segment_would_hold(
 def test_a_loan_that_nobody_waits_for_becomes_a_segment(owner: Serving, keys: CurveKeys, scratch: Scratch) -> None:
     data = random_bytes(SIZE)
     loan = owner.lender.lend([data.data], 1)
-    loan.settle(False, owner.pool, nothing)
+    loan.finish_reads(False, owner.pool, nothing)
     expected, target = data.copy(), bytearray(SIZE)
     data[:] = 0  # the caller goes on
     client = BulkClient(owner.server.endpoint, keys, nothing)
@@ -65,7 +65,7 @@ def test_a_loan_outlives_the_reader_that_dies(owner: Serving, keys: CurveKeys, s
     first._link.send(b"F" + bulk._RANGE.pack(HEADER, data.nbytes) + loan.name.encode())
     assert first._link.receive(nothing) == b"+"
     first.close()
-    loan.settle(True, owner.pool, nothing)
+    loan.finish_reads(True, owner.pool, nothing)
     data[:] = 0
     target = bytearray(data.nbytes)
     BulkClient(owner.server.endpoint, keys, nothing).fetch(loan.name, HEADER, memoryview(target))
@@ -98,7 +98,7 @@ def test_more_transfers_than_are_served_at_a_time(owner: Serving, keys: CurveKey
 def test_another_generations_key_is_refused_by_both_sides(owner: Serving, scratch: Scratch, keys: CurveKeys) -> None:
     with pytest.raises(ChannelError, match=r"owner-3 at 127.0.0.1:\d+ did not prove to be of this run"):
         BulkClient(owner.server.endpoint, CurveKeys.fresh(), nothing)
-    assert wait_for(lambda: owner.server.refused == 1)
+    assert wait_for(lambda: owner.server.num_refused == 1)
     stranger = Serving(scratch, CurveKeys.fresh(), "owner-3")
     try:
         with pytest.raises(ChannelError, match="did not prove"):
@@ -189,12 +189,13 @@ def test_the_death_of_an_owner_is_an_error_that_names_it(scratch: Scratch, keys:
 
 def test_a_failed_run_ends_a_transfer(owner: Serving, keys: CurveKeys) -> None:
     """The owner hangs in the middle; what the driver says about the run is what the receiver raises."""
-    hold = threading.Event()
+    hold, failed = threading.Event(), threading.Event()
 
     class Failed(RlhpcError): ...
 
     def check() -> None:
-        raise Failed("rank 7 is dead")
+        if failed.is_set():
+            raise Failed("rank 7 is dead")
 
     def stuck(sock: socket.socket, buffers: list[memoryview]) -> None:
         hold.wait(30)
@@ -203,6 +204,7 @@ def test_a_failed_run_ends_a_transfer(owner: Serving, keys: CurveKeys) -> None:
     try:
         loan = owner.lender.lend([random_bytes(SIZE).data], 1)
         client = BulkClient(owner.server.endpoint, keys, check)
+        failed.set()
         with pytest.raises(Failed):
             client.fetch(loan.name, HEADER, memoryview(bytearray(SIZE)))
         assert not client.in_step

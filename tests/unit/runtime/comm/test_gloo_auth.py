@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.runtime.errors import StrangerConnected, WorkerFailed
+from rlhpc.runtime.os_resources import open_files_of_rank
 from tests.eventually import wait_until
 from tests.launching import Launch
 from tests.strangers import Stranger
@@ -66,3 +67,30 @@ def test_strangers_who_say_nothing_or_nonsense_do_not_stop_a_start(meet: Launch,
         assert stranger.count() >= 100
         go.touch()
         assert forming.wait() == [1.0, 1.0]
+
+
+#: Requests of a rank for each group that it is in.
+REQUESTS = 6
+
+
+@pytest.mark.parametrize(
+    "size", [8, 32, pytest.param(64, marks=pytest.mark.long), pytest.param(128, marks=pytest.mark.long)]
+)
+def test_a_rank_makes_as_many_requests_in_a_large_group_as_in_a_small_one(meet: Launch, size: int) -> None:
+    group = meet(size, f"of{size}")
+    group.execute_on(0).count_requests().wait()
+    most_open = max(group.form_own().wait())
+    assert group.execute_on(0).counted_requests().wait() == [REQUESTS * size]
+    assert most_open <= open_files_of_rank(size)
+    tensor = 4
+    sums = group.form_mesh(tensor).wait()
+    assert sums[5] == [sum(range(1, size, tensor)), 4 + 5 + 6 + 7]
+    assert group.execute_on(0).counted_requests().wait() == [2 * REQUESTS * size]
+    group.leave_group().wait()
+
+
+def test_a_rank_that_connects_late_is_no_stranger(meet: Launch) -> None:
+    """The others have their connections to it long before, because the kernel accepts them."""
+    group = meet(3, "tardy")
+    assert group.form_slowly(2, 3.0, 1.0).wait() == [3.0] * 3
+    group.leave_group().wait()

@@ -1,6 +1,7 @@
 """Mailboxes: order, forms that change, both ends in two processes, and waits that end."""
 
 import os
+import threading
 import time
 
 import numpy as np
@@ -8,12 +9,13 @@ import pytest
 
 from rlhpc.runtime.comm.mailbox import Mailbox, available
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
+from rlhpc.runtime.trace_recorder import recorder
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs a machine with ordered stores")
 
 
 def pair(path, capacity=4096, deadline=5.0):
-    ends = [Mailbox(path, capacity, first=first, peer="peer-0", deadline=deadline) for first in (True, False)]
+    ends = [Mailbox(path, capacity, is_first=first, peer="peer-0", deadline=deadline) for first in (True, False)]
     return ends[0], ends[1]
 
 
@@ -45,15 +47,47 @@ def test_what_was_taken_is_a_copy(tmp_path):
     assert first.tolist() == [0, 0, 0] and b.get().tolist() == [1, 1, 1]
 
 
+def test_a_traced_array_is_one_message_with_both_times(tmp_path):
+    a, b = pair(tmp_path / "m")
+    a.put(np.zeros(3))
+    recorder.start(str(tmp_path / "g-0.jsonl"), {"group": "g", "rank": 0, "host": "h", "host_id": "h", "pid": 1})
+    try:
+        b.get()  # it was sent before the recording began
+        before = time.monotonic_ns()
+        a.put(np.zeros(3))
+        between = time.monotonic_ns()
+        b.get()
+        ((name, source, sent, arrived),) = recorder.messages
+    finally:
+        recorder.stop(flush=True)
+        recorder.reset()
+    assert (name, source) == ("array", "peer-0") and before <= sent == arrived <= between, "it lay ready from then on"
+
+
+def test_a_traced_array_that_is_waited_for_arrives_at_the_end_of_the_wait(tmp_path):
+    a, b = pair(tmp_path / "m")
+    recorder.start(str(tmp_path / "g-0.jsonl"), {"group": "g", "rank": 0, "host": "h", "host_id": "h", "pid": 1})
+    try:
+        sender = threading.Timer(0.2, a.put, [np.zeros(3)])
+        sender.start()
+        b.get()
+        sender.join()
+        ((_, _, sent, arrived),) = recorder.messages
+    finally:
+        recorder.stop(flush=True)
+        recorder.reset()
+    assert sent < arrived <= time.monotonic_ns()
+
+
 def test_two_processes_in_lockstep(tmp_path):
     path, count = tmp_path / "m", 3000
     child = os.fork()
     if child == 0:
-        end = Mailbox(path, 4096, first=False, peer="parent", deadline=20)
+        end = Mailbox(path, 4096, is_first=False, peer="parent", deadline=20)
         for _ in range(count):
             end.put(end.get() * 2)
         os._exit(0)
-    end = Mailbox(path, 4096, first=True, peer="child", deadline=20)
+    end = Mailbox(path, 4096, is_first=True, peer="child", deadline=20)
     for i in range(count):
         end.put(np.full(16, i))
         assert end.get().tolist() == [2 * i] * 16
@@ -63,11 +97,11 @@ def test_two_processes_in_lockstep(tmp_path):
 def test_a_slow_peer_is_waited_for(tmp_path):
     child = os.fork()
     if child == 0:
-        end = Mailbox(tmp_path / "m", 64, first=False, peer="parent", deadline=20)
+        end = Mailbox(tmp_path / "m", 64, is_first=False, peer="parent", deadline=20)
         time.sleep(0.2)
         end.put(np.ones(1))
         os._exit(0)
-    end = Mailbox(tmp_path / "m", 64, first=True, peer="child", deadline=20)
+    end = Mailbox(tmp_path / "m", 64, is_first=True, peer="child", deadline=20)
     began = time.process_time()
     assert end.get().tolist() == [1]
     assert time.process_time() - began < 0.1  # naps instead of burning a core
@@ -96,13 +130,13 @@ def test_a_sleeper_is_woken_and_a_check_ends_a_wait(tmp_path):
 
     child = os.fork()
     if child == 0:
-        end = Mailbox(tmp_path / "m", 64, first=False, peer="parent", deadline=20)
+        end = Mailbox(tmp_path / "m", 64, is_first=False, peer="parent", deadline=20)
         for _ in range(3):
             time.sleep(0.03)
             end.put(np.ones(1))  # the last two wait until the one before is taken
         os._exit(0)
     end = float("inf")
-    box = Mailbox(tmp_path / "m", 64, first=True, peer="child", deadline=20, check=stop)
+    box = Mailbox(tmp_path / "m", 64, is_first=True, peer="child", deadline=20, check=stop)
     for _ in range(3):
         assert box.get().tolist() == [1]
         time.sleep(0.1)

@@ -24,7 +24,7 @@ def test_what_is_received_does_not_change_when_the_sender_goes_on(scratch: Scrat
 
 def test_each_of_several_readers_may_write(scratch: Scratch) -> None:
     pool, mappings = SegmentPool(scratch), [Mappings() for _ in range(3)]
-    packed = Packed(torch.zeros(SIZE), pool, ORIGIN, readers=3)
+    packed = Packed(torch.zeros(SIZE), pool, ORIGIN, num_readers=3)
     got = [unpack(packed.frames(i), "here", each, nowhere) for i, each in enumerate(mappings)]
     got[0] += 1
     assert got[1].sum() == 0 and got[2].sum() == 0
@@ -40,7 +40,7 @@ def test_each_of_several_readers_may_write(scratch: Scratch) -> None:
 
 def test_borrowers_look_at_the_same_memory(scratch: Scratch) -> None:
     pool, mappings = SegmentPool(scratch), [Mappings(), Mappings()]
-    packed = Packed(torch.zeros(SIZE), pool, ORIGIN, readers=2)
+    packed = Packed(torch.zeros(SIZE), pool, ORIGIN, num_readers=2)
     first, second = (unpack(packed.frames(i), "here", each, nowhere, borrow=True) for i, each in enumerate(mappings))
     first[3] = 5
     assert second[3] == 5

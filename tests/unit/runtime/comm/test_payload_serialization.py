@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rlhpc.runtime.comm import payload as serialization
-from rlhpc.runtime.comm.payload import dumps, loads, owned, pickled
+from rlhpc.runtime.comm.payload import copy_shared, dumps, loads, pickle_object
 
 CODE = "def solve():\n    ...\n\nif __name__ == '__main__':\n    solve()\n"
 
@@ -51,7 +51,7 @@ def test_text_that_speaks_of_main_is_pickled_once(obj: Any, monkeypatch: pytest.
 SCRIPT = """
 import enum, pickle, sys
 from dataclasses import dataclass
-from rlhpc.runtime.comm.payload import dumps, pickled
+from rlhpc.runtime.comm.payload import dumps, pickle_object
 
 @dataclass
 class Thing:
@@ -65,7 +65,7 @@ def double(x): return 2 * x
 for obj in (Thing(3), [{"deep": (Thing(4),)}], double, Thing, Kind.A, {Kind.A: [double]}, lambda x: x):
     data, buffers = dumps(obj)
     assert not buffers
-    pickle.dump((data, pickled(obj)), sys.stdout.buffer)
+    pickle.dump((data, pickle_object(obj)), sys.stdout.buffer)
 """
 
 
@@ -82,14 +82,14 @@ def test_what_main_defines_travels_by_value() -> None:
 
 
 def test_an_argument_of_main_is_pickled_by_value_with_its_group() -> None:
-    assert loads(pickled((Answer, (CODE,), {})))[0] is Answer
+    assert loads(pickle_object((Answer, (CODE,), {})))[0] is Answer
 
 
 def test_buffers_are_owned_once_nothing_outside_can_change_them() -> None:
     array, text = np.zeros(10, np.uint8), b"constant"
     view = array[:]
     view.flags.writeable = False
-    kept = owned([text, memoryview(text)[2:], memoryview(array), memoryview(view), bytearray(b"abc"), array.data])
+    kept = copy_shared([text, memoryview(text)[2:], memoryview(array), memoryview(view), bytearray(b"abc"), array.data])
     array[:] = 1
     assert kept[0] is text and kept[1].obj is text
     assert [bytes(buffer) for buffer in kept[2:]] == [bytes(10), bytes(10), b"abc", bytes(10)]

@@ -36,7 +36,7 @@ def test_what_arrives_is_what_was_packed(owner: Serving, scratch: Scratch, peers
         return memory
 
     got = unpack(packed.frames(), "here", Mappings(), fetch)
-    packed.settle(True, nothing)
+    packed.finish_reads(True, nothing)
     for number in range(3):  # what comes next does not land where somebody still looks
         landing.take(SIZE + number)[:] = bytes(SIZE + number)
     assert all(np.array_equal(got[name], item[name]) and got[name].dtype == item[name].dtype for name in item)

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from rlhpc.runtime.comm.context import Context
-from rlhpc.runtime.comm.zmq_sockets import PIECE, Peers, TcpPort, choose, divided, join_pieces
+from rlhpc.runtime.comm.zmq_sockets import PIECE, Peers, TcpPort, choose, divide_frames, join_pieces
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
@@ -32,7 +32,7 @@ def put(sender: Context, home: Context, key: str, body: bytes, name: str = "c") 
 
 @pytest.mark.parametrize("frames", [[], [b""], [b"a", b"b" * PIECE], [b"", b"a" * (2 * PIECE + 1), b"b"]])
 def test_divided_frames_are_joined(frames: list[bytes]) -> None:
-    pieces = [bytes(piece) for piece in divided(frames)]
+    pieces = [bytes(piece) for piece in divide_frames(frames)]
     assert max(map(len, pieces), default=0) <= PIECE
     assert join_pieces(pieces) == frames
 
@@ -97,8 +97,8 @@ def test_a_process_that_is_out_of_reach() -> None:
 
 def test_the_end_of_a_process_of_this_host_is_known(pair: tuple[Context, Context]) -> None:
     record = pair[0].member("right", 0)
-    assert not pair[0].service.peers.knows_ended(record)
+    assert not pair[0].service.peers.has_ended(record)
     pair[1].service.stop()
-    assert pair[0].service.peers.knows_ended(record)
+    assert pair[0].service.peers.has_ended(record)
     with pytest.raises(ChannelError, match="cannot reach the process"):
         pair[0].service.peers.request(record["data"]["ipc"], b"SYNC", [], 5.0, "an answer")

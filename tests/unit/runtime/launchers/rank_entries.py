@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import signal
@@ -10,6 +11,30 @@ import sys
 from pathlib import Path
 
 from rlhpc.runtime.worker_spec import WorkerSpec
+
+
+def set_variable() -> None:
+    """What a library may do at import."""
+    os.environ["RLHPC_TEST_IMPORTED"] = "by the server"
+
+
+def open_device() -> None:
+    """What a library that wakes an accelerator's driver does at import; the device is a file of the test's."""
+    set_variable()
+    os.open(os.environ["RLHPC_TEST_DEVICE_FILE"], os.O_RDWR | os.O_CREAT)
+
+
+def fail() -> None:
+    """What a library does that does not expect to be imported here."""
+    raise RuntimeError("no driver")
+
+
+def call(item: str) -> None:
+    """Imports a module, or calls a function (`module:function`)."""
+    module, _, name = item.partition(":")
+    imported = importlib.import_module(module)
+    if name:
+        getattr(imported, name)()
 
 
 def run(spec: WorkerSpec) -> int:
@@ -25,6 +50,9 @@ def run(spec: WorkerSpec) -> int:
             log.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         case ["environment", name]:
             print(os.environ.get(name), os.getsid(0) == os.getpid(), flush=True)
+        case ["import", *items]:
+            for item in items:
+                call(item)
         case ["wait"]:
             log.write_text("waiting")
             signal.pause()

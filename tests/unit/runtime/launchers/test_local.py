@@ -31,14 +31,14 @@ class RecordingReports:
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
-    def started(self, member: Member, pid: int) -> None:
+    def record_start(self, member: Member, pid: int) -> None:
         self.calls.put(("started", member.spec.name, pid))
 
-    def exited(self, member: Member, status: int) -> None:
+    def record_exit(self, member: Member, status: int) -> None:
         member.has_exited = True
         self.calls.put(("exited", member.spec.name, status))
 
-    def all_ended(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, members: Sequence[Member]) -> list[Member]:
         unexpected = [member for member in members if not member.has_exited]
         for member in unexpected:
             member.has_exited = True

@@ -8,7 +8,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,16 +19,20 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.segment import Attempts, SegmentJournal
 from rlhpc.jobs.slurm import component_ids
 from rlhpc.runtime import network
+from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import (
     CallAborted,
     ChannelError,
     ConfigError,
+    PlacementError,
     RlhpcError,
     StaleGeneration,
     StepFailed,
     WorkerFailed,
 )
-from rlhpc.runtime.launchers.srun import task_status
+from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers.node_fork import pid_file
+from rlhpc.runtime.launchers.srun import SrunLauncher, task_status
 from rlhpc.runtime.launchers.srun_commands import killing_step, step_environment
 from rlhpc.runtime.worker_spec import WorkerSpec, step_devices
 
@@ -58,6 +65,10 @@ def test_the_steps_environment() -> None:
         ("Terminated", signal.SIGTERM),
         ("Segmentation fault (core dumped)", signal.SIGSEGV),
         ("Exited with exit code 3", 3 << 8),
+        ("Exited with exit code 137", signal.SIGKILL),  # as bubblewrap and shells end after a program that was killed
+        ("Exited with exit code 143", signal.SIGTERM),
+        ("Exited with exit code 128", 128 << 8),
+        ("Exited with exit code 255", 255 << 8),
         ("Out Of Memory", signal.SIGKILL),
         ("Job step aborted", None),
     ],
@@ -78,6 +89,16 @@ def test_a_rank_takes_its_own_devices() -> None:
     assert step_devices(spec(2), {}, ()) == "2", "a site that masks nothing"
     with pytest.raises(ConfigError, match=r"actor-0 on node n1 .* accelerator 2, .* given 2 there .*'4,6'"):
         step_devices(spec(2), masked, ("4", "6"))
+
+
+def test_node_groups_with_different_pythons_are_no_ranks_of_one_job_step() -> None:
+    specs = [spec(), spec()]
+    specs[1].interpreter = "/opt/other/bin/python"
+    members = [SimpleNamespace(spec=each) for each in specs]
+    with pytest.raises(
+        PlacementError, match=r"actor: .* different Pythons \(/opt/other/bin/python\), and a job step has one"
+    ):
+        object.__new__(SrunLauncher).start(members, Cluster.local())  # type: ignore[arg-type]
 
 
 def test_addresses() -> None:
@@ -104,7 +125,7 @@ def test_attempts_are_counted_until_there_is_progress(tmp_path: Path) -> None:
         attempts.end("failed: a node")
         attempts.note("n1")
     again = Attempts(files, "token")
-    assert again.count == 3 and (again.idle(20), again.idle(-1), again.idle(40)) == (1, 0, 0)
+    assert again.count == 3 and (again.num_idle(20), again.num_idle(-1), again.num_idle(40)) == (1, 0, 0)
     assert again.blames("n1") and not again.blames("n2")
     assert Attempts(files, "another submission").count == 0
 
@@ -130,7 +151,7 @@ def test_a_rank_that_raised_for_anothers_failure_may_be_tried_again() -> None:
     assert failure.restartable
 
 
-def test_one_task_of_a_step_is_killed() -> None:
+def test_one_task_of_a_step_is_killed(tmp_path: Path) -> None:
     """With all that it has started, also what hides its environment and its session; a stopped one, too; no other task."""
     mark = f"RLHPC_STEP=many-{os.getpid()}"
     hidden = f"{shlex.quote(sys.executable)} -c 'import time; time.sleep(60)'"
@@ -142,20 +163,60 @@ def test_one_task_of_a_step_is_killed() -> None:
 
     tasks = [task(0), task(1), task(11)]
     children = [int(one.stdout.readline()) for one in tasks if one.stdout]
+    forked = [subprocess.Popen(["sleep", "60"], env={}) for _ in tasks]  # as `node_fork` starts the ranks of tasks
+    for number, rank in zip((0, 1, 11), forked, strict=True):
+        pid_file(tmp_path, mark.partition("=")[2], str(number)).write_text(str(rank.pid))
     try:
         tasks[1].send_signal(signal.SIGSTOP)
-        argv = killing_step(1, 2, "n1", mark, 1)
+        argv = killing_step(1, 2, "n1", mark, 1, tmp_path)
         assert argv[: argv.index("bash")][-2:] == ["--het-group=1", "--nodelist=n1"]
         done = subprocess.run(argv[argv.index("bash") :], timeout=60)
         assert done.returncode == 0 and tasks[1].wait(10) == -signal.SIGKILL
         assert not is_alive(children[1]) and all(map(is_alive, (children[0], children[2])))
         assert tasks[0].poll() is None and tasks[2].poll() is None
+        assert forked[1].wait(10) == -signal.SIGKILL
+        assert forked[0].poll() is None and forked[2].poll() is None
     finally:
-        for pid in [*children, *(one.pid for one in tasks)]:
+        for pid in [*children, *(one.pid for one in [*tasks, *forked])]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for one in tasks:
+        for one in [*tasks, *forked]:
             one.communicate()
+
+
+class RecordedReports:
+    """Reports of a launcher: no rank was expected to end."""
+
+    def __init__(self) -> None:
+        self.errors: list[RlhpcError] = []
+        self.has_ended = threading.Event()
+
+    def record_exit(self, member: Member, status: int) -> None:
+        pass
+
+    def record_ends(self, members: Sequence[Member]) -> list[Member]:
+        return list(members)
+
+    def fail(self, error: RlhpcError) -> None:
+        self.errors.append(error)
+        self.has_ended.set()
+
+
+@pytest.mark.parametrize(
+    ("code", "says"), [(0, "srun ended before its ranks had:"), (3, "srun ended with exit code 3:")]
+)
+def test_srun_ends_before_its_ranks(code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exit code is only said where it is one of a failure; its words follow."""
+    program = tmp_path / "srun"
+    program.write_text(f"#!/bin/sh\necho 'srun: error: Unable to confirm allocation'\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    reports = RecordedReports()
+    launcher = SrunLauncher(tmp_path, SimpleNamespace(), reports)  # type: ignore[arg-type]
+    launcher.start([Member(spec(), launcher)], Cluster.local(1))
+    assert reports.has_ended.wait(30), "waited for the end of srun"
+    [error] = reports.errors
+    assert says in str(error) and "Unable to confirm allocation" in str(error), error
 
 
 def is_alive(pid: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import PlacementError
 from rlhpc.runtime.placement import FlexiblePlacementStrategy, NodePlacementStrategy, PackedPlacementStrategy
-from rlhpc.runtime.placement.strategies import Placement, with_shared_devices
+from rlhpc.runtime.placement.strategies import Placement, with_all_devices, with_shared_devices
 from tests.unit.runtime.placement.clusters import mixed, spots
 
 
@@ -118,3 +118,34 @@ def test_ranks_that_work_together_see_each_others_accelerators() -> None:
     assert [rank.accelerators for rank in with_shared_devices(placed, 4)] == [rank.accelerators for rank in placed]
     on_cpu = [Placement(rank, 0, rank, 2) for rank in range(2)]
     assert with_shared_devices(on_cpu, 2) == on_cpu
+
+
+def test_ranks_count_on_over_several_node_groups() -> None:
+    """Accelerators, or nodes, of the second group follow those of the first; each rank has the label of its own."""
+    groups = [{"label": "a", "node_ranks": "0"}, {"label": "b", "node_ranks": "1"}, {"label": "c", "node_ranks": "2"}]
+    cluster = Cluster.local(3, 2, groups)
+    labels = ["c", "a"]
+    for placed in (
+        FlexiblePlacementStrategy([[0, 1], [2], [3]], labels).place(cluster),
+        PackedPlacementStrategy(1, 3, node_group=labels).place(cluster),
+        NodePlacementStrategy([0, 1, 1], labels).place(cluster),
+    ):
+        assert [(rank.node_group, rank.node_rank) for rank in placed] == [("c", 2), ("a", 0), ("a", 0)]
+        assert [(rank.local_rank, rank.local_world_size) for rank in placed] == [(0, 1), (0, 2), (1, 2)]
+    with pytest.raises(
+        PlacementError, match=r"accelerators \[1, 2\] are of node groups \['c', 'a'\]; rule: a process is in one"
+    ):
+        FlexiblePlacementStrategy([[1, 2]], labels).place(cluster)
+    with pytest.raises(
+        PlacementError, match="accelerator 4 does not exist; node groups 'c', 'a' together have 4 accelerators"
+    ):
+        FlexiblePlacementStrategy([[4]], labels).place(cluster)
+    with pytest.raises(PlacementError, match="no node group 'x'"):
+        NodePlacementStrategy([0], ["a", "x"]).place(cluster)
+
+
+def test_ranks_that_are_not_isolated_see_all_accelerators_of_their_node() -> None:
+    cluster = Cluster.local(1, 3)
+    placed = with_all_devices(FlexiblePlacementStrategy([[1], [2]]).place(cluster), cluster)
+    assert [(rank.accelerators, rank.visible) for rank in placed] == [((1,), (0, 1, 2)), ((2,), (0, 1, 2))]
+    assert with_all_devices(NodePlacementStrategy([0]).place(cluster), cluster)[0].visible == (0, 1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gymnasium import spaces
 
 from rlhpc.embodied import python_env
 from rlhpc.embodied.config import EmbodiedActorConfig, ModelConfig
-from rlhpc.embodied.data.demonstrations import chunks_of, windows_of
+from rlhpc.embodied.data.demonstrations import chunk_steps, fitted_obs, window_length, window_steps
 from rlhpc.embodied.models import check_policy
 from rlhpc.embodied.models.lerobot.checkpoint import describe
 from rlhpc.embodied.models.lerobot.policies import LerobotPolicy
@@ -87,6 +88,27 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+def damaged(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields copies of config.json that lack one entry, or have a value of another kind there, with the entry's path."""
+    for name, value in tree.items():
+        place = ".".join((*path, name))
+        yield place, {key: each for key, each in tree.items() if key != name}
+        for wrong in (None, "text", -1, 0, 1.5, [], [None], {}, {"shape": "3"}, True):
+            yield place, {**tree, name: wrong}
+        if isinstance(value, dict):
+            yield from ((at, {**tree, name: each}) for at, each in damaged(value, (*path, name)))
+
+
+def test_a_damaged_folder_is_refused_by_a_message(tmp_path: Path) -> None:
+    for place, config in damaged(CONFIG):
+        try:
+            describe(section(tmp_path, config, kwargs=SECOND), SPACE, ACTION)
+        except ConfigError as error:
+            assert "config.json" in str(error) or "cameras" in str(error), (place, config)
+            continue
+        assert not place.startswith(("chunk_size", "output_features", "type")) or place.endswith("action.type"), config
+
+
 def cameras_of(folder: Path, theirs: list[str], ours: dict[str, int], **kwargs: Any) -> dict[str, tuple[str, int]]:
     """Cameras of an environment with parts of so many pictures, for a folder that has `theirs` in this order."""
     inputs = {f"observation.{name}": {"type": "VISUAL", "shape": [3, 8, 8]} for name in theirs}
@@ -134,7 +156,7 @@ def test_each_input_is_shown_its_camera(tmp_path: Path) -> None:
     }
     parts["rgb"][..., 3:] = 51
     policy: Any = type("Shown", (), {"description": type("D", (), {"cameras": {"a": ("rgb", 1), "b": ("front", 0)}})})
-    shown = {name: LerobotPolicy._camera_images(policy, name, parts) for name in ("a", "b")}
+    shown = {name: LerobotPolicy._prepare_camera_images(policy, name, parts) for name in ("a", "b")}
     assert {name: round(float(each.mean()), 3) for name, each in shown.items()} == {"a": 0.2, "b": 1.0}
     assert shown["a"].shape == (1, 3, 8, 8)
 
@@ -160,21 +182,24 @@ def test_without_lerobot_the_make_target_is_named(tmp_path: Path, monkeypatch: p
 
 
 def test_actions_beyond_the_end_are_marked() -> None:
-    actions, beyond = chunks_of(np.arange(3)[:, None], range(3))
-    assert actions[..., 0].tolist() == [[0, 1, 2], [1, 2, 2], [2, 2, 2]]
+    steps, beyond = chunk_steps(np.arange(3), np.full(3, 3), range(3))
+    assert steps.tolist() == [[0, 1, 2], [1, 2, 2], [2, 2, 2]]
     assert beyond.tolist() == [[False, False, False], [False, False, True], [False, True, True]]
 
 
 def test_what_is_outside_of_an_episode_is_marked_before_it_too() -> None:
-    actions, outside = chunks_of(np.arange(3)[:, None], range(-1, 2))
-    assert actions[..., 0].tolist() == [[0, 0, 1], [0, 1, 2], [1, 2, 2]]
+    steps, outside = chunk_steps(np.arange(3), np.full(3, 3), range(-1, 2))
+    assert steps.tolist() == [[0, 0, 1], [0, 1, 2], [1, 2, 2]]
     assert outside.tolist() == [[True, False, False], [False, False, False], [False, False, True]]
 
 
 def test_single_observations_become_windows_where_the_environment_stacks_them() -> None:
     seen = np.arange(3, dtype=np.float32)[:, None]
     stacked, single = spaces.Box(-1, 1, (2, 1), np.float32), spaces.Box(-1, 1, (1,), np.float32)
-    found = windows_of({"state": seen, "more": seen}, spaces.Dict({"state": stacked}))
-    assert found["state"][..., 0].tolist() == [[0, 0], [0, 1], [1, 2]] and found["more"] is seen
-    assert windows_of(seen, single) is seen
-    assert windows_of(found["state"], stacked) is found["state"]
+    assert window_length("state", seen.shape, {"state": stacked}) == 2
+    assert window_steps(np.arange(3), 2).tolist() == [[0, 0], [0, 1], [1, 2]]
+    assert window_length("more", seen.shape, {"state": stacked}) == window_length("", seen.shape, {"": single}) == 0
+    assert window_length("", (3, 2, 1), {"": stacked}) == 0, "stacked already"
+    assert window_steps(np.arange(3), 0).tolist() == [0, 1, 2]
+    assert fitted_obs({"state": seen, "more": seen}, spaces.Dict({"state": stacked})) == {"state": seen}
+    assert fitted_obs(seen, single) == {"": seen}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,8 @@ from tests.unit.embodied.models.lerobot.stand_in import (
     CHUNK,
     DIM,
     HORIZON,
-    IMAGE,
     OBSERVATIONS,
     PADDED,
-    STATE,
     WINDOWS,
     section,
 )
@@ -103,6 +100,16 @@ def test_evaluation_has_no_noise_of_its_own(family: str, tmp_path: Path) -> None
     assert torch.equal(first, second) and not torch.allclose(first, sampled)
 
 
+def test_one_step_of_a_chunk_may_be_stochastic(tmp_path: Path) -> None:
+    policy, obs = build(tmp_path, "smolvla", kwargs={"noise_steps": "one"}), observe("smolvla")
+    with torch.no_grad():
+        actions, extras = policy.predict_action_batch(obs, "train", noise(policy))
+    assert extras["inputs"]["chain"].shape == (ROWS, 4, *policy.state_shape)
+    outputs = policy.default_forward({"obs": obs, "actions": actions, **extras["inputs"]}, True, True)
+    torch.testing.assert_close(outputs["logprobs"], extras["prev_logprobs"])
+    assert torch.isfinite(outputs["entropy"]).all()
+
+
 @pytest.mark.parametrize(("family", "imitated"), [("act", range(CHUNK)), ("diffusion", range(-1, HORIZON - 1))])
 def test_cloning_takes_the_actions_that_the_network_predicts(family: str, imitated: range, tmp_path: Path) -> None:
     policy, obs = build(tmp_path, family), observe(family)
@@ -118,16 +125,6 @@ def test_cloning_takes_the_actions_that_the_network_predicts(family: str, imitat
     assert not policy.inner.trained_on["action_is_pad"].any()
 
 
-def test_inputs_have_the_names_and_scales_of_the_network(tmp_path: Path) -> None:
-    obs = observe("smolvla")
-    batch = build(tmp_path, "smolvla").batch(obs)
-    assert batch["task"] == [f"go {row}" for row in range(ROWS)]
-    assert torch.equal(batch[STATE], obs["state"])
-    torch.testing.assert_close(batch[IMAGE], obs["rgb"].permute(0, 3, 1, 2) / 255)
-    del obs["instruction"]
-    assert build(tmp_path, "smolvla", kwargs={"task": "stack"}).batch(obs)["task"] == ["stack"] * ROWS
-
-
 @pytest.mark.parametrize("prediction_type", ["epsilon", "sample"])
 def test_a_diffusion_chain_has_the_density_of_its_steps(prediction_type: str, tmp_path: Path) -> None:
     """Each state is normal around the posterior mean of the state before it (DDPO)."""
@@ -141,7 +138,7 @@ def test_a_diffusion_chain_has_the_density_of_its_steps(prediction_type: str, tm
         assert chain.shape == (ROWS, 3, HORIZON, DIM) and torch.equal(chain[:, 0], drawn[:, 0])
         expected = torch.zeros(ROWS, HORIZON, DIM)
         for k, (t, std) in enumerate(zip(policy._times, policy._stds, strict=True)):
-            mean = policy._posterior_mean(encoded, chain[:, k], t)
+            mean = policy._compute_posterior_mean(encoded, chain[:, k], t)
             expected += Normal(mean, std).log_prob(chain[:, k + 1])
         torch.testing.assert_close(policy.chain_logprobs(encoded, chain), expected)
         means = policy.chain(encoded, torch.cat([drawn[:, :1], torch.zeros_like(drawn[:, 1:])], 1))
@@ -167,14 +164,3 @@ def test_a_plan_is_longer_than_what_is_executed_and_follows_its_guide(tmp_path: 
         torch.testing.assert_close(policy.played(plan, slice(0, EXECUTED)), actions)
         still = policy.plan(obs, lambda velocity: lambda x, t: torch.zeros_like(x), start)
     assert torch.equal(still, start), "a velocity of zero leaves the noise"
-
-
-@pytest.mark.parametrize("family", CLASSES)
-def test_an_export_has_the_network_and_its_processors(family: str, tmp_path: Path) -> None:
-    target = tmp_path / "export"
-    target.mkdir()
-    build(tmp_path, family).release(target, 7)
-    assert json.loads((target / "config.json").read_text())["type"] == family
-    assert {path.name for path in target.iterdir()} == {
-        "config.json", "policy_preprocessor.json", "policy_postprocessor.json",
-    }  # fmt: skip

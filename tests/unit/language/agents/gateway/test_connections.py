@@ -45,7 +45,7 @@ def test_a_host_with_many_connections_keeps_no_other_host_out(monkeypatch: pytes
         doors.remove(quiet)
         doors.remove(late)
         silent = arrive("127.0.0.1")
-        assert len(doors._remote) == 6 and not silent.is_aborted
+        assert len(doors._remote_connections) == 6 and not silent.is_aborted
         monkeypatch.setattr(connections, "is_short_of_descriptors", lambda: True)
         assert not arrive("192.0.2.8").is_aborted and all(one.is_aborted for one in flood) and not proven.is_aborted
 
@@ -74,8 +74,8 @@ def test_an_episode_with_many_connections_keeps_no_other_episode_out(monkeypatch
         assert not early.is_aborted, "it had no time to show its key"
         assert [one.is_aborted for one in flood] == [True] * 5 + [False] * 4
         late = [early, *late]
-        assert not any(one.is_aborted for one in (*few, *late[1:])) and len(doors._authenticated) == 13
-        assert arrive().is_aborted is False and doors._authenticated.max_per_owner() == 4
+        assert not any(one.is_aborted for one in (*few, *late[1:])) and len(doors._authenticated_connections) == 13
+        assert arrive().is_aborted is False and doors._authenticated_connections.max_per_owner() == 4
         silent = arrive()
         assert not silent.is_aborted and not any(one.is_aborted for one in few)
         doors.remove(silent)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import textwrap
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,36 +10,9 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language import policy_text
 from rlhpc.language.agents.runner import mcp_client as tool_servers
-from rlhpc.language.agents.runner.frameworks import agent_of
 from rlhpc.language.agents.runner.mcp_client import ToolFailed, ToolServer
-
-SERVER = textwrap.dedent(
-    """
-    import json, sys, time
-    print("starting"); print(42); print('"text"'); print("[1]"); print("[" * 5000); print("x" * 100)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        if "id" not in asked:
-            continue
-        name = asked["params"].get("name")
-        if name == "sleep":
-            continue
-        if name == "flood":
-            for _ in range(64):
-                sys.stdout.write("x" * (1 << 20))
-            print(flush=True)
-        result = {"initialize": {"protocolVersion": "2025-03-26"},
-                  "tools/list": {"tools": [{"name": n} for n in TOOLS]},
-                  "tools/call": {"content": [{"type": "text", "text": str(asked["params"].get("arguments"))}]}}
-        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result[asked["method"]]}), flush=True)
-    """
-)
-
-
-def command(*tools: str) -> list[str]:
-    return [sys.executable, "-c", f"TOOLS = {list(tools)}\n{SERVER}"]
+from tests.unit.language.agents.runner.tool_programs import command
 
 
 def test_what_a_server_prints_besides_is_skipped_and_a_tool_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,15 +25,6 @@ def test_what_a_server_prints_besides_is_skipped_and_a_tool_has_a_time_limit(mon
             server.call("sleep", {})
         monkeypatch.undo()
         assert server.call("f", {"a": 3}) == "{'a': 3}", "the next call is answered"
-
-
-def test_two_tools_of_one_name_are_refused() -> None:
-    servers = [{"command": command(*tools), "url": None} for tools in (("f", "g"), ("h", "f"))]
-    helpers = {"servers": tool_servers, "text": policy_text}
-    solve = agent_of("mcp", {"servers": servers}, helpers)
-    model: Any = type("Model", (), {"reads_images": False})()
-    with pytest.raises(ValueError, match=r"two of agent\.servers have a tool 'f'"):
-        solve(None, model)
 
 
 class Handler(BaseHTTPRequestHandler):

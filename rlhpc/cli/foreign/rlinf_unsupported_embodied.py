@@ -1,0 +1,459 @@
+"""RLinf keys of runs with policies that have no counterpart in rlhpc, with the reasons. The first pattern that matches a key
+applies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, OptionalRow, Rule, UnsupportedKeys
+
+#: RLinf's estimators that need no critic.
+GROUP_ESTIMATORS = ("grpo", "raw", "reinpp")
+
+
+def _of_critic(key: str) -> Rule:
+    """Returns the rule of a key that RLinf reads with a critic."""
+    return lambda config: UNSET if config.leaves.get("algorithm.adv_type") in GROUP_ESTIMATORS else config(key, UNSET)
+
+
+def _bootstrap_type(config: ForeignConfig) -> Any:
+    runs_to_limit = config.flag("env.train.ignore_terminations")
+    has_values = config.leaves.get("algorithm.adv_type") not in GROUP_ESTIMATORS
+    return config("algorithm.bootstrap_type", UNSET) if has_values and not runs_to_limit else UNSET
+
+
+def _of_filter(key: str) -> Rule:
+    """Returns the rule of a key that RLinf reads with `filter_rewards`."""
+    return lambda config: config(key, UNSET) if config.flag("algorithm.filter_rewards") else UNSET
+
+
+#: Row of `bootstrap_type`, which PPO and SAC have.
+BOOTSTRAP = OptionalRow(
+    "algorithm.bootstrap_type",
+    _bootstrap_type,
+    UnsupportedKeys(
+        "algorithm.bootstrap_type",
+        "an episode that ended is worth 0 from there on; at its limit, it is worth the value of its last observation",
+        ("standard",),
+        r"bootstrap_type",
+    ),
+)
+#: Row of `weight_sync_interval`, which RLinf's asynchronous runs have.
+WEIGHT_SYNC = OptionalRow(
+    "runner.weight_sync_interval",
+    "runner.weight_sync_interval",
+    UnsupportedKeys(
+        "runner.weight_sync_interval", "weights go to the rollout after every step", (1,), r"weight_sync_interval"
+    ),
+)
+
+
+def _ppo_sync_interval(config: ForeignConfig) -> Any:
+    key = WEIGHT_SYNC.key
+    if config.leaves.get("algorithm.loss_type") == "decoupled_actor_critic":
+        return config.omit(key, "RLinf's asynchronous PPO sends weights after every step, whatever it says", False)
+    return config(key, UNSET)
+
+
+#: Optional rows of PPO and GRPO.
+PPO_OPTIONAL = (
+    BOOTSTRAP,
+    replace(WEIGHT_SYNC, rule=_ppo_sync_interval),
+    OptionalRow(
+        "algorithm.huber_delta",
+        _of_critic("algorithm.huber_delta"),
+        UnsupportedKeys("algorithm.huber_delta", "the value loss is the squared error", missing_feature="huber"),
+    ),
+    *(
+        OptionalRow(
+            key,
+            _of_filter(key),
+            UnsupportedKeys(
+                f"{key} algorithm.reward_*_bound",
+                "all groups train, whatever their mean reward is",
+                (False,),
+                r"^embodied key .*(filter_rewards|rewards_lower_bound)",
+            ),
+        )
+        for key in ("algorithm.filter_rewards", "algorithm.rewards_lower_bound", "algorithm.rewards_upper_bound")
+    ),
+    OptionalRow(
+        "actor.optim.value_lr",
+        _of_critic("actor.optim.value_lr"),
+        UnsupportedKeys(
+            "actor.optim.value_lr",
+            "policy and critic train with actor.optim.lr",
+            missing_feature=r"^embodied key actor\.optim\.value_lr",
+        ),
+    ),
+    OptionalRow(
+        "actor.optim.critic_warmup_steps",
+        _of_critic("actor.optim.critic_warmup_steps"),
+        UnsupportedKeys(
+            "actor.optim.critic_warmup_steps",
+            "policy and critic train from the first update on (runner.init_from with bc_value_coef starts with a critic)",
+            (0,),
+            r"^embodied key .*critic_warmup",
+        ),
+    ),
+)
+
+#: Unsupported keys of SAC, CrossQ and IQL.
+OFF_POLICY = [
+    UnsupportedKeys(
+        "algorithm.tau algorithm.target_update_freq algorithm.target_update_type", "for target networks", True
+    ),
+    UnsupportedKeys("algorithm.enable_drq actor.enable_drq", "in algorithm.random_shift", True),
+    UnsupportedKeys(
+        "algorithm.train_actor_steps",
+        "actor and critics train from the first update on",
+        (0,),
+        r"^off_policy key .*(train_actor_steps|actor_delay|critic_warmup)",
+    ),
+    UnsupportedKeys(
+        "algorithm.replay_buffer.cache_size algorithm.replay_buffer.enable_cache algorithm.replay_buffer.trajectory_format "
+        "algorithm.replay_buffer.prefetch_size algorithm.replay_buffer.enable_preload",
+        "RLinf's cache and format of the buffer's files",
+        True,
+    ),
+    UnsupportedKeys(
+        "algorithm.replay_buffer.auto_save* algorithm.replay_buffer.load_path",
+        "the buffer is a memory-mapped file, and part of each checkpoint",
+        True,
+    ),
+    UnsupportedKeys(
+        "algorithm.demo_buffer.*",
+        "RLinf's demonstrations have a format of RLinf's: set algorithm.demo_buffer.load_path to trajectories",
+    ),
+    UnsupportedKeys(
+        "algorithm.entropy_tuning.optim.lr_scheduler", "the learning rate is constant", ("torch_constant",)
+    ),
+    UnsupportedKeys("algorithm.q_head_type actor.model.q_head_type", "in algorithm.name", True),
+    UnsupportedKeys("algorithm.target_entropy", "RLinf reads algorithm.entropy_tuning.target_entropy", True),
+    UnsupportedKeys("algorithm.agg_q", "the targets take the smallest value", True),
+    UnsupportedKeys("actor.critic_optim.clip_grad", "actor and critics are clipped at actor.optim.clip_grad"),
+    UnsupportedKeys(
+        "actor.critic_optim.lr_scheduler actor.value_optim.lr_scheduler actor.optim.lr_scheduler",
+        "the learning rate is constant, or falls linearly (algorithm.anneal_lr)",
+        ("constant", "torch_constant"),
+        r"^off_policy key actor\.optim\.lr_scheduler",
+    ),
+    UnsupportedKeys(
+        "actor.critic_optim.lr_warmup_steps actor.value_optim.lr_warmup_steps actor.optim.lr_warmup_steps",
+        "the learning rate has its value from the first update on",
+        (-1, 0),
+        r"^off_policy key actor\.optim\.lr_warmup_steps",
+    ),
+    UnsupportedKeys(
+        "actor.critic_optim.* actor.value_optim.*", "actor and critics share Adam's other numbers (actor.optim)"
+    ),
+    UnsupportedKeys(
+        "algorithm.adv_type algorithm.normalize_advantages algorithm.reward_type algorithm.logprob_type "
+        "algorithm.use_fixed_reset_state_ids algorithm.entropy_bonus algorithm.loss_agg_func algorithm.clip_ratio_low "
+        "algorithm.clip_ratio_high algorithm.huber_delta",
+        "RLinf's off-policy trainer does not read it",
+        True,
+    ),
+    UnsupportedKeys("algorithm.group_size env.train.group_size", "each slot draws its own resets", (1,)),
+    UnsupportedKeys(
+        "actor.training_backend actor.fsdp_config.* actor.use_fsdp_wrap actor.offline_torch_compile",
+        "small networks: gradients are summed over the ranks",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.micro_batch_size", "a rank computes its part of a batch at once; it only saves memory", True
+    ),
+    UnsupportedKeys("actor.enable_offload rollout.enable_offload", "it only saves memory", True),
+    UnsupportedKeys("actor.model.iql_config.log_std_m*", "the log-std is clamped to [-20, 2]", (2.0,)),
+    UnsupportedKeys(
+        "actor.model.iql_config.* algorithm.hidden_dims algorithm.dropout_rate",
+        "RLinf's heads of the same networks",
+        True,
+    ),
+    UnsupportedKeys("env.eval.task_name", "evaluation has the training environment", True),
+    UnsupportedKeys("env.eval.env_type", "evaluation has the training environment", True),
+    UnsupportedKeys(
+        "data.dataset_type data.shuffle data.seed data.num_workers", "batches are drawn by runner.seed", True
+    ),
+    UnsupportedKeys("runner.log_interval runner.local_update_steps", "in algorithm.offline_updates", True),
+]
+
+#: Unsupported keys of behaviour cloning.
+BC = [
+    UnsupportedKeys(
+        "algorithm.dagger.beta* algorithm.dagger.init_beta",
+        "rlhpc dagger lets the clone act, and the expert label what it visits; RLinf's expert acts in a part of the rollouts",
+        missing_feature=r"dagger.*beta|beta_schedule",
+    ),
+    UnsupportedKeys(
+        "algorithm.dagger.*", "rlhpc dagger writes the data of a round to a file, or to a LeRobot dataset (--to)", True
+    ),
+    UnsupportedKeys(
+        "algorithm.replay_buffer.*",
+        "rlhpc dagger trains on the data of all rounds so far",
+        missing_feature=r"^bc key [\w.]*replay",
+    ),
+    UnsupportedKeys(
+        "algorithm.gamma algorithm.adv_type algorithm.loss_type algorithm.group_size algorithm.*advantages "
+        "algorithm.reward_type algorithm.logprob_type algorithm.entropy_* algorithm.kl_* algorithm.clip_* "
+        "algorithm.value_clip algorithm.huber_delta algorithm.gae_lambda algorithm.loss_agg_func algorithm.reward_coef",
+        "RLinf's loss on demonstrations does not read it",
+        True,
+    ),
+    UnsupportedKeys(
+        "env.train.total_num_envs env.train.rollout_epoch env.train.max_steps_per_rollout_epoch",
+        "rlhpc dagger plays --episodes a round, in env.eval.num_envs slots",
+        True,
+    ),
+    UnsupportedKeys(
+        "env.train.auto_reset env.train.group_size env.train.seed env.train.reward_coef env.train.use_rel_reward "
+        "env.train.use_fixed_reset_state_ids",
+        "demonstrations are played as evaluations are",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.optim.lr_scheduler",
+        "each round of rlhpc dagger has a schedule of its own: choose one",
+        ("constant", "torch_constant"),
+    ),
+    UnsupportedKeys(
+        "actor.optim.lr_warmup_steps", "each round of rlhpc dagger has a warm-up of its own: choose one", (-1, 0)
+    ),
+    UnsupportedKeys("actor.optim.value_lr actor.optim.critic_warmup_steps", "for a critic", True),
+    UnsupportedKeys(
+        "actor.optim.warmup_style actor.optim.total_training_steps", "RLinf reads it with another lr_scheduler", True
+    ),
+    UnsupportedKeys(
+        "runner.early_stop.min_delta",
+        "any improvement counts",
+        missing_feature=r"min_delta|smallest improvement",
+    ),
+    UnsupportedKeys("runner.early_stop.*", "in runner.patience and runner.keep_best", True),
+    UnsupportedKeys("data.val_data_paths", "set demos.holdout: a part of the episodes is held out"),
+    UnsupportedKeys("data.*", "the runner loads demonstrations in its own order, by runner.seed", True),
+    UnsupportedKeys(
+        "actor.model.pretrained", "the encoder starts from random weights", (False,), r"resnet18"
+    ),
+    UnsupportedKeys("actor.model.dropout", "the encoder has no dropout", (0, 0.0), r"^(bc key|option) .*dropout"),
+    UnsupportedKeys("actor.model.normalize", "the encoder scales pictures itself", True),
+    UnsupportedKeys("actor.model.freeze_vit actor.model.use_flash_attention", "for transformers", True),
+    UnsupportedKeys("runner.val_check_interval", "the held-out loss is computed at every step", True),
+    UnsupportedKeys("rollout.*", "only actors train on demonstrations", True),
+    UnsupportedKeys("actor.eval_batch_size", "the held-out loss is a mean over all rows", True),
+    UnsupportedKeys("runner.enable_decoupled_mode", "rlhpc dagger plays and trains in turns", True),
+]  # fmt: skip
+
+#: Unsupported keys of all runs with policies.
+EMBODIED = [
+    UnsupportedKeys("algorithm.entropy_type", "rlhpc averages the entropy over the units of logprob_type", True),
+    UnsupportedKeys(
+        "rollout.rollout_queue_size", "algorithm.max_staleness bounds how far acting may run ahead of training", (0, None)
+    ),
+    UnsupportedKeys(
+        "algorithm.rollout_store_size_per_rank",
+        "algorithm.max_staleness bounds how far acting may run ahead of training",
+    ),
+    UnsupportedKeys(
+        "algorithm.clip_log_ratio_min algorithm.clip_log_ratio_max",
+        "RLinf's embodied loss uses it with GR00T N1.6 and N1.7 only", True
+    ),
+    UnsupportedKeys("algorithm.clip_ratio_c", "RLinf's embodied loss uses it with GR00T N1.6 and N1.7 only", True),
+    UnsupportedKeys("algorithm.kl_beta algorithm.kl_penalty", "RLinf's embodied losses do not use it", True),
+    UnsupportedKeys(
+        "algorithm.value_clip algorithm.gae_lambda", "for a critic, which group estimators do without", True
+    ),
+    UnsupportedKeys("algorithm.loss_type", "in runner.task_type", True),
+    UnsupportedKeys("algorithm.ratio_clip_eps", "clip_ratio_low and clip_ratio_high have the values", True),
+    UnsupportedKeys("algorithm.eval_rollout_epoch", "in env.eval.num_episodes", True),
+    UnsupportedKeys("algorithm.rollout_epoch", "in algorithm.rollout_steps", True),
+    UnsupportedKeys(
+        "actor.compile_model actor.num_gpus actor.sync_weight_no_wait rollout.sync_weight_*", "only speed", True
+    ),
+    UnsupportedKeys(
+        "actor.enable_sft_co_train actor.sft_* actor.config_name",
+        "PPO learns from its rollouts; demonstrations come before it (task_type bc and runner.init_from)",
+        (False,),
+        r"^embodied key [\w.]*(sft_|demo_buffer|demos)",
+    ),
+    UnsupportedKeys("env.eval.group_size env.delay_sampler.*", "evaluation plays single episodes", True),
+    UnsupportedKeys("algorithm.reward_coef", "RLinf reads env.train.reward_coef", True),
+    UnsupportedKeys("algorithm.group_size", "in env.train.group_size", True),
+    UnsupportedKeys(
+        "algorithm.length_params.* algorithm.sampling_params.*", "RLinf's policies do not read it", True
+    ),
+    UnsupportedKeys("algorithm.use_fixed_reset_state_ids", "RLinf reads env.train.use_fixed_reset_state_ids", True),
+    UnsupportedKeys(
+        "actor.optim.lr_scheduler", "the learning rate is constant", ("constant", "torch_constant")
+    ),
+    UnsupportedKeys("actor.num_steps", "RLinf reads actor.model.num_steps", True),
+    UnsupportedKeys(
+        "actor.optim.min_lr* actor.optim.num_cycles actor.optim.warmup_style",
+        "for a schedule that falls (actor.optim.lr_scheduler)",
+        True,
+    ),
+    UnsupportedKeys("actor.optim.total_training_steps", "a schedule ends with the run", True),
+    UnsupportedKeys("actor.optim.*", "RLinf's optimizer of such runs does not read it", True),
+    UnsupportedKeys("env.*enable_offload env.*.enable_init_offload", "it only saves memory", True),
+    UnsupportedKeys("actor.enable_offload rollout.enable_offload", "each group has its own accelerators", True),
+    UnsupportedKeys(
+        "actor.fsdp_config.sharding_strategy actor.fsdp_config.strategy actor.fsdp_config.reshard_after_forward "
+        "actor.fsdp_config.cpu_offload actor.fsdp_config.enable_gradient_accumulation",
+        "in actor.training_backend; only memory and speed",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.fsdp_config.mixed_precision.* actor.fsdp_config.amp_autocast.*",
+        "weights are float32, and computation has actor.model.dtype",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.fsdp_config.gradient_checkpointing actor.model.gradient_checkpointing", "it only saves memory", True
+    ),
+    UnsupportedKeys("actor.fsdp_config.grad_scaler.*", "float16 needs a scaled loss, bfloat16 and float32 do not", True),
+    UnsupportedKeys("actor.fsdp_config.*", "only memory and speed", True),
+    UnsupportedKeys("actor.model.precision", "the policy computes in float32", ("32", 32, "fp32", None)),
+    UnsupportedKeys("rollout.model.*", "the rollout has the actor's model", True),
+    UnsupportedKeys("actor.model.model_path", "such a policy starts from random weights", ("", None)),
+    UnsupportedKeys(
+        "actor.model.obs_dim actor.model.action_dim actor.model.state_dim actor.model.image_size actor.model.proprio_dim "
+        "actor.model.action_env_dim actor.model.openpi.action_env_dim",
+        "the environment's spaces have it",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.model.max_prompt_length actor.model.vocab_size actor.model.hidden_size actor.model.openpi.config_name "
+        "actor.model.num_images_in_input actor.model.openpi.num_images_in_input actor.model.use_proprio",
+        "the model's folder has it",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.model.openpi.action_chunk actor.model.openpi.num_steps actor.model.openpi.add_value_head "
+        "actor.model.num_steps actor.model.ref_num_action_chunks",
+        "RLinf's copies of num_action_chunks, num_steps and add_value_head",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.model.openpi.value_vlm_mode actor.model.openpi.joint_logprob actor.model.openpi.detach_critic_input "
+        "actor.model.openpi.noise_logvar_range",
+        "for the noise and the critic of reinforcement learning",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.model.openpi.noise_params", "RLinf reads it with noise_anneal", True
+    ),
+    UnsupportedKeys(
+        "actor.model.openpi.dsrl_* actor.model.openpi.use_dsrl actor.model.openpi.is_nft", "for DSRL and NFT", True
+    ),
+    UnsupportedKeys(
+        "actor.model.add_bias_linear actor.model.add_qkv_bias", "Megatron's, which RLinf's policies do not read", True
+    ),
+    UnsupportedKeys(
+        "actor.model.vh_mode actor.model.q_network_separate_processing actor.model.sharding_strategy actor.model.backbone",
+        "RLinf's policies do not read it",
+        True,
+    ),
+    UnsupportedKeys("actor.model.openpi_data.*", "LeRobot's folder has the statistics and names of its data", True),
+    UnsupportedKeys("actor.model.hidden_dim", "RLinf's MLP has three layers of 256 with any value", (256,)),
+    UnsupportedKeys("actor.model.add_value_head actor.model.add_q_head", "algorithm and policy decide it", True),
+    UnsupportedKeys(
+        "actor.model.lora_rank actor.model.is_lora", "all weights train", ("", False, 32, None)
+    ),
+    UnsupportedKeys(
+        "actor.model.policy_setup actor.model.model_name env.*.policy_setup", "the environment knows its robot", True
+    ),
+    UnsupportedKeys(
+        "actor.model.attn_implementation actor.model.low_cpu_mem_usage actor.model.use_cache",
+        "only speed and memory",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.model.trust_remote_code",
+        "rlhpc's code builds the model: set actor.model.trust_remote_code yourself where its tokenizer brings code",
+        True,
+    ),
+    UnsupportedKeys(
+        "actor.model.vh_mode actor.model.value_type",
+        "the value head reads the hidden state after the prompt",
+    ),
+    UnsupportedKeys("actor.model.implement_version", "rlhpc follows OFT's own code", ("official",)),
+    UnsupportedKeys("actor.model.use_film", "FiLM is off", (False,)),
+    UnsupportedKeys("actor.model.*", "of RLinf's model, which rlhpc builds in another way"),
+    UnsupportedKeys(
+        "rollout.backend rollout.generation_backend", "policies act by their forward pass", ("huggingface",)
+    ),
+    UnsupportedKeys(
+        "rollout.sampling_params.temperature_* rollout.sampling_params.top_k",
+        "RLinf reads it with action tokens",
+        True,
+    ),
+    UnsupportedKeys(
+        "rollout.sampling_params.top_p",
+        "policies sample from all actions",
+        (1, 1.0, None),
+        r"^(embodied|option) .*top_p",
+    ),
+    UnsupportedKeys("rollout.sampling_params.*", "RLinf's policies do not read it", True),
+    UnsupportedKeys(
+        "rollout.enable_torch_compile rollout.enable_cuda_graph rollout.enforce_eager rollout.gpu_memory_utilization",
+        "only speed",
+        True,
+    ),
+    UnsupportedKeys("rollout.collect_* rollout.recompute_logprobs", "the runner knows what it needs", True),
+    UnsupportedKeys("rollout.unnorm_key", "RLinf's policies read actor.model.unnorm_key", True),
+    UnsupportedKeys(
+        "rollout.expert_model.* rollout.rlt_feature_model.*", "of a second policy in the rollout, such as an expert"
+    ),
+    UnsupportedKeys(
+        "env.train.video_cfg.* env.eval.video_cfg.*", "films are made in evaluation, into the run's folder", True
+    ),
+    UnsupportedKeys(
+        "env.*.wrap_obs_mode",
+        "observations are the simulator's (env.train.kwargs.obs_mode)",
+        ("simple", "default", "simple_prompt", None),
+    ),
+    UnsupportedKeys("env.*.use_full_state", "observations are the simulator's", (False,)),
+    UnsupportedKeys(
+        "env.*.init_params.num_envs env.*.init_params.max_episode_steps", "set from the environment's own keys", True
+    ),
+    UnsupportedKeys(
+        "env.*.init_params.sim_backend env.*.init_params.render_mode env.*.init_params.control_mode",
+        "the simulation runs on a GPU where there is one, and films ask for a renderer themselves",
+        ("gpu", "auto", "all", "rgb_array", "None", None),
+    ),
+    UnsupportedKeys("env.*.init_params.*", "RLinf's environment reads it; set env.train.kwargs", ("default",)),
+    UnsupportedKeys("env.*.is_eval", "the stage decides it", True),
+    UnsupportedKeys(
+        "env.*.reset_gripper_open",
+        "objects come to rest with the gripper open before an episode begins",
+        (True, None),
+        r"^option .*gripper_open",
+    ),
+    UnsupportedKeys(
+        "env.train.use_ordered_reset_state_ids env.train.specific_reset_id", "states are drawn by the seed", (False, None)
+    ),
+    UnsupportedKeys(
+        "env.eval.use_ordered_reset_state_ids env.eval.specific_reset_id",
+        "evaluation plays the states of a suite in order",
+        (True, False, None),
+    ),
+    UnsupportedKeys("env.*.use_step_penalty", "LIBERO's reward is 1 at success and 0 before it", (False, None)),
+    UnsupportedKeys(
+        "env.eval.env_type env.eval.seed env.eval.auto_reset env.eval.use_rel_reward env.eval.reward_mode "
+        "env.eval.reward_coef env.eval.rollout_epoch env.eval.max_steps_per_rollout_epoch env.eval.task_suite_name "
+        "env.eval.use_fixed_reset_state_ids env.eval.use_subproc_vector_env env.eval.total_num_envs "
+        "env.eval.max_episode_steps env.eval.ignore_terminations",
+        "evaluation plays complete episodes, counts their returns, and draws seeds for itself",
+        True,
+    ),
+    UnsupportedKeys("env.*.data_collection.*", "rlhpc record writes demonstrations (docs/how-to/demonstrations.md)", True),
+    UnsupportedKeys(
+        "env.train.rollout_epoch env.train.max_steps_per_rollout_epoch", "in algorithm.rollout_steps", True
+    ),
+    UnsupportedKeys("env.train.*  env.eval.*", "RLinf's environment reads it"),
+    UnsupportedKeys("env.*", "RLinf's environment reads it", True),
+    UnsupportedKeys("reward.use_reward_model", "in env.train.reward_model", True),
+    UnsupportedKeys("reward.*", "RLinf reads it with a reward model; here its folder has it", True),
+    UnsupportedKeys("data.*", "RLinf's embodied runs read no data set", True),
+]  # fmt: skip

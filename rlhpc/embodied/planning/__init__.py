@@ -1,1 +1,0 @@
-"""Estimates before the start of an embodied run: memory and work of a step."""

@@ -1,1 +1,0 @@
-"""Rewards that are networks: success classifiers."""

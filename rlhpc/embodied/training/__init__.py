@@ -1,1 +1,0 @@
-"""Construction of policies on training ranks."""

@@ -1,0 +1,1 @@
+"""Traces of runs: reading of the ranks' files, alignment of clocks, export and analysis of steps."""

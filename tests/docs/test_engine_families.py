@@ -1,0 +1,16 @@
+"""The page on families in vLLM has the committed results, and each refusal on it says why."""
+
+from __future__ import annotations
+
+import json
+
+from bench.families import FAMILIES, PAGE, render
+from bench.machine import RESULTS
+
+
+def test_the_page_has_the_committed_results() -> None:
+    content = json.loads((RESULTS / "families.json").read_text())
+    assert PAGE.read_text() == render(content), "run: python -m bench.families"
+    assert {row["family"] for row in content["rows"]} <= FAMILIES.keys()
+    for row in content["rows"]:
+        assert row["commit"] and (row["seeds"] > 0 if not row["refused"] else row["refused"].startswith("at the ")), row

@@ -1,0 +1,1 @@
+"""Table of model families: tiny models of 29 families through the trainer and the hf engine."""

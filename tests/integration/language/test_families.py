@@ -1,0 +1,125 @@
+"""Families of models in vLLM's build for CPUs: the check at the start admits the right ones, in each of many random models,
+and refuses those in which something was put wrong on purpose. The trainer is transformers' model with the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extras import need_extra
+
+need_extra("llm", "vllm")
+
+from bench.families import FAMILIES, check_seed, make_engine, randomize, save_family
+from rlhpc.language.engines import vllm_weights
+from rlhpc.language.engines.common import WeightUpdateError
+from rlhpc.runtime.errors import ConfigError
+
+#: Families that this build computes as transformers does.
+RIGHT = ("qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe")
+MIXTURE = "glm4_moe"  # in no list
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """An engine and its trainer's model."""
+    folder = tmp_path_factory.mktemp(MIXTURE)
+    model = save_family(folder, MIXTURE, "float32")
+    engine = make_engine(folder, "float32")
+    yield engine, model
+    engine.close()
+
+
+def test_a_mixture_that_is_in_no_list_is_admitted_with_any_weights(pair: tuple[Any, Any]) -> None:
+    engine, model = pair
+    for seed in range(1, 3):
+        randomize(model, seed)
+        assert check_seed(engine, model, "float32", seed) < 1e-4
+    digests = engine.parameter_digests()
+    assert {"model.embed_tokens.weight", "model.norm.weight"} <= {name for name, digest in digests.items() if digest}
+
+
+def test_a_kernel_that_packs_experts_once_is_refused(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, model = pair
+    monkeypatch.setattr(
+        vllm_weights, "reload_packed", lambda worker, weights: worker.reload_weights(weights_iterator=weights)
+    )
+    randomize(model, 3)
+    with pytest.raises(
+        (ConfigError, WeightUpdateError), match=r"differ from the trainer's by|does not follow|did not load"
+    ):
+        check_seed(engine, model, "float32", 3)
+
+
+def test_a_parameter_of_the_engine_that_keeps_its_value_is_named(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bias that an engine builds and the trainer's model has not: nothing that is sent reaches it."""
+    engine, model = pair
+    digests = engine.parameter_digests
+    monkeypatch.setattr(
+        type(engine), "parameter_digests", lambda self: {**digests(), "model.layers.0.self_attn.bias": 7}
+    )
+    randomize(model, 4)
+    with pytest.raises(ConfigError, match=r"its parameters model\.layers\.0\.self_attn\.bias did not change"):
+        check_seed(engine, model, "float32", 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("qwen3", "rope_theta", 100.0),
+        ("glm4_moe", "routed_scaling_factor", 2.5),
+        ("qwen2", "tie_word_embeddings", False),
+    ],
+)
+def test_a_configuration_that_was_saved_otherwise_is_refused(tmp_path: Path, family: str, key: str, value: Any) -> None:
+    """The engine reads a config.json in which one key has another value than the trainer's model."""
+    model = save_family(tmp_path, family, "float32")
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    if key == "rope_theta" and "rope_parameters" in content:
+        content["rope_parameters"]["rope_theta"] = value
+    path.write_text(json.dumps({**content, key: value}))
+    engine = make_engine(tmp_path, "float32")
+    with pytest.raises(
+        (ConfigError, WeightUpdateError), match=r"differ from the trainer's by|did not load|left out|no weight"
+    ):
+        check_seed(engine, model, "float32", 0)
+    engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])
+def test_an_engine_that_lacks_the_biases_of_the_model_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """vLLM leaves out biases of the files that its own model has not, and says nothing."""
+    kind, sizes, published = FAMILIES[family]
+    entry = (kind, {**sizes, "attention_bias": True}, {**published, "attention_bias": False})
+    monkeypatch.setitem(FAMILIES, family, entry)
+    model = save_family(tmp_path, family, "float32")
+    randomize(model, 1)
+    engine = make_engine(tmp_path, "float32")
+    with pytest.raises((ConfigError, WeightUpdateError), match=r"_proj\.bias"):
+        check_seed(engine, model, "float32", 1)
+    engine.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", RIGHT)
+def test_right_engines_are_admitted_in_twenty_seeds(tmp_path: Path, family: str, dtype: str) -> None:
+    """No refusal that is false."""
+    model = save_family(tmp_path, family, dtype)
+    engine = make_engine(tmp_path, dtype)
+    for seed in range(20):
+        if seed:
+            randomize(model, seed)
+        check_seed(engine, model, dtype, seed)
+    engine.close()

@@ -1,0 +1,1 @@
+"""Numbers of RLinf's own code, to compare rlhpc's with them."""

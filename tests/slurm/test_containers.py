@@ -1,0 +1,155 @@
+"""Ranks in the containers of an image, submission and driver outside: the workflow, a killed rank, and a cancelled run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.extras import need_programs
+
+from .cluster import SlurmCluster
+from .jobs import end_jobs, wait_gone
+from .runs import ROOT, SITE, SlurmRun, kill, until
+from .test_training import workflow
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]  # on a busy machine each job takes minutes
+
+#: In the image, and nowhere else.
+PYTHON = "/opt/venv/bin/python"
+#: What a simulator's process sees.
+LOOKING = """
+import json
+import os
+import sys
+from pathlib import Path
+
+import gymnasium
+
+class Looking(gymnasium.Wrapper):
+    purpose = "training"
+
+    def __init__(self, env):
+        super().__init__(env)
+        release = Path("/etc/os-release").read_text()
+        view = {"trixie": "trixie" in release, "python": sys.executable, "token": os.environ.get("RLHPC_TEST_TOKEN")}
+        (Path(__file__).parent / f"{self.purpose}-{os.uname().nodename}-{os.getpid()}.json").write_text(json.dumps(view))
+
+class LookingAtEvaluation(Looking):
+    purpose = "evaluation"
+"""
+SHORT = ("runner.max_steps=3", "runner.segments=1", "env.eval.num_episodes=4", "algorithm.update_epochs=1")
+INSIDE = {"trixie": True, "python": PYTHON, "token": "passed on"}
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm: SlurmCluster) -> Iterator[None]:
+    yield
+    end_jobs(slurm)
+
+
+@pytest.fixture(scope="module")
+def image() -> Path:
+    """An unpacked image of another Debian release than this machine's."""
+    need_programs("mmdebstrap")
+    if not shutil.which("apptainer"):
+        need_programs("bwrap")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make an image")
+    folder = Path(os.environ.get("RLHPC_SLURM_ROOTS", "/var/cache/rlhpc-slurm")) / "image"
+    subprocess.run(["bash", ROOT / "tests" / "slurm" / "image.sh", folder], check=True, timeout=300)
+    return folder
+
+
+def container(image: Path, folder: Path) -> list[str]:
+    """Returns the words that run a command in the image, as a user without rights would: Apptainer's, else bubblewrap's.
+
+    The image sees the run's folder, this checkout and, as /opt/venv, its environment; of the node, /tmp, /dev and /proc.
+    """
+    environment, checkout = ROOT / ".venv", ROOT.resolve()
+    base = Path(sys.base_prefix)
+    same = {base, checkout, environment.resolve().parent}
+    if apptainer := shutil.which("apptainer"):
+        binds = [f"{path}:{path}:ro" for path in sorted(same)]
+        binds += [f"{environment.resolve()}:/opt/venv:ro", f"{folder}:{folder}"]
+        return [apptainer, "--silent", "exec", "--userns", "--no-home", "--bind", ",".join(binds), str(image)]
+    words = [
+        "bwrap",
+        "--unshare-user",
+        "--bind",
+        str(image),
+        "/",
+        "--dev-bind",
+        "/dev",
+        "/dev",
+        "--bind",
+        "/proc",
+        "/proc",
+    ]
+    words += ["--ro-bind", "/sys", "/sys", "--bind", "/tmp", "/tmp"]
+    for path in sorted(same):
+        words += ["--ro-bind", str(path), str(path)]
+    return [*words, "--ro-bind", str(environment.resolve()), "/opt/venv", "--bind", str(folder), str(folder)]
+
+
+def run_in(image: Path, slurm: SlurmCluster, folder: Path, *overrides: str) -> SlurmRun:
+    """Returns a run whose ranks are in the image."""
+    run = SlurmRun(slurm, folder, "env.train.wrappers=[looking_env:Looking]", *overrides)
+    (folder / "looking_env.py").write_text(LOOKING)
+    site = {"cluster": SITE["cluster"] | {"container": container(image, folder), "container_python": PYTHON}}
+    run.site.write_text(yaml.safe_dump(site))
+    run.environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "RLHPC_TEST_TOKEN": "passed on"}
+    return run
+
+
+def test_the_workflow(image: Path, slurm: SlurmCluster, tmp_path: Path) -> None:
+    """`snakemake --profile profiles/slurm`: ranks, evaluation and conversion are in the image, and nothing else is."""
+    assert not Path(PYTHON).exists(), "a command that ran outside would fail"
+    run = run_in(image, slurm, tmp_path)
+    profile = "slurm" if slurm.has_accounting else "slurm-no-accounting"
+    looking = ("env.train.wrappers=[looking_env:Looking]", "env.eval.wrappers=[looking_env:LookingAtEvaluation]")
+    workflow(run, profile, *SHORT, *looking, timeout=1400)
+    assert [row["step"] for row in run.rows()] == [1, 2, 3]
+    assert len(list(run.root.glob("eval/global_step_*/default.json"))) == 1
+    assert list(run.root.glob("export/*/model.safetensors")) and (run.root / "report" / "index.html").exists()
+    # The submission and the driver look at an environment of the training once, outside.
+    views = [json.loads(path.read_text()) for path in tmp_path.glob("training-*.json")]
+    assert INSIDE in views and all(view == INSIDE for view in views if view["python"] == PYTHON)
+    views = [json.loads(path.read_text()) for path in tmp_path.glob("evaluation-*.json")]
+    assert INSIDE in views and all(view == INSIDE for view in views if view["python"] == PYTHON)
+
+
+def test_a_killed_rank_and_a_cancelled_run(image: Path, slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The driver outside knows the ranks by their process ids, and how they ended; nothing is left in the containers."""
+    run = run_in(
+        image, slurm, tmp_path, "runner.max_steps=100000", "runner.save_interval=5", "algorithm.update_epochs=1",
+        "runner.max_restarts=3",
+    )  # fmt: skip
+    process = run.submit()
+    run.training(deadline_s=180)
+    ranks = run.members()
+    for name in ("actor-0", "rollout-0", "env-0"):
+        root = Path(f"/proc/{ranks[name]['pid']}/root")
+        assert "trixie" in (root / "etc" / "os-release").read_text(), f"{name} is in the image"
+    if slurm.nodes_are_hosts:
+        assert ranks["actor-0"]["host"] == ranks["rollout-0"]["host"] != ranks["env-0"]["host"]
+        assert ranks["driver"]["host"] == ranks["actor-0"]["host"], "driver and ranks share sockets and shared memory"
+    committed = run.committed()
+    kill(ranks["actor-0"]["pid"])
+    until(lambda: len(run.attempts) > 1, f"it starts again\n{run.account()}", 120)
+    assert "was killed by signal 9 (SIGKILL)" in run.attempts[0]["how"], run.attempts
+    assert run.attempts[1]["step"] >= committed
+    run.training(beyond=committed, deadline_s=180)
+    assert "was cancelled" in run.rlhpc("cancel", str(run.root))
+    assert process.wait(120) != 0
+    assert run.committed() == run.step() > 0, "it saved before it ended"
+    wait_gone(slurm, run.job)
+    for node in slurm.nodes:
+        until(lambda node=node: not slurm.running_on(node), f"nothing runs on {node}: {slurm.running_on(node)}", 60)  # type: ignore[misc]
