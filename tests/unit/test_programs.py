@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Programs by their Debian packages, where these have other names.
 PACKAGES = {
     "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client", "bwrap": "bubblewrap", "c++": "g++",
-    "cc": "g++",
+    "cc": "g++", "tc": "iproute2",
 }  # fmt: skip
 TESTS = """
 import pytest
