@@ -396,7 +396,7 @@ def yaml_files() -> Iterator[Case]:
         "circle of two": ("defaults: [d.yaml]\n", ("circle",)),
         "include of a folder": ("defaults: [.]\n", ("is a folder",)),
         "include no list": ("defaults: 5\n", ("give a list of files",)),
-        "include of a number": ("defaults: [5]\n", ("give a list of files",)),
+        "include of a number": ("defaults: [5]\n", ("no configuration file", "5")),
         "include of null": ("defaults: [null]\n", ("give a list of files",)),
         "reference to nothing": (INCLUDE + "runner: {name: '${nosuch}'}\n", ("runner.name", "nosuch")),
         "reference to itself": (INCLUDE + "runner: {name: '${runner.name}'}\n", ("runner.name",)),
@@ -422,7 +422,7 @@ def yaml_files() -> Iterator[Case]:
     for path, says in {
         "nosuch.yaml": ("no configuration file",), ".": ("is a folder",), "": ("configuration",), "/dev/null": ("no regular file",),
         str(QUICKSTART).replace("quick", "quik"): ("did you mean", "quickstart.yaml?"), "a" * 300: ("configuration",),
-        "/proc/self/mem": ("cannot be read",), "/dev/zero": ("more than 2097152",), "huge.yaml": ("more than 2097152",),
+        "/proc/self/mem": ("cannot be read",), "/dev/zero": ("no regular file",), "huge.yaml": ("more than 2097152",),
         "/root\0x": (), "c.yaml/x": ("configuration",),
     }.items():  # fmt: skip
         if "\0" not in path:
@@ -488,6 +488,7 @@ _FIRST = {
     "folder": "new",
     "shell": "bash",
     "folders": "x",
+    "path": "x",
     "file": "x.yaml",
     "what": "x",
     "number": "rollout=2",
@@ -513,7 +514,7 @@ def parsed_arguments() -> Iterator[Case]:
             "command", f"{command}: unknown option", (command, *first, *needed, "--nosuch"), ("--nosuch", "--help")
         )
         yield Case("command", f"{command}: unknown short option", (command, *first, *needed, "-Z"), ("-Z", "--help"))
-        if first and not any(a.default for a in named):  # `rlhpc serve` needs no word: it has a default
+        if first and any(a.nargs not in ("?", "*") for a in named):  # `rlhpc serve` and `watch` need no word
             yield Case("command", f"{command}: nothing", (command,), ("--help",))
         if needed:
             yield Case("command", f"{command}: required option", (command, *first), (needed[0], "--help"))
