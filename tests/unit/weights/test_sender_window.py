@@ -87,7 +87,12 @@ class Sending:
 
 
 def in_memory(pool: SegmentPool) -> int:
-    return sum(1 for path in pool._scratch.shm.iterdir() if path.stat().st_size > PART)
+    """Returns the number of parts in memory; the sender may remove one while they are counted."""
+    count = 0
+    for path in pool._scratch.shm.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            count += path.stat().st_size > PART
+    return count
 
 
 def started(loader: Loader) -> threading.Thread:
