@@ -94,14 +94,21 @@ class StartTimes:
         return self.shape.usable_s == 0
 
     @property
-    def rank(self) -> tuple[bool, float, int, bool, bool]:
-        """Sort key: earliest end, or earliest start if the end is unknown; then fewest jobs, no idle GPUs, and the configured
-        shape first.
+    def ready_at(self) -> float | None:
+        """Unix time of the end, or of the start if the end is unknown; None if the run does not start."""
+        return self.start.at if self.end is None else self.end
+
+    def rank(self, earliest: float) -> tuple[bool, int, int, bool, bool]:
+        """Returns the sort key: earliest end, or earliest start if the end is unknown; then fewest jobs, no idle GPUs, and the
+        configured shape first.
+
+        Args:
+            earliest: Earliest `ready_at` of all shapes. Times count from it: shapes that differ from it by less than `SAME_S`
+                are equal, wherever the clock stands.
         """
-        ready_at = self.start.at if self.end is None else self.end
         return (
-            ready_at is None or self.never_ends,
-            round((ready_at or 0.0) / SAME_S),
+            self.ready_at is None or self.never_ends,
+            int(((self.ready_at or earliest) - earliest) / SAME_S),
             self.shape.jobs or 0,
             self.shape.idle_gpus,
             not self.shape.configured,
@@ -158,9 +165,14 @@ def estimate_starts(
             impossible_shapes.append(f"{count_noun(num_nodes, 'node')}: {error}")
             continue
         candidates = [StartTimes(shape, query_start(shape.script)) for shape in shapes]
-        answers.append(min(candidates, key=lambda answer: answer.rank))
-    answers.sort(key=lambda answer: answer.rank)
-    return StartEstimate(answers, allowance(cfg.cluster.account), reason, impossible_shapes, now)
+        answers.append(sort_answers(candidates)[0])
+    return StartEstimate(sort_answers(answers), allowance(cfg.cluster.account), reason, impossible_shapes, now)
+
+
+def sort_answers(answers: Sequence[StartTimes]) -> list[StartTimes]:
+    """Returns the start times, the best first."""
+    earliest = min((answer.ready_at for answer in answers if answer.ready_at is not None), default=0.0)
+    return sorted(answers, key=lambda answer: answer.rank(earliest))
 
 
 def _list_alternatives(
@@ -328,7 +340,8 @@ def verdict(estimate: StartEstimate) -> list[str]:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
     best_answer = startable[0]
     lines = []
-    worse_answer = next((answer for answer in startable[1:] if answer.rank[1] > best_answer.rank[1]), None)
+    best_time = best_answer.ready_at or 0.0
+    worse_answer = next((a for a in startable[1:] if (a.ready_at or 0.0) - best_time >= SAME_S), None)
     if worse_answer is not None:
         have_ends = best_answer.end is not None and worse_answer.end is not None
         verb, num_resources = "end" if have_ends else "start", best_answer.shape.accelerators or best_answer.shape.nodes

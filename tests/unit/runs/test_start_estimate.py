@@ -9,7 +9,17 @@ import pytest
 
 from rlhpc.jobs.slurm import Allowance, EstimatedStart, forget_partitions, has_gpus
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.start_estimate import JobShape, StartEstimate, StartTimes, _shapes, moment, render, verdict, walltimes
+from rlhpc.runs.start_estimate import (
+    JobShape,
+    StartEstimate,
+    StartTimes,
+    _shapes,
+    moment,
+    render,
+    sort_answers,
+    verdict,
+    walltimes,
+)
 from rlhpc.runs.tuning.tune import TuneRequest
 from rlhpc.runtime.errors import ConfigError
 
@@ -29,7 +39,7 @@ def answer(
 
 def test_fewer_now_end_before_more_later() -> None:
     few, many = answer(4, 0, 20 * 3600.0), answer(8, DAY, 11 * 3600.0, own=True)
-    found = StartEstimate(sorted([many, few], key=lambda one: one.rank), None, "", (), NOW)
+    found = StartEstimate(sort_answers([many, few]), None, "", (), NOW)
     assert found.answers[0] is few
     first, words = verdict(found)
     assert first.startswith(
@@ -37,14 +47,22 @@ def test_fewer_now_end_before_more_later() -> None:
     )
     assert words == "for the first: cluster.num_nodes=1"
     late = answer(4, 0, 60 * 3600.0)
-    assert min([many, late], key=lambda one: one.rank) is many
+    assert sort_answers([many, late])[0] is many
+
+
+@pytest.mark.parametrize("phase", [0.0, 14.5, 29.5, 30.5, 59.5])
+def test_shapes_that_start_together_are_not_told_apart(phase: float) -> None:
+    """Whatever the second of the minute is at which they do."""
+    configured, other = answer(4, phase + 1.0, 600.0, own=True), answer(8, phase, 600.0)
+    later = answer(16, phase + DAY, 600.0)
+    found = StartEstimate(sort_answers([later, other, configured]), None, "", (), NOW)
+    assert list(found.answers) == [configured, other, later]
+    assert "before 16 GPUs in gpu from Tuesday" in verdict(found)[0]
 
 
 def test_without_costs_the_sooner_start_is_better() -> None:
     soon, later, never = answer(8, 600, None), answer(4, DAY, None, own=True), answer(16, None, None)
-    found = StartEstimate(
-        sorted([never, later, soon], key=lambda one: one.rank), None, "nobody knows", ("3 nodes: why",), NOW
-    )
+    found = StartEstimate(sort_answers([never, later, soon]), None, "nobody knows", ("3 nodes: why",), NOW)
     assert list(found.answers) == [soon, later, never]
     text = render(found)
     assert "8 GPUs in gpu from 12:10 start before 4 GPUs in gpu from Tuesday 12:00" in text
@@ -89,7 +107,7 @@ def test_a_walltime_within_the_reserve_never_ends() -> None:
     """A job of it would be over before it trained: it takes no number of jobs, and anything else is better."""
     none, some = answer(8, 0, 3600.0, usable=0.0), answer(4, DAY, 3600.0, usable=600.0)
     assert none.shape.jobs is None and none.end is None and some.shape.jobs == 6
-    assert min([none, some], key=lambda one: one.rank) is some
+    assert sort_answers([none, some])[0] is some
     words = [
         "cluster.accelerators_per_node=0", "cluster.time=00:02:00", "cluster.signal_lead_s=300", "runner.save_reserve_s=60",
     ]  # fmt: skip
@@ -111,12 +129,10 @@ def partition(name: str, start: float, *, idle_gpus: bool, own: bool = False) ->
 
 def test_a_run_without_gpus_takes_none_of_them_where_others_are_as_good() -> None:
     gpu, cpu = partition("gpu", 0, idle_gpus=True, own=True), partition("cpu", 20, idle_gpus=False)
-    found = StartEstimate(sorted([gpu, cpu], key=lambda one: one.rank), None, "", (), NOW)
+    found = StartEstimate(sort_answers([gpu, cpu]), None, "", (), NOW)
     assert verdict(found)[-1] == "for the first: cluster.partition=cpu" and "GPU" not in "\n".join(verdict(found))
     later = partition("cpu", DAY, idle_gpus=False, own=True)
-    found = StartEstimate(
-        sorted([later, partition("gpu", 0, idle_gpus=True)], key=lambda one: one.rank), None, "", (), NOW
-    )
+    found = StartEstimate(sort_answers([later, partition("gpu", 0, idle_gpus=True)]), None, "", (), NOW)
     *_, note, words = verdict(found)
     assert note == "the nodes of gpu have GPUs, which this run would not use: ask whether the site allows that"
     assert words == "for the first: cluster.partition=gpu"

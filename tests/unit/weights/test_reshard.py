@@ -119,8 +119,8 @@ def test_nobody_holds_more_than_a_layer_beside_its_share(groups: Groups, sync: s
         gave, took = wait_all(trainer.send_large(version), engine.take_large())
         assert [total for _, total in took] == [24 * 512 * 2048] * 2  # type: ignore[misc]
         peaks.append((max(gave), max(peak for peak, _ in took)))  # type: ignore[misc,type-var]
-    # The first version has what is imported, allocated and mapped once. Of the others the least counts: on a busy machine a rank
-    # that waits for a processor lets parts pile up, which no later version needs again.
+    # The first version has what is imported, allocated and mapped once. Of the others the least counts: on a busy machine a
+    # rank that waits for a processor lets parts pile up.
     given, taken = (min(column) for column in zip(*peaks[1:], strict=True))
     assert given < 3 * PART + layer, peaks  # type: ignore[operator]
     assert taken < (6 if sync == GROUP else 4 * 3) * PART + layer, peaks  # type: ignore[operator]
