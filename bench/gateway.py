@@ -81,7 +81,7 @@ def measure(num_episodes: int, num_turns: int, at_once: int) -> dict[str, float]
     """Returns seconds and milliseconds a turn, and the growth of memory over the second half of the episodes.
 
     Args:
-        num_episodes, num_turns: How many, and how long.
+        num_episodes, num_turns: Number of episodes, and of turns in each.
         at_once: Episodes under way.
     """
     tokenizer = Counted(character_tokenizer(context=1 << 20))

@@ -98,7 +98,7 @@ class Timed(EngineBase):
         """Does nothing: no memory to reload."""
 
     def close(self) -> None:
-        """Does nothing: no resources to release."""
+        """Drops all requests."""
         self._abort()
 
 

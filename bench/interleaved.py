@@ -40,9 +40,9 @@ def compare(
 
     Args:
         name: Of the benchmark.
-        contenders: What is measured, by name.
-        compute_ratios: What is compared, from the medians.
-        repeat: How often.
+        contenders: Measured functions by name.
+        compute_ratios: Function that returns the ratios of the medians.
+        repeat: Number of repetitions.
         only: Measures only what has this in its name, and writes no result.
     """
     from bench.machine import spread, write

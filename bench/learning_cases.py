@@ -57,7 +57,7 @@ class Case:
         env_kwargs: Arguments of the environment.
         normalize: CleanRL's running normalisation of observations and rewards, on both sides.
         spans: Points of the curve.
-        note: What to know when reading it.
+        note: Note for readers of the figure.
         more: Further overrides of rlhpc.
     """
 

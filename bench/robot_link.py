@@ -79,23 +79,26 @@ def serve_robot(folder: Path, way: str, ssh: str, has_pictures: bool) -> None:
     ssh_options = ["--ssh", ssh] if way == "ssh" else []
     subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "robot", "serve", str(key), "--robot", "bench.robot_link:Still",
-         "--kwargs", f"pictures: {str(has_pictures).lower()}", *ssh_options],
+         "--kwargs", f"has_pictures: {str(has_pictures).lower()}", *ssh_options],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True,
     )  # fmt: skip
 
 
 def measure_link(way: str, shows: Any, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Measures one repetition of one link."""
-    pictures, limits = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
+    has_pictures, limits = isinstance(shows, dict), {"hz": options.hz, "stale_s": 5.0}
     if way == "the same process":
         section = EnvSideConfig(
-            env_type="robot", env_id="bench.robot_link:Still", kwargs={**limits, "pictures": pictures}, simulators=0
+            env_type="robot",
+            env_id="bench.robot_link:Still",
+            kwargs={**limits, "has_pictures": has_pictures},
+            simulators=0,
         )
     else:
         bounds = {"low": [-1.0] * 7, "high": [1.0] * 7}
         kwargs = {**limits, "observes": shows, "acts": bounds, "folder": str(folder / "meeting"), "wait_s": 60.0}
         section = EnvSideConfig(env_type="distant_robot", env_id="still", kwargs=kwargs)
-        threading.Thread(target=serve_robot, args=(folder, way, options.ssh, pictures), daemon=True).start()
+        threading.Thread(target=serve_robot, args=(folder, way, options.ssh, has_pictures), daemon=True).start()
     env = make_env(OmegaConf.structured(section), 1)
     try:
         return measure_latency(env, options.steps)

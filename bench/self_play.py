@@ -87,7 +87,7 @@ def run_kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any
 
 
 def run_guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
-    """Runs guessing at one seed: the share of found numbers over the last 20 steps."""
+    """Runs the guessing game at one seed; returns a row with the share of guessed numbers over the last 20 steps."""
     started_at, name = time.perf_counter(), f"guess-{seed}"
     run_rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
     found_shares = read_curve(runs / name)

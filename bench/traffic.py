@@ -1,6 +1,6 @@
 """Traffic of a run: operations on the shared filesystem, queries of the scheduler and bytes over the network, counted.
 
-`run`: ranks of one group that are simulated (`bench/peers/members.py`: records, sockets and heartbeats over TCP, many a
+`run`: ranks of one group that are simulated (`bench/peers/members.py`: records, sockets and heartbeats over TCP, many per
 process); the driver's code is that of rlhpc. One rank a second writes a line to its log. `follow`, `status` and `join` are the
 commands `rlhpc logs --follow`, `rlhpc status` and, after the driver was killed, `rlhpc join` by several ranks of one host.
 `step`: a real run of three ranks, in which the operations of a training step are counted. `queries`: all commands that ask

@@ -1,9 +1,10 @@
 """Words check of docstrings and names: `python -m tests.words`.
 
-Five kinds of findings in `rlhpc/` and `bench/`, each of which is an error:
+Six kinds of findings in `rlhpc/` and `bench/`, each of which is an error:
 
 - `module_docstring`, `class_docstring`: opens with a word such as What, How or Of, where a noun phrase of the field belongs.
 - `function_docstring`: does not begin with a verb in the third person. A property may begin with a noun.
+- `arguments`: explains a parameter that does not exist, or has a section such as `Raises:` with its text on one line.
 - `name`: a variable, parameter, attribute, function or class has one of the reserved names.
 - `class_name`: a public class name that is defined more than once in the package.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import re
 import sys
 from collections import Counter, defaultdict
@@ -22,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folders whose files are checked.
 FOLDERS = ("rlhpc", "bench")
-KINDS = ("module_docstring", "class_docstring", "function_docstring", "name", "class_name")
+KINDS = ("module_docstring", "class_docstring", "function_docstring", "arguments", "name", "class_name")
 
 
 def _set_of(text: str) -> frozenset[str]:
@@ -80,6 +82,11 @@ _AFTER_NOUN = _set_of(
 _FIRST_WORDS = re.compile(r"""["'`(]*([A-Za-z][\w-]*)(?:(?=[^\w\s-])|\s+(\S+)|$)""")
 _CANDIDATES = re.compile(rf"(?<![A-Za-z0-9])_*(?:{'|'.join(sorted(RESERVED))})_*(?![A-Za-z0-9])", re.IGNORECASE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+_SECTION_ON_ONE_LINE = re.compile(r"^((?:Args|Returns|Raises|Yields|Attributes):) +\S", re.MULTILINE)
+#: The section of a docstring that explains parameters, and the names that open its entries.
+_ARGUMENTS = re.compile(r"^Args:\n((?: {4}.*\n?|\n)+)", re.MULTILINE)
+_ARGUMENT = re.compile(r"^ {4}([A-Za-z_*][\w, *`]*):(?: |$)", re.MULTILINE)
 
 
 @dataclass(frozen=True, order=True)
@@ -139,6 +146,20 @@ def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return False
 
 
+def _parameters_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str] | None:
+    """Returns the names of a function's or constructor's parameters; None if a base class may have the constructor."""
+    if isinstance(node, ast.ClassDef):
+        constructors = [x for x in node.body if isinstance(x, _FUNCTIONS) and x.name in ("__init__", "__new__")]
+        if constructors:
+            return _parameters_of(constructors[0])
+        if node.bases:
+            return None
+        return {x.target.id for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)}
+    every = node.args
+    single = [argument for argument in (every.vararg, every.kwarg) if argument is not None]
+    return {argument.arg for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs, *single)}
+
+
 def _bound_names(node: ast.AST) -> Iterator[tuple[int, str]]:
     """Yields line and name of each variable, parameter, attribute, function or class that a node itself binds."""
     if isinstance(node, ast.Name | ast.Attribute):
@@ -190,6 +211,22 @@ class _File:
         if doc and match and match[1].lower() in OPENINGS:
             self._add(doc[0], kind, f'docstring opens with "{match[1]}": {doc[1].splitlines()[0][:80]}')
 
+    def _check_arguments(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """Adds a finding for each name under `Args:` that is no parameter, and for each section on one line."""
+        doc = _docstring(node)
+        if doc is None:
+            return
+        line, text = doc
+        text = inspect.cleandoc(text)
+        for section in _SECTION_ON_ONE_LINE.findall(text):
+            self._add(line, "arguments", f"docstring has {section} and its text on one line")
+        if (arguments := _ARGUMENTS.search(text)) is None or (parameters := _parameters_of(node)) is None:
+            return
+        names = [name.strip("*` ") for entry in _ARGUMENT.findall(arguments[1]) for name in entry.split(",")]
+        for name in names:
+            if name not in parameters:
+                self._add(line, "arguments", f"docstring of {node.name} explains {name}, which is no parameter")
+
     def _check_names(self, node: ast.AST) -> None:
         for line, name in _bound_names(node):
             if name.strip("_").lower() in RESERVED and (self.path, name) not in CONFIGURATION_KEYS:
@@ -211,7 +248,9 @@ class _File:
             if not node.name.startswith("_"):
                 self.classes.append((node.name, node.lineno))
             self._check_opening(node, "class_docstring")
+            self._check_arguments(node)
         elif isinstance(node, _FUNCTIONS):
+            self._check_arguments(node)
             if _is_property(node):
                 self._check_opening(node, "function_docstring")
             elif (doc := _docstring(node)) and not begins_with_verb(doc[1]):

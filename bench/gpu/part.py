@@ -23,8 +23,8 @@ class Report:
 
     Attributes:
         part: The part's name.
-        device: What it measures: `cpu`, or torch's word for the accelerator.
-        cards: How many accelerators it may use; 0 on the CPU.
+        device: Device to measure: `cpu`, or torch's word for the accelerator.
+        cards: Number of accelerators that it may use; 0 on the CPU.
         file: Of JSON lines.
     """
 

@@ -197,7 +197,7 @@ class BcGroupSpec(GroupSpec[BcConfig]):
 
 
 class EmbodiedChecks(ConfigChecks[Cfg]):
-    """Rules of runs with simulators and a policy network.
+    """Configuration checks of runs with simulators and a policy network.
 
     Args:
         config: Dataclass of the configuration.
@@ -233,7 +233,7 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
 
 
 class PlayingChecks(EmbodiedChecks[Playing]):
-    """Rules of runs whose policy is trained on its own rollouts."""
+    """Configuration checks of runs whose policy is trained on its own rollouts."""
 
     def goal(self, cfg: Playing) -> Any:
         """Returns the conditions of an early end, including the return at which the run stops."""
@@ -251,7 +251,7 @@ class PlayingChecks(EmbodiedChecks[Playing]):
 
 
 class PpoChecks(PlayingChecks[PpoConfig]):
-    """Rules of on-policy runs: the policy learns from its own rollouts."""
+    """Configuration checks of on-policy runs: the policy learns from its own rollouts."""
 
     def check(self, cfg: PpoConfig, fail: Fail, *, training: bool) -> None:
         """Checks the estimators, the keys that all kinds of run have, those of PPO and, for training, sizes of batches."""
@@ -270,7 +270,7 @@ class PpoChecks(PlayingChecks[PpoConfig]):
 
 
 class SacChecks(PlayingChecks[SacConfig]):
-    """Rules of off-policy runs: rollouts fill a buffer, and the policy is trained on samples from the buffer."""
+    """Configuration checks of off-policy runs: the policy is trained on samples from a buffer that rollouts fill."""
 
     def check(self, cfg: SacConfig, fail: Fail, *, training: bool) -> None:
         """Checks the keys that all kinds of run have, those of the replay buffer and, for training, the numbers of slots."""
@@ -288,7 +288,7 @@ class SacChecks(PlayingChecks[SacConfig]):
 
 
 class BcChecks(EmbodiedChecks[BcConfig]):
-    """Rules of behaviour cloning: the policy learns from demonstrations."""
+    """Configuration checks of behaviour cloning: the policy learns from demonstrations."""
 
     def check(self, cfg: BcConfig, fail: Fail, *, training: bool) -> None:
         """Checks the keys that all kinds of run have, and those of the demonstrations."""

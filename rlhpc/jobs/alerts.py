@@ -56,7 +56,7 @@ class Alert:
         rule: Name of the rule: an event of the run, or a rule for metrics.
         name: Name under which the run folder records the alert; two alerts with one name are the same alert.
         run, folder: Name and folder of the run.
-        message: What happened, in words.
+        message: Description of the event.
         step: Step at which it happened; None before the first step.
         metric: Metric of the rule; "" for an event.
         value, threshold: The metric's value, and the number that it has passed; None for a value that is not finite.

@@ -261,7 +261,7 @@ class SlurmProbe(JobProbe):
     """Probe of Slurm jobs: squeue, then sacct, then scontrol, then a marker file; one query for all jobs.
 
     Args:
-        finished: Returns whether the job with this id has written its marker file; called last.
+        has_finished: Returns whether the job with this id has written its marker file; called last.
         interval_s: Minimum time between two queries; in between, the last answer is returned.
         max_interval_s: Limit of the interval, which doubles while Slurm does not answer.
         command_timeout_s: Maximum seconds for a command, after which it counts as failed.

@@ -103,7 +103,7 @@ def _list_suites(cfg: Any) -> Sequence[Any]:
 
 
 class TrainedChecks(ConfigChecks[Trained]):
-    """Rules of a configuration that trains a language model.
+    """Configuration checks of runs that train a language model.
 
     Args:
         conditions: Keys that a run reads only under a condition.
@@ -210,7 +210,7 @@ class TrainedChecks(ConfigChecks[Trained]):
 
 
 class LanguageChecks(TrainedChecks[Cfg]):
-    """Rules of a configuration with a model that answers problems, at least in evaluation.
+    """Configuration checks of runs with a model that answers problems, at least in evaluation.
 
     Attributes:
         answers_in_training: Whether the model answers during training, not only in evaluation.
@@ -258,7 +258,7 @@ class LanguageChecks(TrainedChecks[Cfg]):
 
 
 class SftChecks(LanguageChecks[SftConfig]):
-    """Rules of supervised fine-tuning."""
+    """Configuration checks of supervised fine-tuning."""
 
     held_out_metrics: tuple[str, ...] = ("eval/loss",)
 
@@ -286,7 +286,7 @@ class SftChecks(LanguageChecks[SftConfig]):
 
 
 class DpoChecks(SftChecks):
-    """Rules of DPO."""
+    """Configuration checks of DPO."""
 
     held_out_metrics = ("eval/loss", "eval/pair_accuracy", "eval/margin")
 
@@ -309,7 +309,7 @@ class DpoChecks(SftChecks):
 
 
 class RewardModelChecks(TrainedChecks[RewardRunConfig]):
-    """Rules of reward model training."""
+    """Configuration checks of reward model training."""
 
     def check(self, cfg: RewardRunConfig, fail: Fail, *, training: bool) -> None:
         """Refuses unknown names, and keys that exclude each other."""
@@ -343,7 +343,7 @@ class RewardModelChecks(TrainedChecks[RewardRunConfig]):
 
 
 class GrpoChecks(LanguageChecks[GrpoConfig]):
-    """Rules of reinforcement learning."""
+    """Configuration checks of reinforcement learning."""
 
     answers_in_training = True
 

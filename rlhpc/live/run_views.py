@@ -198,7 +198,7 @@ class MetricTables:
             reader.join(_CLOSE_S)
 
     def _drop_tables(self, num_requested: int) -> None:
-        """Drops tables that were not requested for longest, until the others fit into the memory."""
+        """Drops the least recently requested tables until the others fit into memory."""
         while len(self._tables) > num_requested and self._is_full():
             path, _ = self._tables.popitem(last=False)
             self._updated_at.pop(path, None)
@@ -359,7 +359,7 @@ def find_samples(paths: RunPaths, result: str, query: SampleQuery) -> dict[str, 
 
 
 def _find_images(paths: RunPaths, folder: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `images` of a row: the names of files in the folder of its evaluation's images, as `media_file` takes them."""
+    """Returns `{"images": paths}` with the row's image files, relative to the run folder; {} for a row without images."""
     if "images" not in row:
         return {}
     names = []

@@ -302,7 +302,7 @@ class EnergyFigures:
     Attributes:
         joules, hours: Energy, and hours of the counters (of cards); None if unknown.
         per_thousand, hours_per_thousand: Joules, and hours of the counters, per thousand samples; None if unknown.
-        unit: What the samples are.
+        unit: Kind of the samples.
         reason: Why figures are unknown, or what they leave out; "" if they are complete.
     """
 

@@ -110,6 +110,10 @@ class Saves:
 
         Returns:
             Seconds from the start of the save to its commit, or None if nothing was committed.
+
+        Raises:
+            CheckpointError: A file cannot be written.
+            RlhpcError: A rank failed.
         """
         return self._commit_if_written(waits=False)
 
@@ -216,7 +220,7 @@ class BestCheckpoint:
     Attributes:
         step: Step with the best value; None before the first finite value.
         value: Best value of the metric.
-        waited: Number of evaluations since the best one.
+        num_unimproved: Number of evaluations since the best one.
     """
 
     def __init__(self, metric: str | None, patience: int) -> None:

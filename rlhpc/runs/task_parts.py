@@ -183,7 +183,7 @@ class GroupSpec(Generic[Cfg]):
 
 
 class ConfigChecks(Generic[Cfg]):
-    """Rules of a task type's configuration, and the checks before a start.
+    """Checks of a task type: of its configuration, and before a start.
 
     Attributes:
         ranges, choices: Key → range of its number, or allowed words, for fields without such an annotation.

@@ -57,7 +57,7 @@ class EnergyMeter:
 
     Args:
         devices: NVML's handles of the rank's accelerators; see `nvml_devices`.
-        missing: Kind → reason for which it has no counters.
+        missing_reasons: Kind → reason for which it has no counters.
         powercap: Folder of RAPL's counters.
     """
 

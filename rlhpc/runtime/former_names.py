@@ -218,8 +218,8 @@ class _FormerMember:
     """Descriptor of a member's former name.
 
     Args:
-        former: Former name of the member.
-        current: Current name of the member.
+        former_name: Former name of the member.
+        current_name: Current name of the member.
     """
 
     def __init__(self, former_name: str, current_name: str) -> None:

@@ -113,7 +113,7 @@ def raise_limit(required_limit: int = MIN_OPEN_FILES, limit_purpose: str = "a ru
 
     Args:
         required_limit: Number of open files that are needed.
-        limit_purpose: What needs them, for the message.
+        limit_purpose: Purpose of the files, for the message.
 
     Raises:
         ConfigError: The hard limit is too low.

@@ -131,7 +131,7 @@ class Registry(Generic[ItemT]):
         kind: Noun for messages, such as "advantage estimator".
         key: Configuration key that has such a name.
         group: Entry point group in which other packages may offer further objects.
-        built_in: Name → `module:attribute`, which is imported when it is needed.
+        built_in_paths: Name → `module:attribute`, which is imported when it is needed.
         form: Form of an import path, for messages: `module:function` or `module:Class`.
     """
 

@@ -74,7 +74,7 @@ class PeerOwners:
     """Look-up of the users at the other ends of a listener's connections. For one thread.
 
     Args:
-        family, local: Address family and local address of the listener, used to test whether netlink answers.
+        family, local_address: Address family and local address of the listener, used to test whether netlink answers.
     """
 
     def __init__(self, family: int, local_address: tuple[bytes, int]) -> None:

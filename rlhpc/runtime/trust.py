@@ -52,7 +52,7 @@ class NamedCode(NamedTuple):
     Attributes:
         key: Key of the value.
         value: The value.
-        effect: What it does, such as `names code to be imported and run`.
+        effect: Effect of the value, such as `names code to be imported and run`.
         module: Module that is imported; "" if no module is named.
     """
 

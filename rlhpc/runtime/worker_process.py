@@ -141,7 +141,7 @@ class _Rank:
     """Connections between a rank's process and its run.
 
     Args:
-        spec: Specification of the rank.
+        worker_spec: Specification of the rank.
         graceful_leave: Graceful leave of the rank.
 
     Attributes:

@@ -26,10 +26,10 @@ class Bottleneck:
 
     Attributes:
         kind: `slow_env_rank`, `slow_rank`, `slow_judge`, `small_batch`, `slow_disk`, `long_tail` or `slow_network`.
-        title: What is slow, in a few words.
-        evidence: What was measured.
+        title: Slow part, in a few words.
+        evidence: Measured numbers.
         key: Configuration key to change.
-        advice: What to change it to, and why that helps.
+        advice: Its new value, and the reason why that helps.
         gain_ns: Estimate of the time that the step becomes shorter, at most.
         share: `gain_ns` as a share of the step.
     """

@@ -20,7 +20,7 @@ class Span:
     """Named interval of one thread; spans of a thread nest.
 
     Attributes:
-        name: What ran, e.g. a method's name, or the channel's name of a `wait`.
+        name: Name of the work, e.g. a method's name, or the channel's name of a `wait`.
         category: One of `CATEGORIES`.
         start_ns, end_ns: Nanoseconds since the epoch, on the driver's clock.
         thread: Name of the thread or asyncio task.

@@ -13,9 +13,9 @@ class Cause:
         slug: Stable short name, which `rlhpc explain` and the page's address take.
         title: Title of the section.
         patterns: Regular expressions. A message belongs to the first cause in whose pattern it is found.
-        cause: What has gone wrong, in a sentence or two.
-        look: Where to see it.
-        fix: What to do.
+        cause: Cause of the error, in a sentence or two.
+        look: Place where it can be seen.
+        fix: Steps that mend it.
         commands: Commands of the fix, the most useful first.
         page: Page of the documentation with more, relative to its root; "" for none.
         weak_patterns: Regular expressions of single words, which count only if no pattern of any cause fits.

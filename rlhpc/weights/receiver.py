@@ -54,7 +54,7 @@ class Subscriber:
         prefetch: Callable[[Iterator[ReceivedChunk]], Iterator[ReceivedChunk]] = lambda chunks: chunks,
         skip: SkipChunk | None = None,
     ) -> Update:
-        """Waits for the next version.
+        """Waits for the next version, and returns it as an update whose tensors are received while they are iterated.
 
         Args:
             next_announcement: Waits for the next announcement and returns it.

@@ -196,19 +196,19 @@ class UpdateVerification:
     """
 
     def __init__(self, update: Update, source: str = "the sender", *, digests_on_arrival: bool = True) -> None:
-        self._update, self._source, self._digest_on_arrival = update, source, digests_on_arrival
+        self._update, self._source, self._digests_on_arrival = update, source, digests_on_arrival
         self._arrival_digests: dict[str, int] = {}
         self._duplicates: list[str] = []
         self._device_samples = _DeviceSamples()
 
     def tensors(self) -> NamedUpdates:
-        """Yields the update's tensors, and computes the digest of each one first if `digest_on_arrival` is set."""
+        """Yields the update's tensors, and computes the digest of each one first if `digests_on_arrival` is set."""
         version = self._update.version
         for name, tensor in self._update.tensors:
             if name in self._arrival_digests:
                 self._duplicates.append(name)
             self._arrival_digests[name] = 0
-            if self._digest_on_arrival and not isinstance(tensor, Elements):
+            if self._digests_on_arrival and not isinstance(tensor, Elements):
                 with COST.measure():
                     if tensor.is_cpu or not tensor.nbytes:
                         self._arrival_digests[name] = digest(tensor, version)

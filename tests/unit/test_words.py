@@ -74,6 +74,45 @@ def test_what_is_no_verb_is_known(text: str) -> None:
     assert not words.begins_with_verb(text)
 
 
+FUNCTION = '''def wait(key, *, timeout_s=1.0, **options):
+    """Waits for a key.
+
+    Args:
+        {entry}
+            More of it.
+        timeout_s, options: Others.
+    """
+'''
+CLASS = '''class Ring({base}):
+    """Ring.
+
+    Args:
+        count: Number.
+    """
+
+    {body}
+'''
+
+
+@pytest.mark.parametrize(
+    ("source", "is_right"),
+    [
+        (FUNCTION.format(entry="key: The key."), True),
+        (FUNCTION.format(entry="`key`: The key."), True),
+        (FUNCTION.format(entry="name: The key."), False),
+        (FUNCTION.format(entry="key, name: The keys."), False),
+        (CLASS.format(base="", body="def __init__(self, count): ..."), True),
+        (CLASS.format(base="", body="def __init__(self, size): ..."), False),
+        (CLASS.format(base="", body="count: int"), True),
+        (CLASS.format(base="", body="size: int"), False),
+        (CLASS.format(base="Base", body="size: int"), True),  # the base class may have it
+        ('def wait():\n    """Waits.\n\n    Raises: ValueError: Never.\n    """\n', False),
+    ],
+)
+def test_parameters_that_a_docstring_explains_exist(source: str, is_right: bool) -> None:
+    assert [kind for kind, _ in kinds(source)] == ([] if is_right else ["arguments"])
+
+
 @pytest.mark.parametrize("head", ["def step()", "async def step()", "def _step()", "def __len__(self)"])
 def test_function_docstrings_begin_with_a_verb(head: str) -> None:
     assert kinds(f'{head}:\n    """The next step."""\n') == [("function_docstring", 2)]
@@ -181,7 +220,7 @@ def test_a_finding_is_an_error_and_printed(checkout: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     for place in ("rlhpc/language/a.py:2: ", "bench/d.py:1: ", "bench/d.py:3: "):
         assert f"\n{place}" in f"\n{printed}"
-    assert "words: 1 module_docstring, 0 class_docstring, 0 function_docstring, 2 name, 0 class_name" in printed
+    assert "words: 1 module_docstring, 0 class_docstring, 0 function_docstring, 0 arguments, 2 name, 0 class_name" in printed
 
 
 def test_the_files_of_a_path_are_checked_alone(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

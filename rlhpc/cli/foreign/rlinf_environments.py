@@ -47,7 +47,7 @@ def is_grpo(config: ForeignConfig) -> bool:
 
 
 def model_type_of(leaves: Mapping[str, Any]) -> str:
-    """Returns RLinf's name of the policy."""
+    """Returns `actor.model.model_type` of an RLinf configuration; `mlp_policy` if it is null or missing."""
     value = leaves.get("actor.model.model_type")
     return "mlp_policy" if is_null(value) else str(value)
 

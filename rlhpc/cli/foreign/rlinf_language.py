@@ -317,8 +317,9 @@ def _loss_agg(config: ForeignConfig) -> Any:
 
 
 def _gradient_factor(config: ForeignConfig) -> int | None:
-    """Returns the factor of RLinf's gradients that its loss has and rlhpc's has not: the number of data-parallel ranks, with
-    `use_valid_token_scale` where actor and rollout are apart; 1 otherwise. None if the file leaves that number open.
+    """Returns the factor by which RLinf scales its gradients and rlhpc does not: the number of data-parallel ranks if
+    `use_valid_token_scale` is set and actor and rollout are not colocated, otherwise 1. Returns None if the configuration
+    does not determine that number.
     """
     scaled = (
         config("algorithm.use_valid_token_scale", False)

@@ -127,7 +127,7 @@ class ForeignConfig:
             key: Foreign key.
             reason: Reason for its complete or partial omission.
             changes_training: True if training differs because of it.
-            lacks: As `UnsupportedKeys.missing_feature`.
+            missing_feature: As `UnsupportedKeys.missing_feature`.
         """
         if key in self.configured_keys:
             self.reasons[key] = (reason, changes_training)

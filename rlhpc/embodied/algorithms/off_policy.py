@@ -103,7 +103,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         optim: Section `actor.optim`.
         policy: Policy on its device; its actor and critics are trained.
         reduce: Sums a tensor over the ranks, in place.
-        ranks: Number of ranks.
+        num_ranks: Number of ranks.
         rank: Rank of this process; rank 0 writes checkpoints.
         skips_nonfinite: True skips updates with a non-finite gradient; False raises an error.
 

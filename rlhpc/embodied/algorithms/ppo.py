@@ -171,7 +171,7 @@ class PolicyUpdate:
         rank, num_ranks: Index of this rank, and number of ranks in the group.
         gather: Gathers an object from all ranks, in rank order.
         skips_nonfinite: True skips optimizer steps with a non-finite gradient; False raises an error.
-        sequence_steps: Number of consecutive rows in a sequence, for `algorithm.loss_agg: seq-mean-token-mean`.
+        sequence_length: Number of consecutive rows in a sequence, for `algorithm.loss_agg: seq-mean-token-mean`.
     """
 
     def __init__(

@@ -541,7 +541,7 @@ def spread(columns: Tensor, num_tokens: int) -> Tensor:
 
 
 def permutation(num_rows: int, *entropy: int) -> torch.Tensor:
-    """Returns a random permutation of `range(total)` that depends only on `entropy` (seed, step, epoch)."""
+    """Returns a random permutation of `range(num_rows)` that depends only on `entropy` (seed, step, epoch)."""
     seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
 

@@ -48,7 +48,7 @@ class _Histogram:
     """Histogram of one component, whose bins widen with the range of the values.
 
     Args:
-        low, high: Range of the first values.
+        lowest_value, highest_value: Range of the first values.
     """
 
     def __init__(self, lowest_value: float, highest_value: float) -> None:

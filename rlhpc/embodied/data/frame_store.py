@@ -93,7 +93,7 @@ class FrameRing:
 
     Args:
         frame_bytes: Bytes of an image.
-        expected: Number of images for which there must be room at once.
+        num_expected: Number of images for which there must be room at once.
         folder: Folder of the file, which is unlinked at once.
 
     Raises:
@@ -183,8 +183,8 @@ class FrameColumn:
 
     Args:
         layout: Layout of the observations.
-        slots: Number of slots of the rank.
-        decisions: Number of decisions that the buffer holds.
+        num_slots: Number of slots of the rank.
+        num_decisions: Number of decisions that the buffer holds.
         folder: Folder of the images' file.
 
     Raises:

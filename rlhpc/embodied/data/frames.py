@@ -263,7 +263,7 @@ class Hdf5Frames(FrameFile):
 
 
 def hdf5_frames(dataset: Any) -> Frames | None:
-    """Returns a handle of an HDF5 data set with images `[T, H, W, ...]`; None if the data set holds numbers."""
+    """Returns a handle of an HDF5 data set with images `[T, H, W, ...]`; None if it is empty or has no images."""
     if dataset.ndim < 3 or not len(dataset):
         return None
     dtype = np.dtype(np.float32) if dataset.dtype == np.float64 else dataset.dtype

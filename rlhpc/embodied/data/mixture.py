@@ -123,7 +123,7 @@ class RowSampler:
     Args:
         replay: Buffer of this rank.
         demos: Demonstrated transitions `[n]` in the buffer's dtype, the same on all ranks; None for no demonstrations.
-        options: How a batch is drawn.
+        options: Options of the draw of a batch.
         seed: Seed of the run.
         rank, ranks: Rank in the actor group, and its size.
     """

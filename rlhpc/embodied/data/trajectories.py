@@ -409,7 +409,7 @@ class TrajectoryWriter(EpisodeWriter):
         max_episode_steps: Step limit of an episode.
         source_type: Type of the source: "rl", "motionplanning", "scripted", "human", …
         source_desc: Description of the source, such as the checkpoint or the expert.
-        extra: Additional entries of the JSON file.
+        extra_facts: Additional entries of the JSON file.
         facts: Result of `DatasetFacts.to_json`, which conversions retain.
     """
 

@@ -80,7 +80,7 @@ class SlotGenerator:
 
     Args:
         draws: Draws of the slots.
-        first: Generator of the first slot.
+        build_first: Generator of the first slot.
     """
 
     def __init__(self, draws: SlotDraws, build_first: Callable[[], np.random.RandomState]) -> None:

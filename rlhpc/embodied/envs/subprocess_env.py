@@ -143,7 +143,7 @@ class ProcessVectorEnv(VectorEnv):
         factory: Builds the environment of one process: `(cfg, num_envs, slot_offset, seed) -> VectorEnv`.
         cfg: Section `env.train` or `env.eval`.
         num_envs, slot_offset, seed: Arguments of `make_env`.
-        processes: Number of processes.
+        num_processes: Number of processes.
         stage: "train" or "eval" for a factory that takes it (`VectorEnv.takes_stage`), otherwise None.
     """
 

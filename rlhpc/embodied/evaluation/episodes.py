@@ -31,7 +31,7 @@ class RealTime:
     Args:
         policy: Flow policy.
         delay: d, number of steps until a chunk is available.
-        executed: s, number of actions executed per chunk.
+        num_executed: s, number of actions executed per chunk.
         max_weight: Maximum weight of the guidance; 0 disables guidance.
     """
 

@@ -164,7 +164,7 @@ class Film(StepObserver):
 
     Args:
         env: Vector environment.
-        episodes: Number of slots to show.
+        num_episodes: Number of episodes, and thus of slots, to show.
     """
 
     def __init__(self, env: VectorEnv, num_episodes: int) -> None:

@@ -45,7 +45,7 @@ class ReportField:
 
     Attributes:
         report: Number of the report; 0 if the device does not number its reports.
-        page, usage: What the field is.
+        page, usage: Meaning of the field.
         offset, size: Position in the report in bits, after the byte of the report's number.
         min_value, max_value: Range of the value.
     """

@@ -117,8 +117,8 @@ class _RenormTwinCritic(nn.Module):
     """Pair of Q-networks with batch renormalisation.
 
     Args:
-        num_inputs: Total width of features and action.
-        hidden: Widths of the hidden layers.
+        inputs: Total width of features and action.
+        hidden_sizes: Widths of the hidden layers.
         activation: Name of the activation.
         options: Options of the renormalisation.
     """
@@ -166,8 +166,8 @@ class TwinCritic(nn.Module):
     is faster than batched matrix products.
 
     Args:
-        num_inputs: Total width of observation and action.
-        hidden: Widths of the hidden layers.
+        input_size: Total width of observation and action.
+        hidden_sizes: Widths of the hidden layers.
         activation: Name of the activation.
         layer_norm: True applies layer norm in every hidden layer (RLPD, Ball et al. 2023).
     """
@@ -198,11 +198,11 @@ class EnsembleCritic(nn.Module):
     """Any number of Q-networks, computed by batched matrix products.
 
     Args:
-        num_inputs: Total width of features and action.
-        hidden: Widths of the hidden layers.
+        input_size: Total width of features and action.
+        hidden_sizes: Widths of the hidden layers.
         activation: Name of the activation.
         layer_norm: True applies layer norm in every hidden layer.
-        count: Number of networks.
+        num_critics: Number of networks.
     """
 
     def __init__(
@@ -381,7 +381,7 @@ class _GaussianActor(nn.Module):
 
     Args:
         mean: Network that computes the mean.
-        outputs: Width of the mean.
+        num_outputs: Width of the mean.
     """
 
     def __init__(self, mean: nn.Module, num_outputs: int) -> None:
@@ -399,9 +399,9 @@ class _TwinValueCritic(TwinCritic):
     """Twin critics with a state-value network.
 
     Args:
-        obs: Width of the observation.
+        obs_dim: Width of the observation.
         dim: Width of the action.
-        hidden, activation, layer_norm: Arguments of `TwinCritic`.
+        hidden_sizes, activation, layer_norm: Arguments of `TwinCritic`.
     """
 
     def __init__(self, obs_dim: int, dim: int, hidden_sizes: list[int], activation: str, layer_norm: bool) -> None:

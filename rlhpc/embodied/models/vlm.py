@@ -276,7 +276,7 @@ class VlmInputs:
         tokenizer: Tokenizer of the model.
         preprocessing: Image preprocessing of the model.
         image: Id of the placeholder token that image features replace.
-        image_tokens: Number of placeholder tokens per image.
+        num_image_tokens: Number of placeholder tokens per image.
         prompt: Prompt template with `{instruction}`.
         image_first: True places images before the BOS token (PaliGemma); False places images after the token.
         num_state_tokens: Number of further placeholder tokens after all images, for the state.
@@ -382,8 +382,8 @@ class DeepValueHead(nn.Module):
 
     Args:
         width: Width of the hidden state.
-        outputs: Number of values.
-        hidden: Widths of the hidden layers.
+        num_outputs: Number of values.
+        hidden_sizes: Widths of the hidden layers.
         activation: Function after each hidden layer.
     """
 

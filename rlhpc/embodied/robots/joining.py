@@ -312,7 +312,7 @@ class RobotListener:
         threading.Thread(target=self._handle, args=(sock,), name="robot-greeting", daemon=True).start()
 
     def _forget(self, sock: socket.socket) -> None:
-        """Removes a socket from the table of unproven connections."""
+        """Removes a socket from the table of unauthenticated connections."""
         with self._unproven_lock:
             self._unproven_sockets.remove(sock)
 

@@ -27,7 +27,7 @@ class CommandLimits(NamedTuple):
     Attributes:
         stale_s: Maximum age of an observation in seconds. The robot also holds still after this time without a command.
         max_change: Maximum difference of each component of a command from the robot's current state; None for no limit.
-        resume: Who ends a safety stop: `person` or `auto`.
+        resume: Authority that ends a safety stop: `person` or `auto`.
     """
 
     stale_s: float = 0.5

@@ -107,7 +107,9 @@ class SafetyCore:
     def begin(self, seed: int) -> Observation:
         """Resets the robot and returns its first observation.
 
-        Raises: RobotStopped: The robot is stopped, or was stopped during the reset.
+        Raises:
+            RobotStopped: The robot is stopped, or was stopped during the reset.
+            RlhpcError: Two threads reset the robot at once.
         """
         with self._call_lock:
             self._states.require()

@@ -273,10 +273,10 @@ class Source:
 
     Attributes:
         slots: Slot map of the run.
-        acted: Rollouts of the step by the original ranks.
-        later: Numbers of the rollouts in progress, which are received later.
+        played_turns: Rollouts of the step by the original ranks.
+        later_turns: Numbers of the rollouts in progress, which are received later.
         units: Keys of each unit's shards, in order, if joined env ranks have played a part of the step.
-        useless: Keys of shards that must be dropped.
+        useless_keys: Keys of shards that must be dropped.
     """
 
     slots: SlotMap

@@ -127,14 +127,14 @@ class Outcomes:
 
     Args:
         share: Global slots of the environment.
-        steps: T, number of decisions in a rollout.
+        num_steps: T, number of decisions in a rollout.
         chunk: Number of actions per decision, if actions are distinguished: `executed [n, T, chunk]` marks executed actions.
-        reward_per_action: Store a reward for each action, `[n, T, chunk]`.
-        single_episode: Play one episode per slot: `valid [n, T]` excludes the decisions after its end.
+        has_action_rewards: Store a reward for each action, `[n, T, chunk]`.
+        is_single_episode: Play one episode per slot: `valid [n, T]` excludes the decisions after its end.
         interventions: Whether `intervened [n, T]` marks the decisions in which a source of interventions chose an action.
         action_shape: Shape `(C, dim)` of the stored `executed_actions [n, T, C, dim]`; None stores none.
-        spoiled: Function called for non-finite values with the quantity ("reward", "observation" or "last observation of an
-            episode"), the step and the slots (bool `[n]`). It may raise an error. Otherwise 0 replaces the values, and
+        report_nonfinite: Function called for non-finite values with the quantity ("reward", "observation" or "last observation
+            of an episode"), the step and the slots (bool `[n]`). It may raise an error. Otherwise 0 replaces the values, and
             `nonfinite [n, T]` marks their transitions.
     """
 

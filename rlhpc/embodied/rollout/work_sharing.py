@@ -85,12 +85,12 @@ class ShardTracker:
     """Tracker of assigned and delivered rollout shards, on the driver.
 
     Args:
-        units: Number of units per step.
-        decisions: Number of decisions per unit.
+        num_units: Number of units per step.
+        num_decisions: Number of decisions per unit.
 
     Attributes:
         num_delivered: Number of delivered decisions that count, by rank.
-        useless: Keys of shards that actors may hold but that will never be used.
+        useless_keys: Keys of shards that actors may hold but that will never be used.
     """
 
     def __init__(self, num_units: int, num_decisions: int) -> None:

@@ -44,7 +44,7 @@ class JoinedEnvRanks:
     Args:
         env, actor: Launched groups.
         slots: Slot map of the run.
-        decisions: `algorithm.rollout_steps`.
+        num_decisions: `algorithm.rollout_steps`.
         max_ahead: `algorithm.max_staleness`.
         has_random_actions: Returns whether all actions of a step are random.
         timeout: Maximum duration of a step, in seconds.
@@ -215,9 +215,9 @@ class RolloutSources:
     Args:
         env, rollout, actor: Launched groups.
         slots: Slot map.
-        decisions: `algorithm.rollout_steps`.
+        num_decisions: `algorithm.rollout_steps`.
         max_ahead: Maximum number of steps that may be played ahead of the actors.
-        divisible: True if several ranks may play the decisions of a slot in a step, one after the other.
+        is_divisible: True if several ranks may play the decisions of a slot in a step, one after the other.
         num_parts: Number of parts into which a step's decisions are split; each part is a turn.
         generate: Makes the rollout ranks act in a turn; returns a handle.
         has_random_actions: Returns whether all actions of a step are random.

@@ -44,7 +44,7 @@ class StageBuffer:
 
     Args:
         share: Global slots of the stage.
-        steps: T, number of decisions in a complete rollout.
+        num_steps: T, number of decisions in a complete rollout.
 
     Attributes:
         num_decisions: Number of decisions in the current rollout, which may be shorter.

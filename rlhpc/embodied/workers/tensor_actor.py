@@ -48,7 +48,7 @@ class TensorBuffer:
     """Columns of a rollout on the device, `[n, T, ...]`.
 
     Args:
-        steps: T, number of decisions.
+        num_steps: T, number of decisions.
 
     Attributes:
         columns: Columns by name.

@@ -192,7 +192,7 @@ class _DatasetFolder(_Table):
 
     Args:
         path: The folder.
-        split: Split of a `DatasetDict`; optional if it has only one split.
+        split_name: Split of a `DatasetDict`; optional if it has only one split.
         key: Name of the configuration section in messages.
     """
 
@@ -283,7 +283,7 @@ class _ColumnProblems:
     Args:
         cfg: Section `data.train` or `data.eval[i]`.
         table: The rows.
-        part: Side of the train/eval split (`eval_fraction`).
+        split_part: Side of the train/eval split (`eval_fraction`).
         key: Name of the configuration section in messages.
         filters: `column=value` that rows must match, or None.
 

@@ -397,7 +397,8 @@ def _count_micro_batch_tokens(
 ) -> int:
     """Returns the number of tokens of the largest micro-batch.
 
-    The number is the configured maximum, or smaller if an optimizer step has fewer tokens per rank.
+    The number is the configured maximum: smaller if an optimizer step has fewer tokens per rank, and larger if a single
+    sequence has more.
 
     Args:
         cfg, section, mesh_sizes: See `training_of`.

@@ -642,7 +642,7 @@ class _ValueInserter(ast.NodeTransformer):
     """Transformer that replaces the known parts of an expression by their values, for the sandbox.
 
     Attributes:
-        needed: Names that must be bound in the sandbox, because the program receives the objects themselves.
+        needed_names: Names that must be bound in the sandbox, because the program receives the objects themselves.
     """
 
     def __init__(self, reader: Reader, local_names: set[str], is_simple: bool) -> None:

@@ -64,7 +64,7 @@ class _Questions:
         encoder: The judge's tokenizer and chat template.
         seed: Seed of the run; the marks around answers depend on it.
         max_tokens: Maximum number of tokens of a question.
-        start: Beginning of the reply (`judge.reply_start`).
+        start_text: Beginning of the reply (`judge.reply_start`).
     """
 
     def __init__(

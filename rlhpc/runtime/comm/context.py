@@ -107,7 +107,11 @@ class Context:
         return sorted(p.stem for p in (self.registry.root / "groups").glob("[!.]*.json"))
 
     def group_size(self, group: str, timeout: float = 60.0) -> int:
-        """Returns the world size of a group; waits until the group has been launched."""
+        """Returns the world size of a group; waits at most `timeout` seconds until the group has been launched.
+
+        Raises:
+            RegistryError: The group was not launched in time.
+        """
         record = self.registry.wait_for("groups", group, timeout, f"group {group!r} to be launched", self.check)
         return int(record["world_size"])
 

@@ -231,7 +231,7 @@ class DeviceMappings:
     """Buffers of other processes that this process has opened. Any thread may call any method.
 
     Args:
-        local: See `DevicePool.local`.
+        find_local: See `DevicePool.local`.
 
     Attributes:
         reading: Buffers from which copies are not complete, each with the reader's number.

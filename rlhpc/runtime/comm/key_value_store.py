@@ -62,7 +62,7 @@ class KeyValueStore:
             return values[key]
 
     def _set(self, key: bytes, value: bytes) -> None:
-        """Sets a key, and answers the requests that waited for it alone or for it as the last of their keys."""
+        """Sets a key, and answers the requests whose last missing key it is."""
         self._values[key] = value
         self._condition.notify_all()
         for requests in self._waiting_for.pop(key, ()):

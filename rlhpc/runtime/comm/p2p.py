@@ -40,9 +40,10 @@ class _Transfer:
     Args:
         context: Context of this process, the sender.
         target: Group and rank of the receiver.
-        packed: The message.
+        payload: The message.
         key: Key of the message's queue in the inbox.
-        reader, share: See `Packed.frames`.
+        reader: Number of the reader.
+        host_reader: Index of the receiving process, if several processes of another host share a copy.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class Service:
             ready, alive, failed, exit, leaving or unreachable.
         on_join: Called with each request of a process to join the run; returns the reply. None except in the driver.
         on_broken: Called on the service thread when an error ends this thread. Afterwards the process answers no requests.
-        doing: Returns the current activity of this process; called when another process requests it.
+        describe_activity: Returns the current activity of this process; called when another process requests it.
     """
 
     def __init__(

@@ -162,7 +162,7 @@ class _AddressExchange(dist.Store):
 
     Args:
         store: Store of the process group.
-        size: Number of ranks of the process group.
+        world_size: Number of ranks of the process group.
     """
 
     def __init__(self, store: dist.Store, world_size: int) -> None:

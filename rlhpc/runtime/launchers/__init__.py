@@ -63,7 +63,7 @@ class Member:
         phases: Phases of the rank's start (`start_phases`).
         has_departed: Whether the rank has left while its group continues.
         log_positions: Sizes of the rank's logs, as it has reported them (`log_sizes`).
-        usage: What the rank uses, as it has reported it; None before its first report.
+        usage: Resources that the rank has reported; None before its first report.
     """
 
     spec: WorkerSpec

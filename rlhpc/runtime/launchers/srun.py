@@ -220,7 +220,7 @@ class JobStep:
     """Process of srun, and the ranks that are its tasks.
 
     Args:
-        planned: Command and nodes of the step.
+        planned_step: Command and nodes of the step.
         members: The ranks, in the order of the tasks.
         log_err: File for the output of srun, and of ranks that have not opened their logs.
         on_exit: Called with the rank and its wait status when a task ended with another exit code than 0.
