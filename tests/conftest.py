@@ -82,6 +82,20 @@ def no_values_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_references, "_values_read", {})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_ranks_of_other_tests() -> Iterator[None]:
+    """A file whose tests are ranks in this process (DeepSpeed reads these variables) leaves none for the next: Accelerate would
+    wait for the others of its group."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    before = {name: os.environ.get(name) for name in names}
+    yield
+    for name, setting in before.items():
+        if setting is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = setting
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm_fork_servers() -> Iterator[None]:
     """The fork servers and simulators that this process starts are started warm: no test of theirs is about imports."""
