@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,43 +16,73 @@ from tests.extras import need_extra
 need_extra("llm", "trl")
 
 from transformers import AutoTokenizer
+
+from bench.gpu import curve, step
+from bench.gpu.part import ROOT
+from rlhpc.language.models.tiny import make_tiny_model
+
+#: TRL's classes of arguments join a process's group, and other tests here may be ranks: a process of its own makes them.
+PROGRAM = """
+import dataclasses, json, sys
+from pathlib import Path
+
 from trl import GRPOConfig, SFTConfig
 
 from bench.gpu import curve, step
-from bench.gpu.part import ROOT, Report
-from rlhpc.language.models.tiny import make_tiny_model
+from bench.gpu.part import Report
+
+folder = Path(sys.argv[1])
+card = [step.trl_options(step.QWEN, folder, is_small=False, liger=liger) for liger in (False, True)]
+curve_options = curve.trl_options(folder, "cuda")
+small, learning = step.trl_options(step.SMALL, folder, is_small=True, liger=False), curve.trl_options(folder, "cpu")
+known = [{field.name for field in dataclasses.fields(kind)} for kind in (SFTConfig, GRPOConfig)]
+step.make_model(folder / "model", step.SMALL, "cpu")
+print(json.dumps({
+    "unknown": [*(sorted({*options} - known[0]) for options in card), sorted({*curve_options} - known[1])],
+    "small": small, "sft": SFTConfig(**small).to_dict(), "grpo": GRPOConfig(**learning).to_dict(),
+    "seconds": step.train_trl(Report("step", "cpu", 0, folder / "figures"), folder / "model", step.SMALL, folder),
+}, default=str))
+"""
 
 
-def on_a_card(config_class: type[Any], options: dict[str, Any]) -> set[str]:
-    """Names of options that the class of arguments lacks; it cannot be made where no card computes in bfloat16."""
-    return options.keys() - {field.name for field in dataclasses.fields(config_class)}
+def environment() -> dict[str, str]:
+    """This process's environment, of which no rank's variables are left."""
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: setting for name, setting in os.environ.items() if name not in ranks}
 
 
-@pytest.mark.parametrize("liger", [False, True], ids=["torch", "liger"])
-def test_trl_takes_the_arguments_of_a_training_step(tmp_path: Path, liger: bool) -> None:
-    assert not on_a_card(SFTConfig, step.trl_options(step.QWEN, tmp_path, is_small=False, liger=liger))
-    options = step.trl_options(step.SMALL, tmp_path, is_small=True, liger=False)
-    config = SFTConfig(**options)
-    assert {name: getattr(config, name) for name in options if name != "report_to"} == {
-        name: value for name, value in options.items() if name != "report_to"
-    }
-    assert config.per_device_train_batch_size * config.gradient_accumulation_steps == step.SMALL.sequences
-    assert not config.packing and not config.padding_free, "rows are equally long, and none is joined with another"
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What TRL makes of the options of a training step and a learning curve on a CPU, and the times of its training steps."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("trl"))]
+    completed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return dict(json.loads(completed.stdout.splitlines()[-1]))
 
 
-def test_trl_takes_the_arguments_of_a_learning_curve(tmp_path: Path) -> None:
-    assert not on_a_card(GRPOConfig, curve.trl_options(tmp_path, "cuda"))
-    options = curve.trl_options(tmp_path, "cpu")
-    config = GRPOConfig(**options)
-    assert config.generation_batch_size == curve.prompts_on("cpu") * curve.GROUP, "the samples of a step of rlhpc"
-    assert config.num_iterations == 1 and (config.epsilon, config.epsilon_high) == (0.2, 0.28)
-    assert config.loss_type == "dapo" and config.scale_rewards == "group" and config.beta == 0.0
+def test_trl_knows_all_options(trl: dict[str, Any]) -> None:
+    """Those of a card too, which cannot be made where none computes in bfloat16."""
+    assert trl["unknown"] == [[], [], []]
 
 
-def test_trl_trains_the_steps_that_are_timed(tmp_path: Path) -> None:
-    step.make_model(tmp_path / "model", step.SMALL, "cpu")
-    seconds = step.train_trl(Report("step", "cpu", 0, tmp_path / "figures"), tmp_path / "model", step.SMALL, tmp_path)
-    assert len(seconds) == step.REPEAT and min(seconds) > 0
+def test_trl_takes_the_arguments_of_a_training_step(trl: dict[str, Any]) -> None:
+    config, names = trl["sft"], trl["small"].keys() - {"report_to", "pad_token"}  # `to_dict` hides tokens
+    assert {name: config[name] for name in names} == {name: trl["small"][name] for name in names}
+    assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == step.SMALL.sequences
+    assert not config["packing"] and not config["padding_free"], (
+        "rows are equally long, and none is joined with another"
+    )
+
+
+def test_trl_takes_the_arguments_of_a_learning_curve(trl: dict[str, Any]) -> None:
+    config = trl["grpo"]
+    assert config["generation_batch_size"] == curve.prompts_on("cpu") * curve.GROUP, "the samples of a step of rlhpc"
+    assert config["num_iterations"] == 1 and (config["epsilon"], config["epsilon_high"]) == (0.2, 0.28)
+    assert config["loss_type"] == "dapo" and config["scale_rewards"] == "group" and config["beta"] == 0.0
+
+
+def test_trl_trains_the_steps_that_are_timed(trl: dict[str, Any]) -> None:
+    assert len(trl["seconds"]) == step.REPEAT and min(trl["seconds"]) > 0
 
 
 @pytest.mark.long
@@ -63,7 +93,7 @@ def test_trl_trains_a_learning_curve(tmp_path: Path) -> None:
     assert tokenizer.chat_template
     output = tmp_path / "trl.json"
     command = [sys.executable, "-m", "bench.gpu.curve", str(tmp_path / "model"), str(output), "0.001", "cpu"]
-    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    completed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
     assert completed.returncode == 0, completed.stderr[-3000:]
     rows = json.loads(output.read_text())
     assert len(rows) == 2 and all(0 <= reward <= 1 and seconds >= 0 for seconds, reward in rows)
