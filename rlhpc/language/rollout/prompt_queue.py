@@ -8,6 +8,7 @@ is told to leave requeues its prompts with the partial answers (`PartialGroup`),
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -17,6 +18,8 @@ from rlhpc.language.rollout.pending_group import PartialGroup
 from rlhpc.language.training.prompt_dispatch import DELIVERED, WORK
 from rlhpc.runtime.channel import Channel, LeasedItem, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded
+
+log = logging.getLogger(__name__)
 
 #: Seconds between two attempts of a rank to lease prompts that other ranks may have returned to an empty queue.
 _AGAIN_S = 0.25
@@ -143,21 +146,29 @@ class PromptLeases:
         current_time = time.monotonic()
         if current_time - self._empty_at.get(step, -math.inf) < _AGAIN_S:
             return None
-        try:
-            lease = self._work.take_nowait(key=str(step))
-        except QueueEmpty:
-            self._empty_at[step] = current_time
-            return None
-        self._empty_at.pop(step, None)
-        prompt_or_group: int | PartialGroup = lease.item
-        prompt_position = prompt_or_group.position if isinstance(prompt_or_group, PartialGroup) else prompt_or_group
-        self._leases[step, prompt_position] = lease
-        return prompt_or_group
+        while True:
+            try:
+                lease = self._work.take_nowait(key=str(step))
+            except QueueEmpty:
+                self._empty_at[step] = current_time
+                return None
+            self._empty_at.pop(step, None)
+            prompt_or_group: int | PartialGroup = lease.item
+            prompt_position = prompt_or_group.position if isinstance(prompt_or_group, PartialGroup) else prompt_or_group
+            previous_lease = self._leases.get((step, prompt_position))
+            if previous_lease is None:
+                self._leases[step, prompt_position] = lease
+                return prompt_or_group
+            # The prompt has returned twice, and this rank has it already.
+            log.info("step %d, prompt %d: in flight on this rank, and leased again", step, prompt_position)
+            if previous_lease.number != lease.number:
+                self._work.done(lease)
 
     def requeue(self, step: int, partial: PartialGroup) -> None:
         """Requeues a prompt with its partial answers.
 
-        If this rank ends during the call, the prompt may return twice. Driver and actor count it once.
+        If this rank ends during the call, the prompt may return twice. Driver and actor count it once, and a rank that leases
+        it again while it is in flight there goes on with the first.
         """
         self._work.entrust(partial, key=str(step))
         self._work.done(self._leases.pop((step, partial.position)))

@@ -87,10 +87,34 @@ def test_what_comes_back_is_found_again(queues: dict[str, Queue], monkeypatch: p
     assert [one.lease(1) for _ in range(2)] == [0, 1]
     one.deliver(1, 0, {})
     assert one.lease(1) is None
-    given.put(1, key="1")
+    given.put(0, key="1")
     assert one.lease(1) is None, "it does not ask at every step of its engine"
     monkeypatch.setattr(work, "_AGAIN_S", 0.0)
-    assert one.lease(1) == 1 and not one.is_exhausted(1)
+    assert one.lease(1) == 0 and not one.is_exhausted(1)
+
+
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_a_prompt_that_returns_twice_is_in_flight_once(queues: dict[str, Queue], is_partial: bool) -> None:
+    """A rank that ends while it hands a prompt back leaves two of it, and one rank may find both."""
+    _, given, told = opened(queues, 3, 1)
+    given.items["1"].insert(1, PartialGroup(0, 0, []) if is_partial else 0)
+    one = takings(3, 0, (given, told), 1, 1)
+    assert [one.lease(1) for _ in range(3)] == [0, 1, 2]
+    assert one.num_leased(1) == 3 and one.lease(1) is None
+    for position in range(3):
+        one.deliver(1, position, {})
+    assert not one.num_leased(1) and sorted(given.done_with) == [0, 1, 2]
+
+
+def test_another_item_of_the_same_prompt_is_acknowledged(
+    queues: dict[str, Queue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, given, told = opened(queues, 2, 1)
+    numbers = iter([10, 11, 12])
+    monkeypatch.setattr(given, "take_nowait", lambda key: LeasedItem(given.get_nowait(key), next(numbers)))
+    given.items["1"].insert(1, 0)
+    one = takings(2, 0, (given, told), 1, 1)
+    assert [one.lease(1) for _ in range(2)] == [0, 1] and given.done_with == [11]
 
 
 def test_what_was_begun_is_handed_on(queues: dict[str, Queue], monkeypatch: pytest.MonkeyPatch) -> None:
