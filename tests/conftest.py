@@ -84,8 +84,8 @@ def no_values_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_ranks_of_other_tests() -> Iterator[None]:
-    """A file whose tests are ranks in this process (DeepSpeed reads these variables) leaves none for the next: Accelerate would
-    wait for the others of its group."""
+    """A file whose tests are ranks in this process (DeepSpeed reads these variables) leaves none for the next: Accelerate
+    would wait for the others of its group."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     before = {name: os.environ.get(name) for name in names}
     yield

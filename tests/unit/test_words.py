@@ -220,7 +220,10 @@ def test_a_finding_is_an_error_and_printed(checkout: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     for place in ("rlhpc/language/a.py:2: ", "bench/d.py:1: ", "bench/d.py:3: "):
         assert f"\n{place}" in f"\n{printed}"
-    assert "words: 1 module_docstring, 0 class_docstring, 0 function_docstring, 0 arguments, 2 name, 0 class_name" in printed
+    assert (
+        "words: 1 module_docstring, 0 class_docstring, 0 function_docstring, 0 arguments, 2 name, 0 class_name"
+        in printed
+    )
 
 
 def test_the_files_of_a_path_are_checked_alone(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:

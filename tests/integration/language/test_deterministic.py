@@ -131,7 +131,10 @@ def test_where_ranks_compute_parts_of_sums_the_difference_has_a_bound(
     [
         ((), ""),
         (("actor.training_backend=fsdp", "cluster.component_placement={actor: '0:0-1', rollout: '0'}"), ""),
-        (("rollout.rollout_backend=vllm",), "runner.deterministic is True; not with rollout.rollout_backend=vllm: take hf"),
+        (
+            ("rollout.rollout_backend=vllm",),
+            "runner.deterministic is True; not with rollout.rollout_backend=vllm: take hf",
+        ),
         (("actor.lora.rank=2",), "runner.deterministic is True; not with actor.lora.rank=2"),
         (("algorithm.max_staleness=1",), "runner.deterministic is True; not with algorithm.max_staleness=1"),
         (
