@@ -16,7 +16,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -424,6 +424,48 @@ def _create_in_place(path: Path, file_bytes: bytes, mode_bits: int) -> bool:
     with os.fdopen(fd, "wb") as file:
         file.write(file_bytes)
     return True
+
+
+def remove_if(path: Path, is_expected: Callable[[Path], bool]) -> bool:
+    """Removes a file if it is the expected one; returns whether this call has removed it.
+
+    Another process may put its own file in the place of a file that was looked at. The file therefore gets a name that no
+    other process knows before the look that decides. If it is another process's file, it gets its name back. For the time
+    of two system calls that file is missing, if it was put there between the first look and the rename. A file that a third
+    process creates in that time is kept.
+
+    Args:
+        path: Path of the file; it may be missing.
+        is_expected: Returns whether the file at a path is the one to remove; called with `path`, then with the other name.
+
+    Raises:
+        OSError: The file cannot be renamed or removed.
+    """
+    if not is_expected(path):
+        return False
+    renamed_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        rename(path, renamed_path)
+    except (FileNotFoundError, FileExistsError):  # another process has removed it, or the reply was lost
+        if not os.path.lexists(renamed_path):
+            return False
+    is_removed = False
+    try:
+        is_removed = is_expected(renamed_path)
+    finally:
+        if not is_removed:
+            _restore(renamed_path, path)
+        renamed_path.unlink(missing_ok=True)
+    return is_removed
+
+
+def _restore(renamed_path: Path, path: Path) -> None:
+    """Gives a file its former name in addition; leaves a file that has this name now."""
+    try:
+        os.link(renamed_path, path)
+    except OSError as error:
+        if not isinstance(error, FileExistsError):  # a filesystem without hard links
+            _create_in_place(path, read_file(renamed_path), stat.S_IMODE(renamed_path.stat().st_mode))
 
 
 _MAX_BYTES = 256 << 20

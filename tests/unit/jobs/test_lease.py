@@ -262,6 +262,58 @@ def test_a_dead_holder_s_lease_is_removed_only_while_it_is_his(files: SegmentJou
     assert at_line > 10
 
 
+def release_while_another_takes_over(path: Path, at_line: int) -> tuple[lease.Lease, int]:
+    """Releases a lease that another process takes over before the release executes line `at_line`.
+
+    Returns:
+        The lease of the other one, and the number of lines that the release has executed.
+    """
+    released, heir = lease.Lease(path), lease.Lease(path)
+    assert released.take()
+    line = 0
+
+    def interfere(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal line
+        files = (lease.__file__, durable.__file__)
+        if frame.f_code.co_filename not in files or threading.current_thread() is not threading.main_thread():
+            return None
+        if event == "line":
+            line += 1
+            if line == at_line:
+                path.unlink(missing_ok=True)
+                assert heir.take()
+        return interfere
+
+    sys.settrace(interfere)
+    try:
+        released.release()
+    finally:
+        sys.settrace(None)
+    heir.end_renewal()
+    return heir, line
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_release_leaves_the_lease_of_one_that_takes_over_at_any_moment(
+    files: SegmentJournal, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    for at_line in itertools.count(1):
+        path = files.lease.with_name(f"line_{at_line}.lease")
+        heir, lines = release_while_another_takes_over(path, at_line)
+        if lines < at_line:
+            assert not path.exists()
+            break
+        assert heir.owns(), f"line {at_line}"
+        assert [each.name for each in path.parent.iterdir() if path.name in each.name] == [path.name], f"line {at_line}"
+    assert at_line > 10
+
+
 DRIVE = """
 import sys
 from pathlib import Path
