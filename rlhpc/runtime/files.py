@@ -16,7 +16,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -213,6 +213,23 @@ _MAX_ATTEMPTS = 10
 MISSING_NAME_S = 5.0
 
 
+def repeat_look(pause_s: float, timeout_s: float) -> Iterator[None]:
+    """Yields before each look at a name that this host may remember as missing; the last look begins after `timeout_s`.
+
+    A look that began earlier proves nothing: on a busy host, or with a filesystem that stalls, it may end much later.
+
+    Args:
+        pause_s: Seconds between two looks.
+        timeout_s: Seconds for which this host may remember that the name was missing (`MISSING_NAME_S`).
+    """
+    deadline, is_last = time.monotonic() + timeout_s, False
+    while not is_last:
+        is_last = time.monotonic() > deadline
+        yield
+        if not is_last:
+            time.sleep(pause_s)
+
+
 def rename(source: Path, target: Path) -> Path:
     """Renames a file or folder like `os.rename`, which replaces an existing file; returns `target`.
 
@@ -227,11 +244,12 @@ def rename(source: Path, target: Path) -> Path:
     try:
         source.rename(target)
     except (FileNotFoundError, FileExistsError):
-        deadline = time.monotonic() + MISSING_NAME_S
-        while not _is_file(target, status):
-            if _is_on_server(source) or not target.parent.is_dir() or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+        for _ in repeat_look(0.05, MISSING_NAME_S):
+            if _is_file(target, status):
+                return target
+            if _is_on_server(source) or not target.parent.is_dir():
+                break
+        raise
     return target
 
 

@@ -193,6 +193,25 @@ def test_a_rename_whose_reply_was_lost(tmp_path: Path, code: int, monkeypatch: p
     assert (tmp_path / "new").read_bytes() == b"by a temporary file"
 
 
+def test_a_rename_whose_reply_was_lost_on_a_filesystem_that_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host remembers that the name was missing, and the next answers take longer than that memory lasts."""
+    clock, is_file = [0.0], files._is_file
+    looks = iter([False])
+
+    def stall(path: Path) -> bool:
+        clock[0] += 2 * files.MISSING_NAME_S
+        return False
+
+    monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(files, "_is_on_server", stall)
+    monkeypatch.setattr(files, "_is_file", lambda path, status: next(looks, True) and is_file(path, status))
+    monkeypatch.setattr(Path, "rename", late(Path.rename, errno.ENOENT))
+    (tmp_path / "source").touch()
+    assert rename(tmp_path / "source", tmp_path / "target").exists()
+
+
 def test_a_rename_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise FileExistsError(errno.EEXIST, "File exists")
