@@ -68,15 +68,20 @@ def image() -> Path:
     return folder
 
 
-def container(image: Path, folder: Path) -> list[str]:
+def container(image: Path, folder: Path, *, private: bool = False) -> list[str]:
     """Returns the words that run a command in the image, as a user without rights would: Apptainer's, else bubblewrap's.
 
     The image sees the run's folder, this checkout and, as /opt/venv, its environment; of the node, /tmp, /dev and /proc.
+
+    Args:
+        image: The unpacked image.
+        folder: The run's folder.
+        private: Whether each container has a /tmp, a /dev/shm and process ids of its own, by bubblewrap.
     """
     environment, checkout = ROOT / ".venv", ROOT.resolve()
     base = Path(sys.base_prefix)
     same = {base, checkout, environment.resolve().parent}
-    if apptainer := shutil.which("apptainer"):
+    if (apptainer := shutil.which("apptainer")) and not private:
         binds = [f"{path}:{path}:ro" for path in sorted(same)]
         binds += [f"{environment.resolve()}:/opt/venv:ro", f"{folder}:{folder}"]
         return [apptainer, "--silent", "exec", "--userns", "--no-home", "--bind", ",".join(binds), str(image)]
@@ -89,21 +94,25 @@ def container(image: Path, folder: Path) -> list[str]:
         "--dev-bind",
         "/dev",
         "/dev",
-        "--bind",
-        "/proc",
-        "/proc",
+        "--ro-bind",
+        "/sys",
+        "/sys",
     ]
-    words += ["--ro-bind", "/sys", "/sys", "--bind", "/tmp", "/tmp"]
+    if private:
+        words += ["--unshare-pid", "--die-with-parent", "--proc", "/proc", "--tmpfs", "/tmp", "--tmpfs", "/dev/shm"]
+    else:
+        words += ["--bind", "/proc", "/proc", "--bind", "/tmp", "/tmp"]
     for path in sorted(same):
         words += ["--ro-bind", str(path), str(path)]
     return [*words, "--ro-bind", str(environment.resolve()), "/opt/venv", "--bind", str(folder), str(folder)]
 
 
-def run_in(image: Path, slurm: SlurmCluster, folder: Path, *overrides: str) -> SlurmRun:
-    """Returns a run whose ranks are in the image."""
+def run_in(image: Path, slurm: SlurmCluster, folder: Path, *overrides: str, **cluster: object) -> SlurmRun:
+    """Returns a run whose ranks are in the image; `cluster` are further keys of the site file."""
     run = SlurmRun(slurm, folder, "env.train.wrappers=[looking_env:Looking]", *overrides)
     (folder / "looking_env.py").write_text(LOOKING)
-    site = {"cluster": SITE["cluster"] | {"container": container(image, folder), "container_python": PYTHON}}
+    words = {"container": container(image, folder), "container_python": PYTHON}
+    site = {"cluster": SITE["cluster"] | words | cluster}
     run.site.write_text(yaml.safe_dump(site))
     run.environment |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "RLHPC_TEST_TOKEN": "passed on"}
     return run
@@ -147,6 +156,29 @@ def test_a_killed_rank_and_a_cancelled_run(image: Path, slurm: SlurmCluster, tmp
     assert "was killed by signal 9 (SIGKILL)" in run.attempts[0]["how"], run.attempts
     assert run.attempts[1]["step"] >= committed
     run.training(beyond=committed, deadline_s=180)
+    assert "was cancelled" in run.rlhpc("cancel", str(run.root))
+    assert process.wait(120) != 0
+    assert run.committed() == run.step() > 0, "it saved before it ended"
+    wait_gone(slurm, run.job)
+    for node in slurm.nodes:
+        until(lambda node=node: not slurm.running_on(node), f"nothing runs on {node}: {slurm.running_on(node)}", 60)  # type: ignore[misc]
+
+
+def test_private_folders_and_process_ids(image: Path, slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Each container is a host to the run: ranks of a node exchange data by TCP. The site's options reach srun."""
+    need_programs("bwrap")
+    run = run_in(
+        image, slurm, tmp_path, "runner.max_steps=100000", "runner.save_interval=5", "algorithm.update_epochs=1",
+        container=container(image, tmp_path, private=True), srun=["--export=ALL,RLHPC_TEST_TOKEN=of-the-site"],
+    )  # fmt: skip
+    del run.environment["RLHPC_TEST_TOKEN"]
+    process = run.submit()
+    run.training(deadline_s=300)
+    ranks = run.members()
+    hosts = [ranks[name]["host"] for name in ("driver", "actor-0", "rollout-0", "env-0")]
+    assert len(set(hosts)) == len(hosts), hosts
+    views = [json.loads(path.read_text()) for path in tmp_path.glob("training-*.json")]
+    assert INSIDE | {"token": "of-the-site"} in views
     assert "was cancelled" in run.rlhpc("cancel", str(run.root))
     assert process.wait(120) != 0
     assert run.committed() == run.step() > 0, "it saved before it ended"
