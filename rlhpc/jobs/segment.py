@@ -330,7 +330,7 @@ class Claim:
                 return False
             if report.conclusive and report.state.has_processes:
                 return True  # the node may have lost the filesystem for longer than a lease lasts
-        return renewed_within(self.path, LEASE_S)
+        return renewed_within(self.path, LEASE_S, is_permanent=True)
 
     def alive_here(self) -> bool | None:
         """Returns whether the job or its driver is alive, by pid alone; None if the pids belong to another host."""

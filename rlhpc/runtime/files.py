@@ -459,13 +459,17 @@ def remove_if(path: Path, is_expected: Callable[[Path], bool]) -> bool:
     Raises:
         OSError: The file cannot be renamed or removed.
     """
-    if not is_expected(path):
+    if not (os.path.lexists(path) and is_expected(path)):
         return False
     renamed_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        rename(path, renamed_path)
+        os.rename(path, renamed_path)
     except (FileNotFoundError, FileExistsError):  # another process has removed it, or the reply was lost
-        if not os.path.lexists(renamed_path):
+        # not `rename`: a file of the old name may be a third process's
+        for _ in repeat_look(0.05, MISSING_NAME_S):
+            if os.path.lexists(renamed_path):
+                break
+        else:
             return False
     is_removed = False
     try:

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs import lease, probes
+from rlhpc.jobs import lease, probes, shared_files
 from rlhpc.jobs import segment as claim
 from rlhpc.jobs.driver_lock import sole_driver
 from rlhpc.jobs.paths import RunPaths
@@ -161,6 +161,29 @@ def test_a_live_submitter_of_another_host_is_waited_for_and_a_dead_one_is_not(
     with files.submit_lock(timeout_s=10.0):
         assert json.loads(files.lease.read_text())["process"]["pid"] == os.getpid()
     assert not files.lease.exists()
+
+
+@pytest.mark.usefixtures("short_leases")
+@pytest.mark.parametrize("missing_looks", [1, 2])
+def test_a_claim_that_its_job_replaces_belongs_to_a_live_job(
+    files: SegmentJournal, monkeypatch: pytest.MonkeyPatch, missing_looks: int
+) -> None:
+    """NFS renames an open file before it is replaced: for a moment, other hosts find none."""
+    path = files.claim(1)
+    path.write_text(json.dumps({"number": 1, "token": "t", "executor": "local", "job_id": "7", "job": elsewhere()}))
+    newest, looks = Claim.newest(files), iter(range(missing_looks))
+    assert newest is not None
+
+    def look(looked_at: Path) -> durable.ServerStatus:
+        if next(looks, None) is not None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(looked_at))
+        return durable.server_status(looked_at)
+
+    monkeypatch.setattr(shared_files, "server_status", look)
+    with renewed(path):
+        assert newest.alive()
+    path.unlink()
+    assert not newest.alive(), "it does not come back"
 
 
 @pytest.mark.usefixtures("short_leases")

@@ -24,6 +24,7 @@ from rlhpc.runtime.files import (
     create_exclusively,
     create_folder,
     follow_umask,
+    remove_if,
     remove_tree,
     rename,
     replace_durably,
@@ -210,6 +211,24 @@ def test_a_rename_whose_reply_was_lost_on_a_filesystem_that_stalls(
     monkeypatch.setattr(Path, "rename", late(Path.rename, errno.ENOENT))
     (tmp_path / "source").touch()
     assert rename(tmp_path / "source", tmp_path / "target").exists()
+
+
+def test_a_file_that_is_replaced_while_the_reply_to_its_removal_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host remembers for a while that the new name was missing, and the old one is another process's already."""
+    path, lexists, looks = tmp_path / "lease", os.path.lexists, iter(range(3))
+
+    def rename_and_replace(source: Path, target: Path) -> None:
+        os.replace(source, target)
+        path.write_text("another's")
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(os, "rename", rename_and_replace)
+    monkeypatch.setattr(os.path, "lexists", lambda name: lexists(name) and (name == path or next(looks, None) is None))
+    path.write_text("mine")
+    assert remove_if(path, lambda name: name.read_text() == "mine")
+    assert path.read_text() == "another's" and os.listdir(tmp_path) == ["lease"]
 
 
 def test_a_rename_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
