@@ -273,6 +273,20 @@ class Spawned(Awkward):
         return sys.orig_argv
 
 
+def note_import() -> None:
+    """Notes the process that makes a group's imports."""
+    with open(os.environ["RLHPC_TEST_IMPORTS"], "a") as file:
+        print(os.getpid(), file=file)
+
+
+class Preloading(Probe):
+    """Ranks whose node imports for them."""
+
+    @classmethod
+    def preloads(cls, *args: object, **kwargs: object) -> list[str]:
+        return [f"{__name__}:note_import"]
+
+
 class Greedy(Worker):
     def shutdown(self) -> None: ...
 

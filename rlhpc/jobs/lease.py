@@ -16,7 +16,7 @@ from typing import Any
 from rlhpc.jobs.probes import ProcessId
 from rlhpc.jobs.shared_files import read_json_file, renewed_within
 from rlhpc.runtime.errors import DeadlineExceeded, SubmitError
-from rlhpc.runtime.files import MISSING_NAME_S, create_exclusively
+from rlhpc.runtime.files import MISSING_NAME_S, create_exclusively, remove_if, repeat_look
 
 #: Seconds without a renewal after which a holder on another host is considered dead.
 LEASE_S = 30.0
@@ -114,13 +114,12 @@ class Lease:
         Raises:
             OSError: The file cannot be written.
         """
-        deadline = time.monotonic() + MISSING_NAME_S
-        while not self.take():
-            lock_content = read_json_file(self.path)
-            if lock_content is not None or time.monotonic() > deadline:
-                return lock_content or {}
-            time.sleep(0.1)
-        return None
+        for _ in repeat_look(0.1, MISSING_NAME_S):
+            if self.take():
+                return None
+            if (lock_content := read_json_file(self.path)) is not None:
+                return lock_content
+        return {}
 
     def remove_dead(self, lock_content: Mapping[str, Any]) -> None:
         """Removes the lease of a dead holder. Keeps the file if another process has taken the lease in the meantime.
@@ -137,16 +136,14 @@ class Lease:
             time.sleep(0.1)  # another process removes it
             return
         try:
-            if (read_json_file(self.path) or {}) == lock_content:
-                self.path.unlink(missing_ok=True)
+            remove_if(self.path, lambda path: (read_json_file(path) or {}) == lock_content)
         finally:
             removal.release()
 
     def release(self) -> None:
         """Releases the lease. Keeps the file if another process has taken over the lease."""
         self.end_renewal()
-        if self.owns():
-            self.path.unlink(missing_ok=True)
+        remove_if(self.path, lambda path: read_json_file(path) == self.content)
 
 
 @contextlib.contextmanager

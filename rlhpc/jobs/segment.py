@@ -272,6 +272,7 @@ class Claim:
         deadline = time.monotonic() + MISSING_NAME_S
         for claim_number in range(files.newest_claim(), 0, -1):
             while True:
+                is_last_look = time.monotonic() > deadline  # as in `repeat_look`, with one deadline for all claims
                 claim_content = read_json_file(files.claim(claim_number))
                 job = ProcessId.from_json((claim_content or {}).get("job"))
                 if claim_content is not None and job is not None:
@@ -287,7 +288,7 @@ class Claim:
                         err_offset=int(claim_content.get("err_offset") or 0),
                         released=bool(claim_content.get("released")),
                     )
-                if not _is_missing_or_empty(files.claim(claim_number)) or time.monotonic() > deadline:
+                if not _is_missing_or_empty(files.claim(claim_number)) or is_last_look:
                     break
                 time.sleep(0.1)
         return None
@@ -329,7 +330,7 @@ class Claim:
                 return False
             if report.conclusive and report.state.has_processes:
                 return True  # the node may have lost the filesystem for longer than a lease lasts
-        return renewed_within(self.path, LEASE_S)
+        return renewed_within(self.path, LEASE_S, is_permanent=True)
 
     def alive_here(self) -> bool | None:
         """Returns whether the job or its driver is alive, by pid alone; None if the pids belong to another host."""

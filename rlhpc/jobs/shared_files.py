@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -42,20 +43,35 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     replace_durably(path, json.dumps(value, indent=1).encode() + b"\n", mode=0o600, parents=False)
 
 
-def renewed_within(path: Path, watch_s: float, alive_again: Callable[[], bool] = lambda: False) -> bool:
+def renewed_within(
+    path: Path, watch_s: float, alive_again: Callable[[], bool] = lambda: False, *, is_permanent: bool = False
+) -> bool:
     """Watches a file for up to `watch_s`; returns True as soon as its modification time changes or `alive_again`
     returns True.
 
     Returns False after that time, or if the file is removed. Does not use the file's age, because the clocks of two hosts
     may differ.
+
+    Args:
+        path: Path of the file.
+        watch_s: Seconds to watch.
+        alive_again: Returns whether another sign of life has come.
+        is_permanent: Whether no process removes the file. A missing file is then being replaced by its holder: on NFS it has
+            no name for a moment if a process of the holder's host has it open.
     """
-    try:
-        first_mtime = server_status(path).mtime_ns
-        deadline = time.monotonic() + watch_s
+
+    def read_mtime() -> int | None:
+        try:
+            return server_status(path).mtime_ns
+        except FileNotFoundError:
+            if is_permanent:
+                return None
+            raise
+
+    with contextlib.suppress(FileNotFoundError):
+        first_mtime, deadline = read_mtime(), time.monotonic() + watch_s
         while time.monotonic() < deadline:
             time.sleep(min(0.5, watch_s / 4))
-            if server_status(path).mtime_ns != first_mtime or alive_again():
+            if read_mtime() not in (None, first_mtime) or alive_again():
                 return True
-    except FileNotFoundError:
-        pass
     return False

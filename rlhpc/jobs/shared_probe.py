@@ -321,7 +321,10 @@ class SharedAnswer:
             fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                is_current = os.path.samestat(os.fstat(fd), self._lock_path.stat())
+            except OSError:
+                is_current = False
+            if not is_current:  # another process looks, or it has just ended and removed the lock
                 os.close(fd)
                 return False
             self._fd, self._looked_at = fd, float("-inf")  # the other processes have no answer yet

@@ -220,7 +220,7 @@ class Waiter:
             if wait_result is not None:
                 return wait_result
         if self._over_since is not None:
-            if now - self._over_since > _SETTLE_S:
+            if now - self._over_since > (LEASE_S if self._may_have_successor() else _SETTLE_S):
                 error = self._make_lost_error()
                 self._report_end(error)
                 raise error
@@ -267,7 +267,16 @@ class Waiter:
         if owner.token != self.record.token:
             self._probe.leave([self.record.job_id])
             self.record = owner
+            self._over_since = None
             self._probe = self._find_probe(owner, self.files)
+
+    def _may_have_successor(self) -> bool:
+        """Returns whether the job ended because the segment belongs to a job on another host that renews its claim.
+
+        This holds if two hosts have submitted the segment without knowing of each other.
+        """
+        claim = self._claim
+        return claim is not None and claim.token != self.record.token and claim.alive_here() is None
 
     def _is_claim_alive(self, claim: Claim) -> bool:
         """Returns whether the holder of a claim is alive: by its processes on this host, by its renewals on other hosts."""

@@ -36,7 +36,7 @@ from rlhpc.live.run_index import RunIndex
 from rlhpc.live.run_views import CurveRequest, MetricTables, SampleQuery, StepTraces
 from rlhpc.runs.config_changes import configuration_differences
 from rlhpc.runtime.errors import ConfigError, RlhpcError, UserError
-from rlhpc.runtime.files import open_file, read_file
+from rlhpc.runtime.files import open_file, read_file, remove_if
 from rlhpc.runtime.tcp_listener import TcpListener
 from rlhpc.runtime.text import printable
 
@@ -539,13 +539,26 @@ def serve_on_socket(app: App, path: Path) -> Iterator[None]:
     threading.Thread(
         target=_accept, args=(listener, _Connections(_Site(app))), daemon=True, name="page-listener"
     ).start()
+    status = path.lstat()
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        remove_if(path, lambda own_path: os.path.lexists(own_path) and os.path.samestat(own_path.lstat(), status))
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)
         listener.close()
+
+
+def _is_dead_socket(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except FileNotFoundError:
+            return False
+    return False
 
 
 def _remove_dead_socket(path: Path) -> None:
@@ -555,15 +568,11 @@ def _remove_dead_socket(path: Path) -> None:
         return
     if not is_socket:
         raise UserError(f"--socket {path}: there is a file that is no socket; choose another path")
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(2.0)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
+    try:
+        if remove_if(path, _is_dead_socket) or not os.path.lexists(path):
             return
-        except OSError as error:
-            raise UserError(f"--socket {path}: {error.strerror or error}; choose another path") from None
+    except OSError as error:
+        raise UserError(f"--socket {path}: {error.strerror or error}; choose another path") from None
     raise UserError(f"--socket {path}: another rlhpc serve answers there; use its page, or choose another path")
 
 

@@ -16,7 +16,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -213,6 +213,23 @@ _MAX_ATTEMPTS = 10
 MISSING_NAME_S = 5.0
 
 
+def repeat_look(pause_s: float, timeout_s: float) -> Iterator[None]:
+    """Yields before each look at a name that this host may remember as missing; the last look begins after `timeout_s`.
+
+    A look that began earlier proves nothing: on a busy host, or with a filesystem that stalls, it may end much later.
+
+    Args:
+        pause_s: Seconds between two looks.
+        timeout_s: Seconds for which this host may remember that the name was missing (`MISSING_NAME_S`).
+    """
+    deadline, is_last = time.monotonic() + timeout_s, False
+    while not is_last:
+        is_last = time.monotonic() > deadline
+        yield
+        if not is_last:
+            time.sleep(pause_s)
+
+
 def rename(source: Path, target: Path) -> Path:
     """Renames a file or folder like `os.rename`, which replaces an existing file; returns `target`.
 
@@ -227,11 +244,12 @@ def rename(source: Path, target: Path) -> Path:
     try:
         source.rename(target)
     except (FileNotFoundError, FileExistsError):
-        deadline = time.monotonic() + MISSING_NAME_S
-        while not _is_file(target, status):
-            if _is_on_server(source) or not target.parent.is_dir() or time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+        for _ in repeat_look(0.05, MISSING_NAME_S):
+            if _is_file(target, status):
+                return target
+            if _is_on_server(source) or not target.parent.is_dir():
+                break
+        raise
     return target
 
 
@@ -424,6 +442,52 @@ def _create_in_place(path: Path, file_bytes: bytes, mode_bits: int) -> bool:
     with os.fdopen(fd, "wb") as file:
         file.write(file_bytes)
     return True
+
+
+def remove_if(path: Path, is_expected: Callable[[Path], bool]) -> bool:
+    """Removes a file if it is the expected one; returns whether this call has removed it.
+
+    Another process may put its own file in the place of a file that was looked at. The file therefore gets a name that no
+    other process knows before the look that decides. If it is another process's file, it gets its name back. For the time
+    of two system calls that file is missing, if it was put there between the first look and the rename. A file that a third
+    process creates in that time is kept.
+
+    Args:
+        path: Path of the file; it may be missing.
+        is_expected: Returns whether the file at a path is the one to remove; called with `path`, then with the other name.
+
+    Raises:
+        OSError: The file cannot be renamed or removed.
+    """
+    if not (os.path.lexists(path) and is_expected(path)):
+        return False
+    renamed_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        os.rename(path, renamed_path)
+    except (FileNotFoundError, FileExistsError):  # another process has removed it, or the reply was lost
+        # not `rename`: a file of the old name may be a third process's
+        for _ in repeat_look(0.05, MISSING_NAME_S):
+            if os.path.lexists(renamed_path):
+                break
+        else:
+            return False
+    is_removed = False
+    try:
+        is_removed = is_expected(renamed_path)
+    finally:
+        if not is_removed:
+            _restore(renamed_path, path)
+        renamed_path.unlink(missing_ok=True)
+    return is_removed
+
+
+def _restore(renamed_path: Path, path: Path) -> None:
+    """Gives a file its former name in addition; leaves a file that has this name now."""
+    try:
+        os.link(renamed_path, path)
+    except OSError as error:
+        if not isinstance(error, FileExistsError):  # a filesystem without hard links
+            _create_in_place(path, read_file(renamed_path), stat.S_IMODE(renamed_path.stat().st_mode))
 
 
 _MAX_BYTES = 256 << 20

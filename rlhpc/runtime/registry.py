@@ -23,7 +23,16 @@ from typing import Any
 
 from rlhpc.runtime.disk_errors import advice, is_full, storage_error
 from rlhpc.runtime.errors import OwnershipError, RegistryError, RlhpcError, StaleGeneration, StorageError
-from rlhpc.runtime.files import MISSING_NAME_S, is_count, read_file, read_json, rename, replace_durably, server_status
+from rlhpc.runtime.files import (
+    MISSING_NAME_S,
+    is_count,
+    read_file,
+    read_json,
+    rename,
+    repeat_look,
+    replace_durably,
+    server_status,
+)
 from rlhpc.runtime.ownership import make_private, owner, require_own_run_folder, require_private
 
 CURRENT = "current"
@@ -139,11 +148,12 @@ class GenerationFolder:
         Raises:
             StaleGeneration: Another generation has taken over.
         """
-        deadline = time.monotonic() + MISSING_NAME_S
-        while (current_generation := self._read_current()) is None:
-            if time.monotonic() > deadline:
-                raise StaleGeneration(self.removal_message())
-            time.sleep(0.05)
+        current_generation = None
+        for _ in repeat_look(0.05, MISSING_NAME_S):
+            if (current_generation := self._read_current()) is not None:
+                break
+        if current_generation is None:
+            raise StaleGeneration(self.removal_message())
         if current_generation != self.generation:
             raise StaleGeneration(
                 f"generation {self.generation} was replaced by {current_generation}: this process is from an earlier attempt "

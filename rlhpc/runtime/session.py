@@ -145,8 +145,9 @@ class Session:
             self.context, self.fail, self.check, lambda: self._reports_calls, self._describe_phase,
             lambda record, method, report: self._energy_reports.append((record, method, report)),
         )  # fmt: skip
-        self._fork_launcher = ForkLauncher(server, self.log_dir, self)
-        self._srun_launcher = SrunLauncher(self.log_dir, self.scratch, self, (*PRELOAD, *preload)) if steps else None
+        items = (*PRELOAD, *preload)
+        self._fork_launcher = ForkLauncher(server, self.log_dir, self, items)
+        self._srun_launcher = SrunLauncher(self.log_dir, self.scratch, self, items) if steps else None
         self._has_new_phases = False
         self._record = {
             "group": "driver", "rank": 0, "pid": self._pid, "node": node_name(), "host": host_id(),

@@ -112,8 +112,10 @@ class Worker(Instrumented, RoutedMessages):
         """Returns modules that a node imports once for its ranks with these arguments, besides the session's modules.
 
         Each item is a module, or a function that imports (`module:function`). A process of the node that starts no thread and
-        opens no accelerator runs them before it forks the ranks of a job step. An item that opens an accelerator is left to
-        the ranks, and so is every item if the ranks cannot be forked.
+        opens no accelerator runs them before it forks the ranks: those of a job step, those that the driver starts on its own
+        host, or those that join a run from there. An item that opens an accelerator is left to the ranks. A rank makes all
+        imports by itself if it cannot be forked, if it is the only one of its group on the node, or if the driver's host
+        starts it with another Python.
         """
         return ()
 

@@ -359,24 +359,19 @@ def _check_driver_socket(worker_spec: WorkerSpec) -> None:
         )
 
 
-def _read_spec(spec_number: int, graceful_leave: GracefulLeave | None = None) -> WorkerSpec:
+def _read_spec(spec_number: int) -> WorkerSpec:
     """Reads the specification of a task of a job step or of a joined rank from stdin; adds the rank's devices and address.
 
     Args:
         spec_number: Index of the specification in the list on stdin.
-        graceful_leave: Graceful leave of a joined rank.
     """
     from rlhpc.runtime.allocation import visible_accelerators
     from rlhpc.runtime.network import address_of, address_towards, interface_of
-    from rlhpc.runtime.scratch import Scratch, remove_stale
-    from rlhpc.runtime.worker_spec import exit_on_input_end, read_specs, step_devices
+    from rlhpc.runtime.scratch import remove_stale
+    from rlhpc.runtime.worker_spec import read_specs, step_devices
 
-    stream = os.dup(0)
-    worker_spec = read_specs(stream)[spec_number]
+    worker_spec = read_specs(0)[spec_number]
     _check_driver_socket(worker_spec)
-    exit_on_input_end(
-        stream, Scratch(worker_spec.token).leave, graceful_leave.notify if graceful_leave is not None else lambda: True
-    )
     worker_spec.env.setdefault(
         "CUDA_VISIBLE_DEVICES", step_devices(worker_spec, os.environ, visible_accelerators(os.environ))
     )
@@ -394,25 +389,59 @@ def _read_spec(spec_number: int, graceful_leave: GracefulLeave | None = None) ->
     return worker_spec
 
 
-def _run_forked(worker_spec: WorkerSpec) -> None:
-    """Asks the node's server to fork the rank of this task, and ends this process with the rank's status; returns if the
-    server cannot fork it."""
+def _exit_with_input(worker_spec: WorkerSpec, graceful_leave: GracefulLeave | None = None) -> None:
+    """Ends this process at the end of its stdin, as `exit_on_input_end` describes.
+
+    Args:
+        worker_spec: Specification of the rank.
+        graceful_leave: Graceful leave of a joined rank.
+    """
+    from rlhpc.runtime.scratch import Scratch
+    from rlhpc.runtime.worker_spec import exit_on_input_end
+
+    notify = graceful_leave.notify if graceful_leave is not None else lambda: True
+    exit_on_input_end(os.dup(0), Scratch(worker_spec.token).leave, notify)
+
+
+def _run_forked(worker_spec: WorkerSpec, entry: Callable[[WorkerSpec], int]) -> None:
+    """Asks the node's server to fork the rank of this process, and ends this process with the rank's status.
+
+    Returns if the server cannot fork it, or if the rank's Python is too old for a server.
+
+    Args:
+        worker_spec: Specification of the rank.
+        entry: Function of this module that runs the forked rank.
+    """
     from rlhpc.runtime.launchers.node_fork import end_like, run_forked
     from rlhpc.runtime.scratch import Scratch
 
+    if not worker_spec.preload or sys.version_info < (3, 11):  # an older one has no -P, with which the server starts
+        return
     Scratch(worker_spec.token).ensure()
-    status = run_forked(worker_spec, f"{__package__}.worker_process:live_and_leave")
+    is_joined = entry is live_joined
+    status = run_forked(worker_spec, f"{__package__}.worker_process:{entry.__name__}", is_joined=is_joined)
     if status is not None:
         Scratch(worker_spec.token).leave()
         end_like(status)
 
 
+def live_joined(worker_spec: WorkerSpec) -> int:
+    """Runs a forked rank that has joined a run; its stdin is that of the process that joined."""
+    graceful_leave = GracefulLeave()
+    _exit_with_input(worker_spec, graceful_leave)
+    return _live_and_leave(worker_spec, graceful_leave)
+
+
 def live_and_leave(worker_spec: WorkerSpec) -> int:
     """Runs a forked rank of a job step like `live`, and releases the session's scratch folders."""
+    return _live_and_leave(worker_spec, None)
+
+
+def _live_and_leave(worker_spec: WorkerSpec, graceful_leave: GracefulLeave | None) -> int:
     from rlhpc.runtime.scratch import Scratch
 
     leave = Scratch(worker_spec.token).leave
-    status = live(worker_spec, leave)
+    status = live(worker_spec, leave, graceful_leave)
     leave()
     return status
 
@@ -425,14 +454,14 @@ def main() -> None:
         match sys.argv[1:]:
             case ["step"]:
                 worker_spec = _read_spec(int(os.environ["SLURM_PROCID"]))
-                if worker_spec.preload and sys.version_info >= (
-                    3,
-                    11,
-                ):  # an older one has no -P, with which the server starts
-                    _run_forked(worker_spec)
+                _exit_with_input(worker_spec)
+                if worker_spec.shared_imports:
+                    _run_forked(worker_spec, live_and_leave)
             case ["joined", parent]:
                 die_with_parent(int(parent))
-                worker_spec = _read_spec(0, graceful_leave)
+                worker_spec = _read_spec(0)
+                _run_forked(worker_spec, live_joined)  # others may join on this node
+                _exit_with_input(worker_spec, graceful_leave)
             case [parent]:  # started by the fork server
                 die_with_parent(os.getppid() if parent == BEHIND_PREFIX else int(parent))
                 worker_spec = pickle.loads(sys.stdin.buffer.read())

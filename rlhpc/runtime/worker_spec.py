@@ -53,8 +53,8 @@ class WorkerSpec:
         wait_deadline: Seconds after which a wait fails.
         interpreter: Python that runs the rank in a new process; empty to fork.
         incarnation: Identifier of this start of the rank; a restarted rank has a new one.
-        preload: Modules, and functions that import (`module:function`), that a node runs once for the tasks of a job step,
-            before their ranks are forked. Empty in a step whose ranks are not forked; other launchers do not read it.
+        preload: Modules, and functions that import (`module:function`), that a node runs once for the group's ranks there,
+            before it forks them. Empty if the ranks are not forked.
         command_prefix: Command that starts the rank's interpreter, such as a profiler; empty to start it directly.
     """
 
@@ -89,6 +89,11 @@ class WorkerSpec:
     @property
     def name(self) -> str:
         return f"{self.group}-{self.rank}"
+
+    @property
+    def shared_imports(self) -> list[str]:
+        """Imports that the node makes once for the ranks with which the group starts there; [] if this is the only one."""
+        return self.preload if self.local_world_size > 1 else []
 
     def to_json(self) -> bytes:
         """Returns the specification as JSON, which a joining process can read without executing code."""

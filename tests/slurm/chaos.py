@@ -49,11 +49,12 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Event:
-    """A fault: its kind, the hosts that it parts, or whose clock jumps, and its seconds."""
+    """A fault: its kind, the hosts that it parts, or whose clock jumps, its seconds, and the seed of choices within it."""
 
     kind: str
     hosts: tuple[str, ...] = ()
     seconds: float = 0.0
+    seed: str = ""
 
     def __str__(self) -> str:
         return " ".join(filter(None, [self.kind, "-".join(self.hosts), f"{self.seconds:g} s" if self.seconds else ""]))
@@ -69,16 +70,17 @@ def drawn_events(seed: int, count: int, away_s: float = 600.0) -> list[Event]:
     """
     events = list[Event]()
     for number in range(count):
-        draw = random.Random(f"{seed} {number}")
+        within = f"{seed} {number}"
+        draw = random.Random(within)
         kind = draw.choices([*WEIGHTS], weights=[*WEIGHTS.values()])[0]
         if kind == "cut":
-            events.append(Event(kind, tuple(draw.sample(PARTS, 2)), draw.choice(CUTS_S)))
+            events.append(Event(kind, tuple(draw.sample(PARTS, 2)), draw.choice(CUTS_S), within))
         elif kind == "clock":
-            events.append(Event(kind, (draw.choice(PARTS[:2]),), draw.choice(JUMPS_S)))
+            events.append(Event(kind, (draw.choice(PARTS[:2]),), draw.choice(JUMPS_S), within))
         elif kind == "return":
-            events.append(Event(kind, ("ranks",), draw.choice(CUTS_S)))
+            events.append(Event(kind, ("ranks",), draw.choice(CUTS_S), within))
         else:
-            events.append(Event(kind, (), away_s if kind.endswith("away") else 0.0))
+            events.append(Event(kind, (), away_s if kind.endswith("away") else 0.0, within))
     return events
 
 
@@ -210,11 +212,10 @@ class Disturber:
 
     Args:
         run: The run.
-        draw: Where the choices within an event come from.
     """
 
-    def __init__(self, run: ChaosRun, draw: random.Random) -> None:
-        self.run, self.slurm, self.draw = run, run.cluster, draw
+    def __init__(self, run: ChaosRun) -> None:
+        self.run, self.slurm = run, run.cluster
         self._jobs_before = self._jobs()
         self.process = run.submit()
         self.commits = Commits(run)
@@ -315,10 +316,10 @@ class Disturber:
 
     def _worker(self, event: Event) -> None:
         members = self.run.members()
-        kill(members[self.draw.choice(sorted(set(members) - {"driver"}))]["pid"])
+        kill(members[random.Random(event.seed).choice(sorted(set(members) - {"driver"}))]["pid"])
 
     def _step(self, event: Event) -> None:
-        group = self.draw.choice(["actor-0", "rollout-0", "env-0"])
+        group = random.Random(event.seed).choice(["actor-0", "rollout-0", "env-0"])
         self.slurm.run("scancel", "--signal=KILL", self.run.members()[group]["step"])
 
     def _driver(self, event: Event) -> None:
@@ -373,14 +374,14 @@ class State:
         new.replace(self.file)
 
 
-def carry_out(events: Sequence[Event], run: ChaosRun, seed: int, done: Callable[[str], None]) -> str:
+def carry_out(events: Sequence[Event], run: ChaosRun, done: Callable[[str], None]) -> str:
     """Carries out events on a run and lets it finish.
 
     Args:
         events: What happens.
         run: The run, not submitted yet.
-        seed: Of the choices within events.
-        done: Called with the outcome of each event.
+        done: Called with the outcome of each event; with that of the last one after the run's end, so that a command that
+            goes on carries it out again if the run did not end well.
 
     Returns:
         A summary of the run.
@@ -388,11 +389,14 @@ def carry_out(events: Sequence[Event], run: ChaosRun, seed: int, done: Callable[
     Raises:
         AssertionError: A property does not hold.
     """
-    disturber = Disturber(run, random.Random(seed))
+    disturber = Disturber(run)
     try:
-        for event in events:
+        for event in events[:-1]:
             done(disturber.disturb(event))
-        return disturber.finish()
+        outcome = disturber.disturb(events[-1])
+        summary = disturber.finish()
+        done(outcome)
+        return summary
     finally:
         disturber.commits.close()
 
@@ -411,7 +415,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     number, _, count = args.part.partition("/")
     events = drawn_events(args.seed, args.events, args.away)[int(number) - 1 :: int(count)]
-    state = State.load(args.state / f"seed-{args.seed}-part-{number}-of-{count}-events-{args.events}.json")
+    of = f"events-{args.events}-ranks-{args.ranks}-away-{args.away:g}"
+    state = State.load(args.state / f"seed-{args.seed}-part-{number}-of-{count}-{of}.json")
     remaining = events[len(state.outcomes) :]
     print(f"seed {args.seed}, part {args.part}: {len(remaining)} of {len(events)} events remain", flush=True)
     if not remaining:
@@ -427,9 +432,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             cluster.up()
             cluster.add_login()
             run = ChaosRun(cluster, Path(folder), steps_for(remaining), ranks=args.ranks)
-            print(carry_out(remaining, run, args.seed, done), flush=True)
-        except AssertionError as error:
+            print(carry_out(remaining, run, done), flush=True)
+        except Exception as error:
             print(f"seed {args.seed}, part {args.part}, event {len(state.outcomes) + 1}: {error}", flush=True)
+            options = f"SEED={args.seed} PART={args.part} EVENTS={args.events} RANKS={args.ranks}"
+            print(f"to go on with this event: make chaos-scale {options}", flush=True)
+            if not isinstance(error, AssertionError):
+                raise
             return 1
         finally:
             while SlurmRun.submitted:

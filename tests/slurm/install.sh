@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# The Debian packages of a real Slurm for the tests of this folder, of what makes roots with others (roots.sh), and of sshd
-# for other tests. Needs root; starts no service.
+# The Debian packages of a real Slurm for the tests of this folder, of what makes roots with others (roots.sh), of Charliecloud,
+# and of sshd for other tests. Needs root; starts no service.
 set -euo pipefail
 
-packages=(slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2 iputils-ping util-linux procps openssh-server openssh-client mmdebstrap)
+packages=(slurmctld slurmd slurm-client slurmdbd munge mariadb-server iproute2 iputils-ping util-linux procps openssh-server openssh-client mmdebstrap
+    charliecloud-runtime)
 
 missing=()
 for package in "${packages[@]}"; do

@@ -103,5 +103,5 @@ def test_a_cut_a_clock_that_jumps_and_a_node_that_comes_back(slurm_hosts: SlurmC
     slurm_hosts.add_login()
     run = ChaosRun(slurm_hosts, tmp_path, steps_for(SMALL))
     outcomes: list[str] = []
-    summary = carry_out(SMALL, run, SEED, outcomes.append)
+    summary = carry_out(SMALL, run, outcomes.append)
     assert len(outcomes) == len(SMALL) and len(run.attempts) + len(run.recoveries) > 1, (outcomes, summary)

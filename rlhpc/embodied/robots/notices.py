@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.files import read_json, replace_durably
+from rlhpc.runtime.files import read_json, remove_if, replace_durably
 from rlhpc.runtime.host import node_name, state_folder
 from rlhpc.runtime.ownership import make_private
 
@@ -96,11 +96,19 @@ class Notice:
         return False
 
     def remove(self) -> None:
-        """Removes the notice that this process has posted."""
+        """Removes the notice that this process has posted; keeps one that another process has posted since."""
         with self._lock:
-            for path in (self._path, self._resume_path) if self._id else ():
-                path.unlink(missing_ok=True)
+            if self._id:
+                remove_if(self._path, self._is_own)
+                remove_if(self._resume_path, self._is_own)
             self._id = 0
+
+    def _is_own(self, path: Path) -> bool:
+        """Returns whether a file is this process's notice, or withdraws it."""
+        with suppress(OSError, ValueError):
+            content = read_json(path.read_bytes())
+            return bool((content.get("id") if isinstance(content, dict) else content) == self._id)
+        return False
 
 
 def stopped_robots() -> list[dict[str, Any]]:

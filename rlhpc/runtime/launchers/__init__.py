@@ -35,6 +35,17 @@ def rank_environment(environ: Mapping[str, str], num_threads: int, *, foreign: b
     }
 
 
+def node_imports(worker_spec: WorkerSpec, session_items: Sequence[str], fork: bool) -> list[str]:
+    """Returns what a node imports once for ranks of a group; [] if they cannot be forked.
+
+    Args:
+        worker_spec: Specification of a rank; `preload` has the group's imports (`Worker.preloads`).
+        session_items: Imports of all ranks of the session.
+        fork: Whether the ranks may be forked.
+    """
+    return [*session_items, *worker_spec.preload] if fork and not worker_spec.command_prefix else []
+
+
 #: Fields of a rank's record in the table of all ranks.
 _TABLE_COLUMNS = ("group", "rank", "node", "pid", "host", "log_out", "log_err", "incarnation")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import SubmitError, WorkerFailed
 from rlhpc.runtime.imports import run_module
-from rlhpc.runtime.launchers import Member, Reports, rank_environment
+from rlhpc.runtime.launchers import Member, Reports, node_imports, rank_environment
 from rlhpc.runtime.os_resources import raise_limit
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.text import tail
@@ -97,12 +97,14 @@ class ForkLauncher:
         server: The fork server.
         log_dir: Folder for the server's output.
         reports: Receiver of the ranks' events.
+        preload: Modules that a node imports before the ranks of a group are forked.
     """
 
     grace_s = 1.5
     limit_s = 4.0
 
-    def __init__(self, server: ForkServerProcess, log_dir: Path, reports: Reports) -> None:
+    def __init__(self, server: ForkServerProcess, log_dir: Path, reports: Reports, preload: Sequence[str] = ()) -> None:
+        self._preload = tuple(preload)
         self.server, self._log_dir, self._reports = server, log_dir, reports
         self._lock = threading.Lock()
         self._members: dict[tuple[str, str], Member] = {}
@@ -162,6 +164,7 @@ class ForkLauncher:
         if node.visible_devices:
             mask_text = ",".join(str(node.visible_devices[i]) for i in spec.device_mask)
             spec.env.setdefault("CUDA_VISIBLE_DEVICES", mask_text)
+        spec.preload = node_imports(spec, self._preload, fork)
         if (not fork or spec.command_prefix) and not spec.interpreter:
             spec.interpreter = sys.executable
 

@@ -5,8 +5,11 @@ fork server of a host (`fork_server`). Every task then asks the server for its r
 towards Slurm: it ends as the rank ends, and the server ends the rank when its task has ended. Tasks that cannot reach the
 server, because each has its own container, import by themselves.
 
-An import that opens an accelerator cannot be forked: the accelerator's driver does not survive it. The server then starts
-again without this import, which each rank makes by itself.
+Ranks that join a run on one node (`rlhpc join`) come one after another, each with a process of its own in place of a task.
+They share a server as long as one of them runs.
+
+If an import must not be forked (`fork_server.run_imports`), the server starts again without this import, which each rank makes
+by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import hashlib
 import importlib
 import logging
 import os
-import re
 import select
 import signal
 import socket
@@ -32,7 +34,8 @@ from typing import Any
 
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.imports import run_module
-from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, kill_group, reaped_children
+from rlhpc.runtime.launchers.fork_server import import_variables, run_imports, unforkable_text
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, kill_group, readable, reaped_children
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.worker_spec import WorkerSpec
 
@@ -48,14 +51,17 @@ _IDLE_S = 60.0
 _CHECK_S = 10.0
 #: Variables by which a step's task is found and killed (`srun_commands.killing_step`); the server belongs to no task.
 _TASK_VARIABLES = ("RLHPC_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASK_PID")
-#: Device files of accelerators: NVIDIA, AMD, Intel, and the kernel's class `accel`. A container may have /dev elsewhere.
-_DEVICE_FILES = re.compile(r".*/dev/(nvidia.*|kfd|dri/.*|accel.*)")
 
 
-def _make_socket_path(worker_spec: WorkerSpec) -> Path:
+def _make_socket_path(worker_spec: WorkerSpec, is_joined: bool) -> Path:
     # several nodes of a test cluster may be one host
-    name = f"{worker_spec.group} {worker_spec.incarnation} {os.environ.get('SLURMD_NODENAME', '')}"
-    digest = hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+    words = [worker_spec.group, worker_spec.incarnation, os.environ.get("SLURMD_NODENAME", "")]
+    if (
+        is_joined
+    ):  # each rank has its own incarnation; those of other jobs, steps and Pythons have a server of their own
+        step = [os.environ.get(name, "") for name in ("SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_STEP_ID")]
+        words = [worker_spec.group, "joined", *step, sys.executable, *worker_spec.preload]
+    digest = hashlib.blake2b(" ".join(words).encode(), digest_size=6).hexdigest()
     return Scratch(worker_spec.token).sockets / f"fork-{digest}"
 
 
@@ -78,17 +84,18 @@ def _read_namespaces() -> tuple[int, ...]:
 # -- in a task --------------------------------------------------------------------------------------------------------------
 
 
-def run_forked(worker_spec: WorkerSpec, entry_point: str) -> int | None:
+def run_forked(worker_spec: WorkerSpec, entry_point: str, *, is_joined: bool = False) -> int | None:
     """Runs a task's rank in a process that the node's server forks, and waits for its end.
 
     Args:
         worker_spec: Specification of the rank; `preload` has what the server imports.
         entry_point: Entry point of the rank (`module:function`), a function from the specification to an exit status.
+        is_joined: Whether the rank joins a run; it then reads this process's stdin.
 
     Returns:
         The rank's wait status; None if the server cannot fork it, so that the task has to run the rank itself.
     """
-    connection = _connect(worker_spec, entry_point)
+    connection = _connect(worker_spec, entry_point, is_joined)
     if connection is None:
         return None
     request = {
@@ -98,10 +105,15 @@ def run_forked(worker_spec: WorkerSpec, entry_point: str) -> int | None:
         "namespaces": _read_namespaces(),
     }
     try:
-        socket.send_fds(connection, [b"\0"], [1, 2])
+        socket.send_fds(connection, [b"\0"], [1, 2, 0] if is_joined else [1, 2])
         pickle_stream.send(connection, request)
     except OSError:
         return None
+    if is_joined and connection.fileno() not in readable([connection.fileno(), 0]):
+        print(
+            f"rlhpc: {worker_spec.name} was told to leave before it had started; it ends", file=sys.stderr, flush=True
+        )
+        return 1 << 8
     answer = pickle_stream.receive(connection)
     if answer is None or "refused" in answer:
         log.info(
@@ -132,28 +144,18 @@ def end_like(status: int) -> None:
     os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
 
 
-def _connect(worker_spec: WorkerSpec, entry_point: str) -> socket.socket | None:
-    """Connects to the node's server of the step; the first task of the node starts it. Returns None if this fails."""
-    path = _make_socket_path(worker_spec)
+def _connect(worker_spec: WorkerSpec, entry_point: str, is_joined: bool) -> socket.socket | None:
+    """Connects to the node's server; the first task of the node starts it. Returns None if this fails."""
+    path = _make_socket_path(worker_spec, is_joined)
     deadline = time.monotonic() + _OPEN_TIMEOUT_S
     try:
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(path))
-                listener.listen(4096)
-                _start_server(worker_spec, entry_point, listener, lock)
-        except BlockingIOError:
-            pass  # another task has started it, and the server keeps the lock
-        finally:
-            os.close(lock)
         while True:
+            _start_missing_server(worker_spec, entry_point, path)
             connection = socket.socket(socket.AF_UNIX)
             try:
                 connection.connect(str(path))
                 return connection
-            except (FileNotFoundError, ConnectionRefusedError):
+            except (FileNotFoundError, ConnectionRefusedError):  # it does not listen yet, or it ends
                 connection.close()
                 if time.monotonic() > deadline:
                     raise
@@ -163,10 +165,24 @@ def _connect(worker_spec: WorkerSpec, entry_point: str) -> socket.socket | None:
         return None
 
 
+def _start_missing_server(worker_spec: WorkerSpec, entry_point: str, path: Path) -> None:
+    """Starts the node's server unless there is one, which holds the lock as long as it lives."""
+    lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)  # the socket of a server that has ended
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+                listener.listen(4096)
+                _start_server(worker_spec, entry_point, listener, lock)
+    finally:
+        os.close(lock)
+
+
 def _start_server(worker_spec: WorkerSpec, entry_point: str, listener: socket.socket, lock: int) -> None:
-    # Libraries read variables at import. The device mask is that of one rank; the node's own is as good for an import.
-    variables = {name: value for name, value in worker_spec.env.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment = {name: value for name, value in {**os.environ, **variables}.items() if name not in _TASK_VARIABLES}
+    variables = {**os.environ, **import_variables(worker_spec)}
+    environment = {name: value for name, value in variables.items() if name not in _TASK_VARIABLES}
     arguments = [
         str(listener.fileno()),
         str(lock),
@@ -203,12 +219,14 @@ class _ForkedRank:
         connection: Connection to the rank's task.
         pid: Process id of the rank.
         pid_file: File with the process id.
+        is_joined: Whether the rank has joined the run.
         kill_at: Time (`time.monotonic`) at which the rank is killed, because its task has ended; None before.
     """
 
     connection: socket.socket
     pid: int
     pid_file: Path
+    is_joined: bool
     kill_at: float | None = None
 
 
@@ -274,10 +292,10 @@ class _NodeServer:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         with contextlib.suppress(OSError, EOFError):
-            _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
             request = pickle_stream.receive(connection)
             try:
-                if request is None or len(descriptors) != 2:
+                if request is None or len(descriptors) not in (2, 3):
                     connection.close()
                 elif request["namespaces"] != _read_namespaces():
                     pickle_stream.send(connection, {"refused": "it is in another container than the node's server"})
@@ -288,7 +306,7 @@ class _NodeServer:
                 for descriptor in descriptors:
                     os.close(descriptor)
 
-    def _fork(self, connection: socket.socket, request: Mapping[str, Any], outputs: list[int]) -> None:
+    def _fork(self, connection: socket.socket, request: Mapping[str, Any], streams: list[int]) -> None:
         environ = request["environ"]
         path = pid_file(self._folder, environ.get("RLHPC_STEP", ""), environ.get("SLURM_PROCID", ""))
         server = os.getpid()
@@ -299,15 +317,22 @@ class _NodeServer:
             connection.close()
             return
         if pid == 0:
-            self._run_rank(server, connection, request, outputs)
-        self._ranks[connection.fileno()] = _ForkedRank(connection, pid, path)
+            self._run_rank(server, connection, request, streams)
+        self._ranks[connection.fileno()] = _ForkedRank(connection, pid, path, len(streams) == 3)
         with contextlib.suppress(OSError):  # the task has ended, which the next poll tells
             pickle_stream.send(connection, {"pid": pid})
         with contextlib.suppress(OSError):
             path.write_text(str(pid))
 
-    def _run_rank(self, server: int, connection: socket.socket, request: Mapping[str, Any], outputs: list[int]) -> None:
-        """Runs a rank in the forked process; does not return."""
+    def _run_rank(self, server: int, connection: socket.socket, request: Mapping[str, Any], streams: list[int]) -> None:
+        """Runs a rank in the forked process; does not return.
+
+        Args:
+            server: Process id of the server.
+            connection: Connection to the rank's task.
+            request: Request of the task.
+            streams: The task's output, its errors, and for a joined rank its input.
+        """
         status = 1
         try:
             os.setsid()
@@ -320,9 +345,9 @@ class _NodeServer:
             for rank in self._ranks.values():
                 rank.connection.close()
             os.close(self._lock)
-            for descriptor, output in enumerate(outputs, start=1):
-                os.dup2(output, descriptor)
-                os.close(output)
+            for stream, descriptor in zip(streams, (1, 2, 0), strict=False):
+                os.dup2(stream, descriptor)
+                os.close(stream)
             environ = request["environ"]
             # as if the rank had imported by itself; a variable with a value of its own keeps it
             changed_variables = {
@@ -342,8 +367,11 @@ class _NodeServer:
             os._exit(status)
 
     def _end(self, rank: _ForkedRank) -> None:
-        """Ends a rank whose task has ended; the task sends nothing after its request."""
-        kill_group(rank.pid, signal.SIGTERM)
+        """Ends a rank whose task has ended; the task sends nothing after its request.
+
+        A joined rank ends at once: if it may end by itself, the end of its input tells it so.
+        """
+        kill_group(rank.pid, signal.SIGKILL if rank.is_joined else signal.SIGTERM)
         rank.kill_at = time.monotonic() + _GRACE_S
 
     def _reap(self) -> None:
@@ -363,15 +391,6 @@ class _NodeServer:
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-def _opened_accelerators() -> list[str]:
-    """Returns the device files of accelerators that this process has open."""
-    paths = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing
-            paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    return sorted(filter(_DEVICE_FILES.fullmatch, paths))
-
-
 def _import_forkable(preload: Sequence[str], environ: Mapping[str, str]) -> None:
     """Imports for all ranks; starts this process again without an item that must not be forked.
 
@@ -379,25 +398,13 @@ def _import_forkable(preload: Sequence[str], environ: Mapping[str, str]) -> None
         preload: Modules, and functions that import (`module:function`).
         environ: Environment variables with which the process started.
     """
-    for item in preload:
-        module, _, function = item.partition(":")
-        reason = ""
-        try:
-            imported_module = importlib.import_module(module)
-            if function:
-                getattr(imported_module, function)()
-        except ImportError:
-            continue  # the rank that needs it reports this in its log
-        except Exception as error:
-            reason = f"it fails: {type(error).__name__}: {error}"
-        if devices := _opened_accelerators():
-            reason = f"it opens {devices[0]}"
-        if reason:
-            print(f"rlhpc: each rank of this node makes the import {item} by itself, because {reason}", file=sys.stderr)
-            arguments = sys.argv[1 : len(sys.argv) - len(preload)]
-            remaining_modules = [other for other in preload if other != item]
-            command = run_module(f"{__package__}.node_fork", *arguments, *remaining_modules, python=sys.executable)
-            os.execve(command[0], command, environ)
+    unforkable = run_imports(preload)
+    if unforkable is not None:
+        print(unforkable_text(*unforkable), file=sys.stderr)
+        arguments = sys.argv[1 : len(sys.argv) - len(preload)]
+        remaining_items = [item for item in preload if item != unforkable[0]]
+        command = run_module(f"{__package__}.node_fork", *arguments, *remaining_items, python=sys.executable)
+        os.execve(command[0], command, environ)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from rlhpc.runtime.allocation import expand_range
 from rlhpc.runtime.errors import ConfigError, PlacementError, StepFailed, WorkerFailed, log_errors
-from rlhpc.runtime.launchers import Member, Reports, rank_environment
+from rlhpc.runtime.launchers import Member, Reports, node_imports, rank_environment
 from rlhpc.runtime.launchers.srun_commands import SrunStep, clearing_step, job_steps, killing_step, step_environment
 from rlhpc.runtime.os_resources import start_bound_to_parent
 from rlhpc.runtime.slurm import ask
@@ -80,8 +80,7 @@ class SrunLauncher:
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
         """Sets the modules that a node imports once; a task reads its device mask from its environment."""
-        forks = fork and not spec.command_prefix and spec.local_world_size > 1
-        spec.preload = [*self._preload, *spec.preload] if forks else []
+        spec.preload = node_imports(spec, self._preload, fork)
 
     def start(self, members: Sequence[Member], cluster: Cluster) -> None:
         components = [node.het_group or 0 for node in cluster.nodes]

@@ -309,7 +309,7 @@ def test_one_that_is_killed_with_who_started_it_is_soon_done_without(groups: tup
         rank = joining.JoinedRank(door.ask(join_request("many", 1, 0)))
         until(lambda number=number: many.admit() == [number])
         assert other.tell("hello", "many", number).wait() == [True]
-        os.killpg(rank.process.pid, signal.SIGKILL)
+        kill(many, number)
         rank.process.wait()
         if number == 3:
             assert other.tell("late", "many", number).wait() == [False]

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.jobs import lease, probes
+from rlhpc.jobs import lease, probes, shared_files
 from rlhpc.jobs import segment as claim
 from rlhpc.jobs.driver_lock import sole_driver
 from rlhpc.jobs.paths import RunPaths
@@ -164,6 +164,29 @@ def test_a_live_submitter_of_another_host_is_waited_for_and_a_dead_one_is_not(
 
 
 @pytest.mark.usefixtures("short_leases")
+@pytest.mark.parametrize("missing_looks", [1, 2])
+def test_a_claim_that_its_job_replaces_belongs_to_a_live_job(
+    files: SegmentJournal, monkeypatch: pytest.MonkeyPatch, missing_looks: int
+) -> None:
+    """NFS renames an open file before it is replaced: for a moment, other hosts find none."""
+    path = files.claim(1)
+    path.write_text(json.dumps({"number": 1, "token": "t", "executor": "local", "job_id": "7", "job": elsewhere()}))
+    newest, looks = Claim.newest(files), iter(range(missing_looks))
+    assert newest is not None
+
+    def look(looked_at: Path) -> durable.ServerStatus:
+        if next(looks, None) is not None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(looked_at))
+        return durable.server_status(looked_at)
+
+    monkeypatch.setattr(shared_files, "server_status", look)
+    with renewed(path):
+        assert newest.alive()
+    path.unlink()
+    assert not newest.alive(), "it does not come back"
+
+
+@pytest.mark.usefixtures("short_leases")
 def test_a_slow_submission_is_renewed_all_the_while(
     files: SegmentJournal, manners: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +282,58 @@ def test_a_dead_holder_s_lease_is_removed_only_while_it_is_his(files: SegmentJou
         assert len(holders) == 1, f"{holders} at line {at_line}"
         if lines < at_line:
             break
+    assert at_line > 10
+
+
+def release_while_another_takes_over(path: Path, at_line: int) -> tuple[lease.Lease, int]:
+    """Releases a lease that another process takes over before the release executes line `at_line`.
+
+    Returns:
+        The lease of the other one, and the number of lines that the release has executed.
+    """
+    released, heir = lease.Lease(path), lease.Lease(path)
+    assert released.take()
+    line = 0
+
+    def interfere(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal line
+        files = (lease.__file__, durable.__file__)
+        if frame.f_code.co_filename not in files or threading.current_thread() is not threading.main_thread():
+            return None
+        if event == "line":
+            line += 1
+            if line == at_line:
+                path.unlink(missing_ok=True)
+                assert heir.take()
+        return interfere
+
+    sys.settrace(interfere)
+    try:
+        released.release()
+    finally:
+        sys.settrace(None)
+    heir.end_renewal()
+    return heir, line
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_release_leaves_the_lease_of_one_that_takes_over_at_any_moment(
+    files: SegmentJournal, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    for at_line in itertools.count(1):
+        path = files.lease.with_name(f"line_{at_line}.lease")
+        heir, lines = release_while_another_takes_over(path, at_line)
+        if lines < at_line:
+            assert not path.exists()
+            break
+        assert heir.owns(), f"line {at_line}"
+        assert [each.name for each in path.parent.iterdir() if path.name in each.name] == [path.name], f"line {at_line}"
     assert at_line > 10
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 from collections.abc import Iterable
@@ -265,3 +266,20 @@ def test_a_look_needs_no_folder(tmp_path: Path, clock: Clock) -> None:
         clock.now += 1
     look.release()
     assert looked == [1000.0, 1005.0, 1010.0]
+
+
+def test_the_lock_of_a_process_that_has_ended_gives_no_right_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock was removed after this process had opened it; whoever comes next makes another one."""
+    late, flock = SharedAnswer("the run", lambda: "late", 5.0, tmp_path / "meet"), fcntl.flock
+
+    def lock(fd: int, operation: int) -> None:
+        flock(fd, operation)
+        late._lock_path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    assert not late._try_to_lead()
+    monkeypatch.undo()
+    assert late._try_to_lead()
+    late.release()

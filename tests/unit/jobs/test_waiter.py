@@ -188,6 +188,30 @@ def test_the_job_that_owns_the_segment_is_waited_for(files: SegmentJournal, wait
     assert waiting._query_job() == JobReport(JobState.RUNNING, source="proc"), "its process is on this host"
 
 
+def test_a_job_that_ended_because_one_of_another_host_has_the_segment_is_not_lost(
+    files: SegmentJournal, waiter: Callable[..., Waiter]
+) -> None:
+    """Only a renewal of the claim shows that the other job lives, and it comes after a while."""
+    claimed(files, token="other", job_id="6")
+    waiting = waiter(Reports(job5=JobReport(JobState.COMPLETED, "", "sacct"), job6=RUNNING))
+    assert waiting.poll() is None and waiting._over_since is not None
+    waiting._over_since -= 1.0  # the time for the last files is over
+    assert waiting.poll() is None and waiting.record.job_id == "5"
+    os.utime(files.claim(1))
+    assert waiting.poll() is None and waiting.record.job_id == "6" and waiting._over_since is None
+    files.marker.write_text(json.dumps({"global_step": 9}))
+    assert waiting.wait() == {"global_step": 9}
+
+
+def test_a_job_is_lost_if_the_one_of_another_host_is_not_heard_of(
+    files: SegmentJournal, waiter: Callable[..., Waiter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiter_module, "LEASE_S", 0.2)
+    claimed(files, token="other", job_id="6")
+    with pytest.raises(JobLost, match="Slurm job 5 ended without a result"):
+        waiter(Reports(job5=JobReport(JobState.COMPLETED, "", "sacct"))).wait()
+
+
 def test_the_wait_ends_at_its_deadline_or_with_who_asked(waiter: Callable[..., Waiter]) -> None:
     with pytest.raises(DeadlineExceeded, match=r"not finished within 0 s; Slurm job 5 goes on"):
         waiter(Reports(job5=RUNNING), deadline_s=0.0).wait()

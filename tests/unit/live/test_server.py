@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 import pytest
 
+from rlhpc.live import server
 from rlhpc.live.server import RunsApp, default_socket, serve_on_port, serve_on_socket
 from rlhpc.runtime.errors import UserError
 from tests.unit.live.test_run_index import write_run
@@ -175,6 +176,42 @@ def test_a_run_that_disappears_is_a_message(page: UnixConnection, runs: Path) ->
         assert response.status == 404, body
     assert value(page, "/api/metrics?run=one") == {"names": [], "first": []}
     assert value(page, "/api/evaluations?run=one") == []
+
+
+def listen_at(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    return listener
+
+
+def test_the_socket_of_a_server_that_replaces_a_dead_one_at_the_same_time_is_kept(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, servers, is_dead = tmp_path / "page.sock", list[socket.socket](), server._is_dead_socket
+    listen_at(path).close()
+
+    def start_another(looked_at: Path) -> bool:
+        answer = is_dead(looked_at)
+        if not servers:
+            path.unlink()
+            servers.append(listen_at(path))
+        return answer
+
+    monkeypatch.setattr(server, "_is_dead_socket", start_another)
+    with pytest.raises(UserError, match="another rlhpc serve answers there"), serve_on_socket(RunsApp(runs), path):
+        pass
+    with servers[0], socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+
+
+def test_a_server_that_ends_leaves_the_socket_of_another(runs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "page.sock"
+    with serve_on_socket(RunsApp(runs), path):
+        path.unlink()
+        other = listen_at(path)
+    assert path.exists()
+    other.close()
 
 
 def test_the_socket_is_its_users_and_goes_with_the_server(runs: Path, tmp_path: Path) -> None:

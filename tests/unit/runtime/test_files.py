@@ -24,6 +24,7 @@ from rlhpc.runtime.files import (
     create_exclusively,
     create_folder,
     follow_umask,
+    remove_if,
     remove_tree,
     rename,
     replace_durably,
@@ -191,6 +192,43 @@ def test_a_rename_whose_reply_was_lost(tmp_path: Path, code: int, monkeypatch: p
     assert (tmp_path / "best").is_symlink()
     replace_durably(tmp_path / "new", b"by a temporary file")
     assert (tmp_path / "new").read_bytes() == b"by a temporary file"
+
+
+def test_a_rename_whose_reply_was_lost_on_a_filesystem_that_stalls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host remembers that the name was missing, and the next answers take longer than that memory lasts."""
+    clock, is_file = [0.0], files._is_file
+    looks = iter([False])
+
+    def stall(path: Path) -> bool:
+        clock[0] += 2 * files.MISSING_NAME_S
+        return False
+
+    monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(files, "_is_on_server", stall)
+    monkeypatch.setattr(files, "_is_file", lambda path, status: next(looks, True) and is_file(path, status))
+    monkeypatch.setattr(Path, "rename", late(Path.rename, errno.ENOENT))
+    (tmp_path / "source").touch()
+    assert rename(tmp_path / "source", tmp_path / "target").exists()
+
+
+def test_a_file_that_is_replaced_while_the_reply_to_its_removal_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host remembers for a while that the new name was missing, and the old one is another process's already."""
+    path, lexists, looks = tmp_path / "lease", os.path.lexists, iter(range(3))
+
+    def rename_and_replace(source: Path, target: Path) -> None:
+        os.replace(source, target)
+        path.write_text("another's")
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(os, "rename", rename_and_replace)
+    monkeypatch.setattr(os.path, "lexists", lambda name: lexists(name) and (name == path or next(looks, None) is None))
+    path.write_text("mine")
+    assert remove_if(path, lambda name: name.read_text() == "mine")
+    assert path.read_text() == "another's" and os.listdir(tmp_path) == ["lease"]
 
 
 def test_a_rename_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

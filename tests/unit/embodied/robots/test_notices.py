@@ -62,6 +62,17 @@ def test_a_process_that_ended_without_closing_its_robot_is_named(folder: Path) -
     assert not path.exists() and Notice("arm").earlier_reason() == ""
 
 
+def test_a_notice_that_another_process_has_posted_since_stays(folder: Path) -> None:
+    first, second = Notice("arm-a"), Notice("arm-a")
+    first.post(lambda: "it ran into the table")
+    second.post(lambda: "it fell")
+    resume("arm-a")
+    first.remove()
+    assert sorted(path.name for path in folder.iterdir()) == ["arm-a.json", "arm-a.resume"]
+    second.remove()
+    assert not list(folder.iterdir())
+
+
 def test_only_who_posted_a_notice_takes_it_down(folder: Path) -> None:
     Notice("arm").post(lambda: "stop")
     Notice("arm").remove()

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from rlhpc.runtime.worker_spec import WorkerSpec
@@ -27,6 +28,28 @@ def open_device() -> None:
 def fail() -> None:
     """What a library does that does not expect to be imported here."""
     raise RuntimeError("no driver")
+
+
+def note_import() -> None:
+    """Notes the process that imports, in the working directory."""
+    with open("imports", "a") as file:
+        print(os.getpid(), file=file)
+
+
+def crash() -> None:
+    """What a library does whose native code is broken."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def import_slowly() -> None:
+    """What an import does on a slow filesystem; the test ends it."""
+    while not os.path.exists("go on"):
+        time.sleep(0.01)
+
+
+def import_endlessly() -> None:
+    """What an import does on a filesystem that hangs."""
+    signal.pause()
 
 
 def call(item: str) -> None:
@@ -50,9 +73,20 @@ def run(spec: WorkerSpec) -> int:
             log.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
         case ["environment", name]:
             print(os.environ.get(name), os.getsid(0) == os.getpid(), flush=True)
+        case ["write", name]:
+            log.write_text(os.environ.get(name, ""))
+        case ["parent"]:
+            log.write_text(str(os.getppid()))
         case ["import", *items]:
             for item in items:
                 call(item)
+        case ["read"]:
+            print(sys.stdin.read(), flush=True)
+        case ["wait", "on"]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            log.write_text("waiting")
+            while True:
+                signal.pause()
         case ["wait"]:
             log.write_text("waiting")
             signal.pause()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rlhpc.runtime import pickle_stream
@@ -36,7 +37,7 @@ class Server:
                 "rlhpc.runtime.launchers.fork_server", str(end.fileno()), self.scratch.token,
                 str(driver or os.getpid()), ENTRY, *modules,
             ),
-            pass_fds=[end.fileno()], start_new_session=True,
+            pass_fds=[end.fileno()], start_new_session=True, cwd=folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([*import_paths(), str(folder)])},
         )  # fmt: skip
         end.close()
@@ -46,8 +47,8 @@ class Server:
         assert event is not None, "the server has ended"
         return event  # type: ignore[no-any-return]
 
-    def start(self, action: str, rank: int = 0, **fields: Any) -> tuple[WorkerSpec, dict[str, Any]]:
-        """Requests a rank; returns its specification and the server's answer."""
+    def request(self, action: str, rank: int = 0, **fields: Any) -> WorkerSpec:
+        """Requests a rank; returns its specification."""
         log = self.folder / f"{rank}"
         spec = WorkerSpec(
             "group", rank, 2, "node", 0, rank, 2, (), "registry", self.scratch.token, action.encode(), f"{log}.out",
@@ -55,7 +56,11 @@ class Server:
         )  # fmt: skip
         spec = replace(spec, **fields)
         pickle_stream.send(self.control, {"op": "start", "spec": pickle.dumps(spec)})
-        return spec, self.next_event()
+        return spec
+
+    def start(self, action: str, rank: int = 0, **fields: Any) -> tuple[WorkerSpec, dict[str, Any]]:
+        """Requests a rank; returns its specification and the server's answer."""
+        return self.request(action, rank, **fields), self.next_event()
 
     def kill(self, *ranks: tuple[str, str], number: int = signal.SIGKILL) -> None:
         pickle_stream.send(self.control, {"op": "kill", "ranks": list(ranks), "signal": number})
@@ -114,7 +119,7 @@ def test_the_processes_that_a_rank_has_started_end_with_it(server: Server) -> No
 
 
 def test_a_rank_with_an_interpreter_reads_its_specification_there(server: Server) -> None:
-    fields = {"interpreter": sys.executable, "env": {"OF_THE_RANK": "its value"}}
+    fields: dict[str, Any] = {"interpreter": sys.executable, "env": {"OF_THE_RANK": "its value"}}
     spec, _ = server.start("environment OF_THE_RANK", **fields)
     assert server.next_event() == {"event": "exit", "rank": spec.identity, "status": 0}
     assert Path(spec.log_out).read_text() == "its value True\n", Path(spec.log_err).read_text()
@@ -171,3 +176,91 @@ def test_a_server_whose_driver_ended_before_it_started_serves_nobody(start_serve
     server = start_server(driver=1)
     assert server.process.wait(60) == 0
     assert pickle_stream.receive(server.control) is None and not server.has_folders()
+
+
+ENTRIES = "tests.unit.runtime.launchers.rank_entries"
+
+
+def start_ranks(server: Server, action: str, items: list[str], size: int) -> list[int]:
+    """Starts ranks of a group with imports of its own; returns their statuses in the order of their ends."""
+    for rank in range(size):
+        server.request(action, rank, local_world_size=size, preload=items)
+    statuses: list[int] = []
+    while len(statuses) < size:
+        event = server.next_event()
+        assert event["event"] in ("started", "exit"), event
+        statuses += [event["status"]] if event["event"] == "exit" else []
+    return statuses
+
+
+def test_the_ranks_of_a_host_import_once(server: Server, tmp_path: Path) -> None:
+    """Nor does the group import again when it starts again; another group with the same imports has them already."""
+    for _ in range(2):
+        assert start_ranks(server, "exit 0", [f"{ENTRIES}:note_import"], 5) == [0] * 5
+    [importer] = (tmp_path / "imports").read_text().split()
+    assert int(importer) != server.process.pid, "the server itself must be able to fork ranks of other groups"
+
+
+def test_what_the_server_has_imported_needs_no_other_process(start_server: Callable[..., Server]) -> None:
+    server = start_server("numpy")
+    assert server.next_event()["event"] == "ready"
+    start_ranks(server, "parent", ["numpy"], 2)
+    assert {Path(f"{server.folder}/{rank}.out").read_text() for rank in range(2)} == {str(server.process.pid)}
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"), [("open_device", "it opens"), ("fail", "it fails: RuntimeError: no driver")]
+)
+def test_an_import_that_cannot_be_forked_is_left_to_the_ranks(
+    start_server: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, function: str, reason: str
+) -> None:
+    """The others are made once all the same; nothing of the refused one is left in the process that forks."""
+    device = tmp_path / "dev" / "nvidia0"
+    device.parent.mkdir()
+    monkeypatch.setenv("RLHPC_TEST_DEVICE_FILE", str(device))
+    server = start_server()
+    assert server.next_event()["event"] == "ready"
+    items = [f"{ENTRIES}:{function}", f"{ENTRIES}:set_variable"]
+    start_ranks(server, "write RLHPC_TEST_IMPORTED", items, 3)
+    assert [(tmp_path / f"{rank}.out").read_text() for rank in range(3)] == ["by the server"] * 3
+    log = (tmp_path / "0.err").read_text()
+    assert log.count("makes the import") == 1 and f"import {items[0]} by itself, because {reason}" in log
+
+
+def test_an_import_that_ends_its_process_is_left_to_the_ranks(server: Server) -> None:
+    start_ranks(server, "exit 0", [f"{ENTRIES}:crash"], 2)
+    assert "because the process that made it has ended" in (server.folder / "0.err").read_text()
+
+
+def test_a_rank_that_waits_for_imports_can_be_killed(server: Server) -> None:
+    """The server serves other ranks while the imports of a group take place."""
+    spec = server.request("exit 0", preload=[f"{ENTRIES}:import_endlessly"])
+    assert server.start("exit 3", rank=1)[1]["event"] == "started"
+    assert server.next_event()["status"] == 3 << 8
+    server.kill(spec.identity)
+    assert server.next_event() == {"event": "exit", "rank": spec.identity, "status": signal.SIGKILL}
+    pickle_stream.send(server.control, {"op": "stop"})
+    assert server.process.wait(60) == 0 and not server.has_folders()
+
+
+def test_ranks_with_imports_get_signals_and_end_with_the_server(server: Server) -> None:
+    items = [f"{ENTRIES}:set_variable"]
+    first, answer = server.start("wait", preload=items)
+    second, _ = server.start("wait", rank=1, preload=items)
+    wait_until(lambda: Path(first.log_out).exists() and Path(second.log_out).exists(), 60)
+    server.kill(second.identity, number=signal.SIGTERM)
+    assert server.next_event() == {"event": "exit", "rank": second.identity, "status": signal.SIGTERM}
+    pickle_stream.send(server.control, {"op": "stop"})
+    assert server.next_event()["rank"] == first.identity
+    assert server.process.wait(60) == 0
+    assert has_ended(answer["pid"]) and not server.has_folders()
+
+
+def test_the_end_of_an_import_server_is_the_end_of_its_ranks_alone(server: Server) -> None:
+    spec, answer = server.start("wait", preload=[f"{ENTRIES}:set_variable"])
+    wait_until(lambda: Path(spec.log_out).exists(), 60)
+    os.kill(psutil.Process(answer["pid"]).ppid(), signal.SIGKILL)
+    assert server.next_event() == {"event": "exit", "rank": spec.identity, "status": signal.SIGKILL}
+    assert has_ended(answer["pid"], 60)
+    _, answer = server.start("exit 0", rank=1, preload=[f"{ENTRIES}:set_variable"])
+    assert answer["event"] == "started" and server.next_event()["status"] == 0

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlhpc.runtime.imports import import_paths
@@ -34,15 +35,20 @@ if os.environ.get("OTHER_CONTAINER"):
     node_fork._read_namespaces = lambda: (1, 2)
 spec = WorkerSpec(
     "group", rank, int(size), "node", 0, rank, int(size), (), "registry", token, action.encode(), f"{folder}/{rank}.out",
-    f"{folder}/{rank}.err", incarnation="i1", preload=modules, env=variables,
+    f"{folder}/{rank}.err", incarnation=f"i{rank}" if os.environ.get("JOINED") else "i1", preload=modules, env=variables,
 )
-status = node_fork.run_forked(spec, "tests.unit.runtime.launchers.rank_entries:run")
+status = node_fork.run_forked(
+    spec, "tests.unit.runtime.launchers.rank_entries:run", is_joined=bool(os.environ.get("JOINED"))
+)
 Scratch(token).leave()
 if status is None:
     print("by itself", flush=True)
 else:
     node_fork.end_like(status)
 """
+
+
+ENTRIES = "tests.unit.runtime.launchers.rank_entries"
 
 
 class Step:
@@ -75,9 +81,9 @@ class Step:
         self.tasks += [
             subprocess.Popen(
                 command, env={**environment, "SLURM_PROCID": str(rank)}, text=True, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.PIPE, stdin=subprocess.PIPE, cwd=self.folder,
             )
-            for rank in range(size)
+            for rank in range(len(self.tasks), len(self.tasks) + size)
         ]  # fmt: skip
 
     def ends(self) -> list[int]:
@@ -118,6 +124,55 @@ def test_a_rank_that_is_killed_kills_its_task_and_no_other(step: Step) -> None:
     assert [task.poll() for task in (step.tasks[0], step.tasks[2])] == [None, None]
     assert is_there(pids[0]) and is_there(pids[2])
     wait_until(lambda: not (step.scratch.sockets / f"forked-{step.mark}-1").exists(), 30)
+
+
+def parent_of(pid: int) -> int:
+    return psutil.Process(pid).ppid()
+
+
+def join_ranks(step: Step, count: int, action: str, *modules: str) -> None:
+    """Starts processes that join a run, one after another; no task has neighbours that it knows of."""
+    for _ in range(count):
+        step.start(1, action, *modules, JOINED="1")
+        step.forked(len(step.tasks) - 1)
+
+
+def test_ranks_that_join_one_after_another_share_a_server(step: Step) -> None:
+    join_ranks(step, 3, "wait", f"{ENTRIES}:note_import")
+    [server] = {parent_of(step.forked(rank)) for rank in range(3)}
+    assert (step.folder / "imports").read_text().split() == [str(server)]
+    for task in step.tasks:
+        task.kill()
+    wait_until(lambda: has_ended(server), 30)
+    join_ranks(step, 1, "wait")
+    assert parent_of(step.forked(3)) != server, "the next one starts another server"
+
+
+def test_a_joined_rank_reads_what_its_process_is_told(step: Step) -> None:
+    join_ranks(step, 2, "read")
+    for rank, task in enumerate(step.tasks):
+        assert task.communicate(f"leave {rank}", timeout=60)[0] == f"leave {rank}\n"
+
+
+def test_a_joined_rank_whose_process_is_told_to_leave_does_not_wait_for_the_imports(step: Step) -> None:
+    step.start(1, "exit 0", f"{ENTRIES}:note_import", f"{ENTRIES}:import_slowly", JOINED="1")
+    imports = step.folder / "imports"
+    wait_until(imports.exists, 30)
+    task = step.tasks[0]
+    assert task.stdin is not None and task.stderr is not None
+    task.stdin.write("L")
+    task.stdin.flush()
+    assert step.ends() == [1] and "was told to leave before it had started" in task.stderr.readline()
+    (step.folder / "go on").touch()
+    assert has_ended(int(imports.read_text()), 60), "the server ends without ranks"
+
+
+def test_a_joined_rank_is_killed_with_its_process(step: Step) -> None:
+    join_ranks(step, 2, "wait on")
+    pids = [step.forked(rank) for rank in range(2)]
+    wait_until(lambda: (step.folder / "0.out").exists(), 30)
+    step.tasks[0].kill()
+    assert has_ended(pids[0], 60) and is_there(pids[1])
 
 
 def test_a_task_that_is_killed_takes_its_rank_and_what_that_has_started(step: Step) -> None:
@@ -165,9 +220,6 @@ def test_the_end_of_the_server_ends_ranks_and_tasks(step: Step) -> None:
     assert step.ends() == [1, 1]
     assert "the server that forked group-0 on this node has ended" in step.tasks[0].communicate()[1]
     wait_until(lambda: all(map(has_ended, pids)), 30)
-
-
-ENTRIES = "tests.unit.runtime.launchers.rank_entries"
 
 
 def test_a_rank_has_the_variables_that_an_import_has_set_unless_it_has_others(step: Step) -> None:
