@@ -185,8 +185,9 @@ def _read_folder(model_path: str | None) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{_KEY}: {path} has no {MODEL}")
     family = str(config.get("type"))
     if family not in FAMILIES:
-        reason = f" ({_UNSUPPORTED[family]})" if family in _UNSUPPORTED else ""
-        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}{reason}")
+        if family in _UNSUPPORTED:
+            raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; {_UNSUPPORTED[family]}")
+        raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
     horizon = {FAMILIES[family]: {"type": "integer", "minimum": 1}}
     schema = {"required": list(horizon), "properties": horizon, "allOf": [_SCHEMA]}
     if schema_fault := best_match(Draft202012Validator(schema).iter_errors(config)):
