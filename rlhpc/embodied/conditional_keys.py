@@ -45,6 +45,8 @@ def _has_interventions(cfg: Any) -> bool:
     return cfg.env.train.intervene.source is not None
 
 
+#: Keys of the section `algorithm.success_classifier`, besides `train`.
+_CLASSIFIER_KEYS = ("init_from", "min_marks", "min_accuracy", "updates", "batch_size", "lr", "size")
 #: Conditions of every run with simulators.
 _SIMULATOR_CONDITIONS = (
     *COMMON,
@@ -167,6 +169,10 @@ OFF_POLICY = (
         ("algorithm.demo_buffer.ratio",),
         lambda cfg: cfg.algorithm.demo_buffer.load_path is not None or _has_interventions(cfg),
         "with algorithm.demo_buffer.load_path or env.train.intervene.source",
+    ),
+    Condition(
+        tuple(f"algorithm.success_classifier.{name}" for name in _CLASSIFIER_KEYS),
+        lambda cfg: cfg.algorithm.success_classifier.train, "with algorithm.success_classifier.train",
     ),
     Condition(("algorithm.demo_buffer.size",), _has_interventions, "with env.train.intervene.source"),
     Condition(("env.train.intervene.kwargs",), _has_interventions, "with env.train.intervene.source"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.checkpoint.start import check_start, find_weights
-from rlhpc.config.typed import mapping, with_value
+from rlhpc.config.typed import mapping, select, with_value
 from rlhpc.embodied.config import BcConfig, EmbodiedConfig, EnvSideConfig, PpoConfig, SacConfig
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.envs.registry import ENVS, check_env, environment_of
@@ -54,25 +54,32 @@ def _check_environment(section: EnvSideConfig, python: str | None) -> Spaces:
     return check_env(section, python)
 
 
-def environment_checks(cfg: PpoConfig | SacConfig, python: str | None, spaces: Callable[[], Spaces]) -> Iterator[Check]:
+def environment_checks(
+    cfg: PpoConfig | SacConfig,
+    python: str | None,
+    spaces: Callable[[], Spaces],
+    classifier_key: str = "env.train.reward_model",
+) -> Iterator[Check]:
     """Yields the checks of the training and evaluation environments.
 
     Args:
         cfg: The configuration.
         python: Python of the env group, if it has a separate one.
         spaces: Builds an environment of `env.train` and returns its spaces.
+        classifier_key: Key that names a success classifier, if its value is not null.
     """
     train_env, resource = cfg.env.train, environment_resource(cfg.env.train, python)
     yield from _check_interpreter(train_env.simulator_python, "env.train")
-    if (path := train_env.reward_model) is not None:
-        from rlhpc.embodied.rewards import KEY, reward_model
-
-        yield Check(KEY, lambda: find_weights(path, KEY), path_resource(cfg, path))
+    key, path = classifier_key, select(cfg, classifier_key)
+    if path is not None:
+        yield Check(key, lambda: find_weights(path, key), path_resource(cfg, path))
     yield Check("env.train", spaces, resource)
     if path is not None:
+        from rlhpc.embodied.rewards import reward_model
+
         yield Check(
-            f"{KEY} and env.train",
-            lambda: reward_model(path, spaces()[0]),
+            f"{key} and env.train",
+            lambda: reward_model(path, spaces()[0], key),
             merge_resources(resource, path_resource(cfg, path)),
         )
     if cfg.runner.val_check_interval > 0:
@@ -171,7 +178,8 @@ def off_policy_checks(cfg: SacConfig, ranks: Mapping[str, int], python: str | No
 
     yield from _check_slots(cfg, ranks)
     spaces = cache(lambda: _check_environment(cfg.env.train, python))
-    yield from environment_checks(cfg, python, spaces)
+    keys = ["algorithm.success_classifier.init_from"] if cfg.algorithm.success_classifier.train else []
+    yield from environment_checks(cfg, python, spaces, *keys)
     resource = environment_resource(cfg.env.train, python)
 
     def build(pair: Spaces) -> Any:

@@ -277,6 +277,10 @@ class SacChecks(PlayingChecks[SacConfig]):
         checks.check_common(cfg, fail)
         checks.check_off_policy(cfg, fail)
         self._check_intervene(cfg, fail)
+        if cfg.algorithm.success_classifier.train:
+            from rlhpc.embodied.interventions.sources import check_success_classifier
+
+            check_success_classifier(cfg, fail)
         if training:
             checks.check_slots(cfg, fail)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from rlhpc.config.constraints import COUNT, FRACTION, FREE, PART
+from rlhpc.config.constraints import COUNT, FRACTION, FREE, PART, RATE
 
 
 @dataclass
@@ -50,3 +50,31 @@ class DemoBufferConfig:
     size: Annotated[int, COUNT] = 20_000
     """Capacity in transitions of interventions (`env.train.intervene`), which are added to those of `load_path`; the oldest
     are dropped first."""
+
+
+@dataclass
+class SuccessClassifierConfig:
+    """Success classifier of a run with `env.train.intervene`, trained on the frames that a person marks."""
+
+    train: bool = False
+    """Trains a success classifier during the run. A mark ends an episode, and labels its last frame; frames after which an
+    episode went on count as failures, too. Once the classifier is good enough (`min_marks`, `min_accuracy`), its probability
+    that the task is done after a step, times `env.train.reward_scale`, replaces the reward of new steps without a mark."""
+    init_from: str | None = None
+    """Success classifier to start from (a run, a checkpoint or an export folder of `model_type: success`, or the folder
+    `success_classifier` of a checkpoint); null starts with random weights. Its network is then that of the folder; otherwise
+    it has the encoder and the `hidden_sizes` of `actor.model`."""
+    min_marks: Annotated[int, COUNT] = 10
+    """Number of newest marks of each kind (success, failure) on which accuracy is measured; with fewer, the environment's
+    rewards are used."""
+    min_accuracy: Annotated[float, FRACTION] = 0.9
+    """Smallest fraction of these marks, of each kind, that the classifier must have predicted before it learned them. Below it
+    the environment's rewards are used again."""
+    updates: Annotated[int, COUNT] = 20
+    """Optimizer steps of the classifier per step of the run, once there are marks of both kinds."""
+    batch_size: Annotated[int, COUNT] = 128
+    """Frames per optimizer step: half of them successes, half failures."""
+    lr: Annotated[float, RATE] = 3.0e-4
+    """Learning rate of the classifier (Adam)."""
+    size: Annotated[int, COUNT] = 1000
+    """Number of marked frames of each kind that are kept; the oldest are dropped first."""

@@ -21,7 +21,7 @@ from rlhpc.config.constraints import (
     Registered,
 )
 from rlhpc.config.sections import OptimConfig, RunConfig, ScheduledOptimConfig, ValueOptimConfig
-from rlhpc.embodied.config.data import DemoBufferConfig, DemosConfig, ReplayBufferConfig
+from rlhpc.embodied.config.data import DemoBufferConfig, DemosConfig, ReplayBufferConfig, SuccessClassifierConfig
 from rlhpc.embodied.config.envs import (
     ClonedEnvsConfig,
     DemonstratedWorkflowConfig,
@@ -162,6 +162,8 @@ class SacAlgorithmConfig:
     """Buffer of the environments' transitions."""
     demo_buffer: DemoBufferConfig = field(default_factory=DemoBufferConfig)
     """Demonstrations, or other data from before the run."""
+    success_classifier: SuccessClassifierConfig = field(default_factory=SuccessClassifierConfig)
+    """Success classifier that is trained during the run."""
 
 
 @dataclass

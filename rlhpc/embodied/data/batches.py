@@ -34,10 +34,11 @@ _TRAILING_COLUMNS = {
     "env_failed": "env_failed",
     "lost": "missing",
     "intervened": "intervened",
+    "marks": "marks",
 }
 
 
-_MASKS = ("truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost", "intervened")
+_MASKS = ("truncations", "action_mask", "loss_mask", "nonfinite", "env_failed", "lost", "intervened", "marks")
 
 
 class DropReason(StrEnum):
@@ -136,6 +137,7 @@ class RolloutBatch(Generic[Array]):
         env_failed: Transitions whose simulator or robot failed, bool.
         missing: Transitions that are missing because a rank left the run, bool; None if no rank left.
         intervened: Transitions in which a source of interventions chose an action, bool; None if there is no source.
+        marks: A person's verdicts on episodes, int8 (`MARK_CODES`); None unless a success classifier is trained.
         extras: Additional columns by name: the model's `inputs.*`, and in off-policy runs `next_obs.*`.
         version: Oldest version of the weights that acted; None if unknown.
         drops: Transitions that `drop` masked out, bool; None if no transition was dropped.
@@ -156,6 +158,7 @@ class RolloutBatch(Generic[Array]):
     env_failed: Array | None = None
     missing: Array | None = None
     intervened: Array | None = None
+    marks: Array | None = None
     extras: Mapping[str, Array] = field(default_factory=dict)
     version: int | None = None
     drops: np.ndarray | None = None

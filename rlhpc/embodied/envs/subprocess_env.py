@@ -210,7 +210,8 @@ class ProcessVectorEnv(VectorEnv):
         """Logs once per reason that a robot waits for a person; then checks the run. Simulators call it repeatedly."""
         if reason != self._wait_reason:
             self._wait_reason = reason
-            log.warning("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
+            # The robot's process has warned in the same log, with the robot's name.
+            log.info("%s is stopped (%s), and waits for a person: rlhpc robot resume", self._cfg.env_id, reason)
         (self.on_wait or check_run)(reason)
 
     # -- episodes ---------------------------------------------------------------------------------------------------

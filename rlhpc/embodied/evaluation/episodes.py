@@ -355,6 +355,7 @@ def play(
         the name of the task.
 
     Raises:
+        ConfigError: The observations lack an entry of those that the policy was trained with, such as a camera.
         RlhpcError: An episode does not end, or simulators fail repeatedly.
     """
     rows: list[tuple[int, int, dict[str, Any]]] = []  # slot, number of its episode, row
@@ -365,7 +366,11 @@ def play(
     obs, _ = env.reset()
     while steps_since_reset.max() < max_decisions:
         noise_kwargs = {} if noise is None else {"noise": noise(episodes, steps_since_reset).to(device)}
-        actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **noise_kwargs)
+        try:
+            actions, _ = policy.predict_action_batch(to_tensors(obs, device), mode=mode, **noise_kwargs)
+        except KeyError as error:
+            _require_entry(error.args[0] if error.args else None, policy, env)
+            raise
         actions_array = actions.cpu().numpy()
         if observer is not None:
             observer.before(obs, actions_array)
@@ -401,6 +406,21 @@ def play(
         f"{', and its environment has no time limit' if max_decisions < _MAX_DECISIONS else ''}; {len(rows)} of {quota.sum()} "
         "episodes did; set env.eval.max_episode_steps=N"
     )
+
+
+def _require_entry(name: Any, policy: Any, env: VectorEnv) -> None:
+    """Checks that the environment shows an entry of the observations that the policy was trained with.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    expected_entries = getattr(getattr(policy, "observation_space", None), "spaces", {})
+    shown_entries = getattr(env.observation_space, "spaces", {})
+    if name in expected_entries and name not in shown_entries:
+        raise ConfigError(
+            f"env.eval shows no {name!r}, which the policy was trained with; it shows "
+            f"{', '.join(shown_entries) or env.observation_space}"
+        ) from None
 
 
 def _make_episode_row(episode: dict[str, Any], slot: int, task_names: Sequence[str]) -> dict[str, Any]:

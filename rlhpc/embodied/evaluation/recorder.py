@@ -218,7 +218,8 @@ def record(
     source_type: str = "rl", source_desc: str = "", extra_facts: Mapping[str, Any] | None = None,
     options: WriteOptions | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Plays episodes and writes them as trajectories.
+    """Plays episodes and writes them as trajectories. If it is interrupted or fails, the complete episodes of a person or a
+    robot are kept; others are discarded.
 
     Args:
         actor: A policy, or an `ExpertPolicy`.
@@ -274,6 +275,8 @@ def record(
                 output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=step_limit, source_type=source_type,
                 source_desc=source_desc, extra_facts=extra_facts, facts=dataset_facts.to_json(),
             )  # fmt: skip
+        # A person's time and a robot's episodes are not to be had again. A round of DAgger is recorded as a whole.
+        episode_writer.keeps_episodes = (intervention is not None or env.holds_hardware) and not only_taken
         with torch.random.fork_rng(devices=[]), episode_writer as writer:
             torch.manual_seed(seed)  # makes samples reproducible
             num_attempts = -1

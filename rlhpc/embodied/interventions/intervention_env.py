@@ -6,6 +6,7 @@ The infos of a step report who led:
 - `intervened`, bool `[N, chunk]`: executed actions that the source chose.
 - `executed_actions`, float32 `[N, chunk, dim]`: the actions that were executed; beyond the end of an episode or of a shortened
   chunk, those of the policy.
+- `marks`, int8 `[N]`: the verdict that ended the episode (`MARK_CODES`).
 - `infos["episode"]["helped"]`, bool `[N]`: whether the source chose any action of the ended episode.
 """
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed, merge_infos
 from rlhpc.embodied.envs.observations import Obs, as_arrays
-from rlhpc.embodied.interventions.sources import KEY, Intervention, Mark, Signals, build_intervention
+from rlhpc.embodied.interventions.sources import KEY, MARK_CODES, Intervention, Mark, Signals, build_intervention
 from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError
 
@@ -114,7 +115,7 @@ class InterventionEnv(VectorEnv):
         )
         terminations, truncations = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         infos: dict[str, Any] = {}
-        signals = Signals()
+        signals, marks = Signals(), np.zeros(num_slots, np.int8)
         for index in range(chunk_length):
             is_active = ~(terminations | truncations)
             chosen_actions, is_led = self._choose(actions[:, index])
@@ -129,7 +130,7 @@ class InterventionEnv(VectorEnv):
                 and not (terminated | truncated | env_failed(step_infos, 1))[0]
             ):
                 step_rewards, terminated, step_infos = self._end_by_mark(signals.mark, bool(led[:, : index + 1].any()))
-                obs = self._obs
+                obs, marks[0] = self._obs, MARK_CODES[signals.mark]
             has_failed = env_failed(step_infos, num_slots)
             rewards[:, index] = np.where(is_active, step_rewards, 0)
             is_executed[:, index] = is_active & ~has_failed if self.holds_hardware else is_active
@@ -150,7 +151,7 @@ class InterventionEnv(VectorEnv):
                 break
         if chunk_length > 1:
             infos["chunk"] = {"rewards": rewards, "mask": is_executed}
-        infos |= {"intervened": led, "executed_actions": executed_actions}
+        infos |= {"intervened": led, "executed_actions": executed_actions, "marks": marks}
         if signals.paused:
             obs = self._wait_for_resume(obs)
         self._obs = obs

@@ -1,10 +1,12 @@
-"""Limits of a robot's commands, and the errors of rejected commands."""
+"""Limits of a robot's commands, the errors of rejected commands, and faults of its observations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from gymnasium import spaces
 
 from rlhpc.embodied.robots.driver import Robot
 from rlhpc.runtime.errors import RlhpcError
@@ -48,6 +50,27 @@ def why_no_max_change(driver: Robot) -> str:
             f"{driver_name}.control_mode is absolute: position() must return the measured position, which a change is "
             "counted from"
         )
+    return ""
+
+
+def observation_fault(obs: Any, space: Any, name: str = "") -> str:
+    """Returns why an observation is not one of `space`, such as a camera that is missing; empty if it has all entries in their
+    shapes.
+
+    Args:
+        obs: Observation of the driver.
+        space: Its observation space.
+        name: Name of the entry that is looked at; empty for the whole observation.
+    """
+    entry_text = f"{name!r} of its observation" if name else "its observation"
+    if isinstance(space, spaces.Dict):
+        if not isinstance(obs, Mapping):
+            return f"{entry_text} is a {type(obs).__name__}; its observation_space has {', '.join(space.spaces)}"
+        if missing_names := [key for key in space.spaces if obs.get(key) is None]:
+            return f"{entry_text} has no {', '.join(map(repr, missing_names))}: look after the camera or sensor"
+        return next(filter(None, (observation_fault(obs[key], box, key) for key, box in space.spaces.items())), "")
+    if isinstance(space, spaces.Box) and (shape := np.shape(obs)) != space.shape:
+        return f"{entry_text} has the shape {shape}; its observation_space has {space.shape}"
     return ""
 
 

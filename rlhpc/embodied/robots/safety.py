@@ -24,7 +24,13 @@ import numpy as np
 
 from rlhpc.embodied.envs.base import Timing
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
-from rlhpc.embodied.robots.limits import CommandLimits, StaleObservation, nearest_command, why_no_max_change
+from rlhpc.embodied.robots.limits import (
+    CommandLimits,
+    StaleObservation,
+    nearest_command,
+    observation_fault,
+    why_no_max_change,
+)
 from rlhpc.embodied.robots.notices import Notice, robot_name
 from rlhpc.embodied.robots.states import LIVE, State, StateMachine
 from rlhpc.embodied.robots.watchdog import WatchdogProcess
@@ -214,6 +220,9 @@ class SafetyCore:
 
     def _observe(self) -> Observation:
         observation: Observation = self._call("observe")
+        if reason := observation_fault(observation.obs, self.observation_space):
+            self.stop(reason)
+            self._states.require()
         age = time.monotonic() - observation.taken_at
         self.observation = observation
         if not age > -_CLOCK_TOLERANCE_S:

@@ -35,6 +35,7 @@ class OutcomeShape:
     single_episode: bool = False
     interventions: bool = False
     action_shape: tuple[int, ...] | None = None
+    marks: bool = False
 
 
 def ppo_shape(cfg: PpoConfig) -> OutcomeShape:
@@ -70,6 +71,7 @@ class SlotOutcomes:
         missing: Transitions whose outcome is missing because an env rank left the run, bool; None if none is missing.
         intervened: Decisions in which a source of interventions chose an action, bool; None if there is no source.
         executed_actions: Actions that were executed, `[n, T, C, dim]`; None in on-policy runs and without a source.
+        marks: A person's verdicts on episodes, int8 (`MARK_CODES`); None unless a success classifier is trained.
     """
 
     rewards: np.ndarray
@@ -86,6 +88,7 @@ class SlotOutcomes:
     missing: np.ndarray | None = None
     intervened: np.ndarray | None = None
     executed_actions: np.ndarray | None = None
+    marks: np.ndarray | None = None
 
     def columns(self) -> dict[str, Any]:
         """Returns the columns of the message by name, without fields that are None."""
@@ -133,6 +136,7 @@ class Outcomes:
         is_single_episode: Play one episode per slot: `valid [n, T]` excludes the decisions after its end.
         interventions: Whether `intervened [n, T]` marks the decisions in which a source of interventions chose an action.
         action_shape: Shape `(C, dim)` of the stored `executed_actions [n, T, C, dim]`; None stores none.
+        marks: Whether `marks [n, T]` stores a person's verdicts on episodes.
         report_nonfinite: Function called for non-finite values with the quantity ("reward", "observation" or "last observation
             of an episode"), the step and the slots (bool `[n]`). It may raise an error. Otherwise 0 replaces the values, and
             `nonfinite [n, T]` marks their transitions.
@@ -148,6 +152,7 @@ class Outcomes:
         is_single_episode: bool = False,
         interventions: bool = False,
         action_shape: tuple[int, ...] | None = None,
+        marks: bool = False,
         report_nonfinite: Callable[[str, int, np.ndarray], None] | None = None,
     ) -> None:
         num_slots = len(share)
@@ -168,6 +173,8 @@ class Outcomes:
             self._optional["intervened"] = np.zeros((num_slots, num_steps), bool)
         if action_shape is not None:
             self._optional["executed_actions"] = np.zeros((num_slots, num_steps, *action_shape), np.float32)
+        if marks:
+            self._optional["marks"] = np.zeros((num_slots, num_steps), np.int8)
         if report_nonfinite is not None:
             self._optional["nonfinite"] = np.zeros((num_slots, num_steps), bool)
         self._is_alive = np.ones(num_slots, bool) if is_single_episode else None
@@ -198,6 +205,8 @@ class Outcomes:
         if "executed_actions" in self._optional:
             column = self._optional["executed_actions"]
             column[:, t] = infos["executed_actions"].reshape(column[:, t].shape)
+        if "marks" in self._optional:
+            self._optional["marks"][:, t] = infos["marks"]
         self.rewards[:, t] = rewards
         self.terminations[:, t] = terminations
         self.truncations[:, t] = truncations
@@ -274,6 +283,7 @@ class Outcomes:
             nonfinite=optional_columns.get("nonfinite"),
             intervened=optional_columns.get("intervened"),
             executed_actions=optional_columns.get("executed_actions"),
+            marks=optional_columns.get("marks"),
             last_obs=last_obs,
             final_slot=np.concatenate(slots) if slots else no_ends,
             final_step=np.concatenate(steps) if steps else no_ends,
@@ -291,6 +301,7 @@ def unknown_outcomes(slot_share: range, num_steps: int, shape: OutcomeShape, las
         is_single_episode=shape.single_episode,
         interventions=shape.interventions,
         action_shape=shape.action_shape,
+        marks=shape.marks,
         report_nonfinite=lambda *_: None,
     )
     return outcomes.part(slice(0, len(slot_share)), last_obs)

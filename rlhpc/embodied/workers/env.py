@@ -191,6 +191,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             is_single_episode=shape.single_episode,
             interventions=shape.interventions,
             action_shape=shape.action_shape,
+            marks=shape.marks,
             report_nonfinite=report_spoiled,
         )
 

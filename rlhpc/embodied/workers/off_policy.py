@@ -46,6 +46,10 @@ from rlhpc.training.flat_parameters import decay_factor
 
 if TYPE_CHECKING:
     from rlhpc.embodied.data.tensor_replay import TensorReplay
+    from rlhpc.embodied.rewards import SuccessTrainer
+
+#: Column with a person's verdicts on episodes, which the buffers do not keep.
+_MARKS = "marks"
 
 
 class IncompleteRows:
@@ -135,7 +139,7 @@ def _make_outcome_shape(cfg: SacConfig, action_space: Any) -> OutcomeShape:
     if cfg.env.train.intervene.source is None:
         return OutcomeShape()
     action_shape = (cfg.actor.model.num_action_chunks, int(np.prod(action_space.shape)))
-    return OutcomeShape(interventions=True, action_shape=action_shape)
+    return OutcomeShape(interventions=True, action_shape=action_shape, marks=cfg.algorithm.success_classifier.train)
 
 
 class OffPolicyEnvWorker(JoinableEnvWorker[SacConfig]):
@@ -218,6 +222,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
     counters: Mapping[str, str] = {"transitions": "transitions", "due": "updates_due"}
     #: Transitions of interventions, the same on all ranks; None without a source of interventions.
     interventions: ReplayBuffer | None = None
+    #: Success classifier that is trained during the run; None unless `algorithm.success_classifier.train`.
+    classifier: SuccessTrainer | None = None
     #: Whether the replay buffer has the column of labels. A restored buffer keeps its columns.
     has_labels = False
 
@@ -261,6 +267,10 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
                 checkpoint_folder=INTERVENTIONS_FOLDER,
                 key="algorithm.demo_buffer.size",
             )
+        if cfg.algorithm.success_classifier.train:
+            from rlhpc.embodied.rewards import SuccessTrainer
+
+            self.classifier = SuccessTrainer(cfg, *self._spaces, self.device, current().service.scratch.spill)
         options = DrawOptions(
             cfg.actor.global_batch_size,
             cfg.algorithm.demo_buffer.ratio,
@@ -356,6 +366,9 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         is_intervened = np.zeros(batch.rewards.shape[:2], bool) if batch.intervened is None else batch.intervened
         if columns and (self.has_labels or self.interventions is not None):
             columns[INTERVENED] = is_intervened
+        if columns and self.classifier is not None:
+            assert batch.marks is not None
+            columns[_MARKS] = batch.marks
         if self.positions is not None and columns:
             assert received.truncations is not None
             episode_ends = received.terminations | received.truncations
@@ -375,6 +388,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
     def add_transitions(self, columns: Mapping[str, Any]) -> int:
         """Adds transitions of the rank's slots to the buffer, `[n, rows, ...]`; returns their number."""
         rows = next(iter(columns.values())).shape[1] if columns else 0
+        if rows and self.classifier is not None:
+            columns = {**columns, "rewards": self.classifier.receive(columns, columns[_MARKS])}
         if self.interventions is not None:
             self._add_interventions(columns if rows else {})
         if rows:
@@ -384,7 +399,11 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
 
     def _list_stored_columns(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns that the buffers have."""
-        return {name: column for name, column in columns.items() if name != INTERVENED or self.has_labels}
+        return {
+            name: column
+            for name, column in columns.items()
+            if name != _MARKS and (name != INTERVENED or self.has_labels)
+        }
 
     def _add_interventions(self, columns: Mapping[str, Any]) -> None:
         """Adds the transitions of interventions, those of a slot in order, to the demonstrations of all ranks."""
@@ -435,6 +454,9 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         metrics = {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), "update_s": update_s}
         if self.interventions is not None:
             metrics["demo_buffer_size"] = float(self._mixture.num_demos)
+        if self.classifier is not None and not is_offline:
+            assert isinstance(self.replay, ReplayBuffer)
+            metrics |= self.classifier.update(self.replay)
         return metrics
 
     def draws(self, count: int, *, demos_only: bool) -> Iterator[MixtureDraw[torch.Tensor]]:
@@ -468,6 +490,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.replay.save(Path(folder))
         if self.interventions is not None and self.rank == 0:  # all ranks hold the same transitions
             self.interventions.save(Path(folder))
+        if self.classifier is not None and self.rank == 0:
+            self.classifier.save(Path(folder))
 
     def load(self, folder: str) -> None:
         """Restores a checkpoint; a rank without a file in it uses rank 0's.
@@ -479,6 +503,8 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.replay.load(Path(folder))
         if self.interventions is not None and (Path(folder) / INTERVENTIONS_FOLDER).is_dir():
             self.interventions.load(Path(folder))
+        if self.classifier is not None:
+            self.classifier.load(Path(folder))
         if self.replay.dtype is not None and self.has_labels is not (INTERVENED in (self.replay.dtype.names or ())):
             self.has_labels = not self.has_labels
             self.replace_demos(self._read_demos())

@@ -19,7 +19,10 @@ from rlhpc.runtime.torch_adapter import import_torchvision
 
 import_torchvision()
 
+import av
 import square
+import torchvision
+import torchvision.io
 from diffusers import DDPMScheduler
 from gymnasium.spaces import Box, Dict
 from lerobot.configs.policies import PreTrainedConfig
@@ -578,11 +581,38 @@ def film(folder: Path) -> None:
     data.finalize()
 
 
+class VideoReader:
+    """What torchvision's reader of videos was until it was taken out (0.25, `io/video_reader.py`, backend pyav), on which
+    LeRobot's loader is built.
+    """
+
+    def __init__(self, path: str, stream: str) -> None:
+        self.container = av.open(path)
+        self._streams = {stream: 0}
+        self._frames = self.container.decode(**self._streams)
+
+    def seek(self, time_s: float, keyframes_only: bool = False) -> None:
+        self.container.seek(round(time_s * 1e6), backward=True, any_frame=not keyframes_only)
+        self._frames = self.container.decode(**self._streams)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for frame in self._frames:
+            pixels = torch.from_numpy(frame.to_rgb().to_ndarray()).permute(2, 0, 1)
+            yield {"data": pixels, "pts": float(frame.pts * frame.time_base)}
+
+
 def frames(folder: Path, output: Path) -> None:
-    """Writes the images that LeRobot's loader gives, `[n, H, W, 3]`, without its transforms."""
-    found = LeRobotDataset("local/set", root=folder)
-    images = [row[PICTURE].mul(255).round().to(torch.uint8).permute(1, 2, 0).numpy() for row in found]
-    np.save(output, np.stack(images))
+    """Writes the images that LeRobot's loader gives, `[n, H, W, 3 × cameras]`, without its transforms. Which frame of a video
+    belongs to a row is found by LeRobot's own code.
+    """
+    torchvision.set_video_backend = lambda backend: None
+    torchvision.io.VideoReader = VideoReader
+    found = LeRobotDataset("local/set", root=folder, video_backend="pyav")
+    images = [
+        torch.cat([row[camera].mul(255).round().to(torch.uint8) for camera in sorted(found.meta.camera_keys)])
+        for row in (found[index] for index in range(len(found)))
+    ]
+    np.save(output, torch.stack(images).permute(0, 2, 3, 1).numpy())
 
 
 def read(*folders: Path) -> None:

@@ -193,12 +193,27 @@ def shuffled(source: LeRobotEpisodes) -> list[np.ndarray]:
 
 @needs_python("lerobot")
 def test_streamed_frames_are_those_of_lerobots_loader(here: Path) -> None:
-    """Images of a table equal those that its loader gives. Its videos have several episodes a file; which frame is which
-    tells their brightness, because the loader of this version needs a decoder that torchvision no longer has."""
-    program("frames", "data", "frames.npy")
-    found = np.concatenate(shuffled(LeRobotEpisodes(here / "data")))
-    np.testing.assert_array_equal(found, np.load("frames.npy"))
+    """Images of a table, and of videos with several episodes a file: those of LeRobot's recorder, and those that rlhpc wrote
+    with pictures of an environment. The recorder's also tell by their brightness which frame is which."""
     program("film", "films")
+    words = [
+        "record",
+        "--expert",
+        "square:expert",
+        "--config",
+        "ppo.yaml",
+        "--episodes",
+        "3",
+        "--to",
+        "lerobot",
+        "--videos",
+    ]
+    assert cli.main([*words, "--fps", "7", "--output", "moving", "env.train.wrappers=[]"]) == 0
+    for name in ("data", "films", "moving"):
+        program("frames", name, "frames.npy")
+        found = np.concatenate(shuffled(LeRobotEpisodes(here / name)))
+        np.testing.assert_array_equal(found, np.load("frames.npy"), err_msg=name)
+        assert len(np.unique(found.reshape(len(found), -1), axis=0)) > len(found) / 2, "they differ from each other"
     for episode, (images, length) in enumerate(zip(shuffled(LeRobotEpisodes(here / "films")), (7, 12, 5), strict=True)):
         steps = np.arange(length)
         levels = np.stack([30 + 60 * episode + 4 * steps, 225 - 60 * episode - 4 * steps], 1)

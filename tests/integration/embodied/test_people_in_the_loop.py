@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from rlhpc import cli
 from rlhpc.checkpoint.state import load_tensors
 from rlhpc.embodied.data.stored_replay import StoredReplay
+from rlhpc.embodied.rewards import reward_model
+from tests.unit.embodied.toy_carry import CarryEnv
 
 ROOT = Path(__file__).parents[3]
 TASK, EXPERT = "tests.unit.embodied.toy_carry:Carry-v0", "tests.unit.embodied.toy_carry:carry"
@@ -70,6 +73,11 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
 
 
+def timeless_rows(name: str) -> list[dict[str, Any]]:
+    left_out = ("time/", "energy/")
+    return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in rows(name)]
+
+
 def cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
@@ -86,11 +94,7 @@ def test_a_run_with_interventions_resumes_bit_for_bit(here: Path) -> None:
     assert run("train", "carry.yaml", *SHORT, "runner.name=cut", "runner.max_steps=3") == 0
     resumed = ["runner.name=cut", "runner.resume_dir=auto"]
     assert run("train", "carry.yaml", *SHORT, *resumed) == 0
-    left_out = ("time/", "energy/")
-    metrics = [
-        [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in rows(name)]
-        for name in ("whole", "cut")
-    ]
+    metrics = [timeless_rows(name) for name in ("whole", "cut")]
     assert metrics[0] == metrics[1]
     assert metrics[0][-1]["train/demo_buffer_size"] > 34 and metrics[0][-1]["rollout/intervention_rate"] > 0
     paths = [Path(f"runs/{name}/checkpoints/global_step_6") for name in ("whole", "cut")]
@@ -105,6 +109,62 @@ def test_a_run_with_interventions_resumes_bit_for_bit(here: Path) -> None:
     in_both = np.isin(led["position"], kept["position"][kept["intervened"]])
     assert in_both.sum() == kept["intervened"].sum(), "they are in both"
     assert {row.tobytes() for row in led["obs"][in_both]} == {row.tobytes() for row in kept["obs"][kept["intervened"]]}
+
+
+JUDGED = ["runner.max_steps=12", "runner.save_interval=6", "runner.keep_checkpoints=0", "algorithm.n_step=2",
+          "algorithm.rollout_steps=50", "algorithm.replay_buffer={size: 2000, min_buffer_size: 100}",
+          "env.train.intervene.source=tests.unit.embodied.toy_carry:Referee",
+          "env.train.intervene.kwargs={apart: 0, patience: 1, hold: 30, chance: 0.1}",
+          "algorithm.success_classifier={train: true, min_marks: 3, min_accuracy: 0.6, batch_size: 32, lr: 0.003, size: 8}",
+          "algorithm.update_to_data=0.2", "env.train.reward_scale=2"]  # fmt: skip
+
+
+def test_a_success_classifier_learns_from_marks_while_the_run_goes_on(here: Path) -> None:
+    """Its reward is used once it predicts new marks, a resumed run goes on bit for bit, and another run can load it."""
+    assert run("train", "carry.yaml", *JUDGED, "runner.name=whole") == 0
+    assert run("train", "carry.yaml", *JUDGED, "runner.name=cut", "runner.max_steps=6") == 0
+    assert run("train", "carry.yaml", *JUDGED, "runner.name=cut", "runner.resume_dir=auto") == 0
+    metrics = [timeless_rows(name) for name in ("whole", "cut")]
+    assert metrics[0] == metrics[1]
+    used = [row["train/classifier_used"] for row in metrics[0]]
+    assert used[0] == 0 and used[-1] == 1, used
+    last = metrics[0][-1]
+    assert last["train/classifier_accuracy"] >= 0.6 and 0 < last["train/classifier_successes"] < 0.5
+    assert 8 < last["train/classifier_marks"] <= 16 and last["train/classifier_loss"] < 0.5
+    folder = Path("runs/whole/checkpoints/global_step_12")
+    kept = StoredReplay(folder / "replay").transitions()
+    first = kept[: 50 * (used.index(1) + 1)]
+    assert {*first["rewards"].tolist()} <= {0.0, 2.0}, "the environment's and the person's, until it is good enough"
+    later = kept[len(first) :]
+    between = ~np.isin(later["rewards"], (0.0, 2.0))
+    assert between.any() and not later["terminations"][between].any(), "a mark is its step's reward"
+    classifier = reward_model(str(folder / "success_classifier"), CarryEnv.observation_space)
+    frames = StoredReplay(folder / "success_classifier/successes").transitions()["obs"]
+    assert len(frames) <= 8 and (frames[:, 5] == 1).all() and (frames[:, 2] > 0).all(), "held, and above the middle"
+    with torch.no_grad():
+        assert (classifier.value(torch.from_numpy(frames)) > 0.5).float().mean() > 0.5
+    assert run("train", "carry.yaml", *JUDGED, "runner.name=next", "runner.max_steps=1", "runner.save_interval=1",
+               f"algorithm.success_classifier.init_from={folder / 'success_classifier'}") == 0  # fmt: skip
+    loaded = load_tensors(Path("runs/next/checkpoints/global_step_1/success_classifier/model.safetensors"))
+    saved = load_tensors(folder / "success_classifier/model.safetensors")
+    assert all(not tensor.eq(0).all() and (tensor - saved[name]).abs().max() < 0.2 for name, tensor in loaded.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["env.train.intervene.source=scripted", "env.train.intervene.kwargs={expert: a:b}"], "learns from a person's marks"),
+        (["env.train.intervene={source: null, kwargs: {}}"], "learns from a person's marks"),
+        (["env.train.reward_model=nowhere"], "name it in algorithm.success_classifier.init_from"),
+        (["env.train.use_rel_reward=true"], "rewards the state after a step"),
+        (["algorithm.success_classifier.init_from=nowhere"], "algorithm.success_classifier.init_from is 'nowhere'"),
+    ],
+)  # fmt: skip
+def test_what_a_success_classifier_needs(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert run("train", "carry.yaml", *JUDGED, "runner.name=wrong", *words) == 2
+    assert said in capsys.readouterr().err and not Path("runs/wrong").exists()
 
 
 def test_on_policy_runs_leave_out_what_a_person_chose(here: Path) -> None:

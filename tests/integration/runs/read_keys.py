@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlhpc.config import typed
 from rlhpc.embodied import task_types as embodied
+from rlhpc.embodied.interventions.sources import Intervention, Mark, Signals
 from rlhpc.language import task_types as language
 from rlhpc.runs.task_type import TaskType
 from rlhpc.runtime.errors import ConfigError
@@ -145,6 +146,22 @@ GRPO, SFT, REWARD_MODEL, DPO = (
 def expert(obs: Any) -> Any:
     """Pendulum's: some torque, whatever it sees."""
     return obs[:, :1] * 0 + 0.5
+
+
+class Marks(Intervention):
+    """Never leads, and marks every third step, as a success and as a failure in turn."""
+
+    one_slot = True
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def act(self, obs: Any, actions: Any, picture: Any) -> tuple[Any, Any]:
+        return actions, actions[:, 0] != actions[:, 0]
+
+    def signals(self) -> Signals:
+        self._calls += 1
+        return Signals((Mark.SUCCESS, Mark.FAILURE)[self._calls // 3 % 2] if self._calls % 3 == 0 else Mark.NONE)
 
 
 def beside_runs(config: str, overrides: list[str]) -> None:

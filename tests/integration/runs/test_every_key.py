@@ -172,6 +172,10 @@ ANOTHER: dict[str, list[list[str]]] = {
             "runner.name=iql", "algorithm.name=iql", "actor.model.model_type=iql", "runner.val_check_interval=-1",
             "algorithm.offline_steps=1", "algorithm.offline_updates=1", "workflow.demos_expert=null",
         ],
+        [
+            "runner.name=judged", "env.train.intervene.source=read_keys:Marks", "env.train.num_envs=1",
+            "algorithm.success_classifier={train: true, min_marks: 1, updates: 1}", "runner.val_check_interval=-1",
+        ],
     ],
     "bc": [
         [
@@ -185,13 +189,6 @@ ANOTHER: dict[str, list[list[str]]] = {
     ],
 }  # fmt: skip
 
-
-#: Kind → keys that only code from elsewhere reads.
-OF_OTHERS = {
-    "off_policy": {
-        "actor.model.kwargs"
-    },  # the options of a policy of one's own (`module:Class`); with `sac` they are refused
-}
 
 #: Further evaluations of this kind: overrides.
 _ANSWERED = [
@@ -290,4 +287,4 @@ def test_every_key_is_read(kind: str, reads: Reads, monkeypatch: pytest.MonkeyPa
         reads.start(kind, *evaluate, "--suite", "default", "--output", "answered.json", *ANSWERED[kind])
     reads.snakemake(kind)
     read = reads.of(kind)
-    assert {key for key in keys_of(find_task_type(kind).config) if key not in read} == OF_OTHERS.get(kind, set())
+    assert {key for key in keys_of(find_task_type(kind).config) if key not in read} == set()

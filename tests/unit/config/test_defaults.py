@@ -250,7 +250,8 @@ ALONE = {
     ),
     "off_policy": (
         "algorithm.name algorithm.max_staleness algorithm.offline_* algorithm.random_steps algorithm.demo_buffer.* "
-        "algorithm.expectile algorithm.inverse_temperature algorithm.max_weight actor.model.critic_layer_norm"
+        "algorithm.success_classifier.* algorithm.expectile algorithm.inverse_temperature algorithm.max_weight "
+        "actor.model.critic_layer_norm"
     ),
 }
 HEAD = """# Defaults and their sources

@@ -13,11 +13,13 @@ import torch
 from gymnasium import spaces
 from omegaconf import OmegaConf
 
+from rlhpc.algorithms.nonfinite import NonFinite
 from rlhpc.config.typed import default_section, typed
-from rlhpc.embodied.config import ModelConfig, PlayedEnvConfig
+from rlhpc.embodied.config import ModelConfig, PlayedEnvConfig, SacConfig
+from rlhpc.embodied.data.replay_buffer import ReplayBuffer
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.models import build_model
-from rlhpc.embodied.rewards import SuccessModel, SuccessRewardEnv, reward_model
+from rlhpc.embodied.rewards import SuccessModel, SuccessRewardEnv, SuccessTrainer, reward_model
 from rlhpc.runtime.errors import ConfigError
 
 POLE = make_env(typed(PlayedEnvConfig, OmegaConf.structured(PlayedEnvConfig(env_id="CartPole-v1"))), 1)
@@ -142,3 +144,106 @@ def test_a_folder_without_a_fitting_classifier_is_refused(judge: str, tmp_path: 
         reward_model(save(tmp_path / "policy", model("mlp")), SEES)
     with pytest.raises(ConfigError, match=r"env.train.reward_model is 'nowhere', which is no folder"):
         reward_model("nowhere", SEES)
+
+
+CAMERA = spaces.Dict(
+    {"image": spaces.Box(0, 255, (8, 8, 3), np.uint8), "state": spaces.Box(-1, 1, (2,), np.float32)}
+)  # fmt: skip
+
+
+def trainer(scratch: Path, **options: Any) -> SuccessTrainer:
+    cfg = default_section(SacConfig)
+    OmegaConf.update(cfg, "actor.model", {"hidden_sizes": [16], "kwargs": {"encoder": "cnn"}})
+    OmegaConf.update(cfg, "env.train.reward_scale", 3.0)
+    OmegaConf.update(cfg, "algorithm.random_shift", 1)
+    section = {"train": True, "min_marks": 4, "batch_size": 16, "updates": 40, "lr": 3e-3, "size": 20, **options}
+    OmegaConf.update(cfg, "algorithm.success_classifier", section)
+    return SuccessTrainer(typed(SacConfig, cfg), CAMERA, spaces.Box(-1, 1, (1,)), torch.device("cpu"), scratch)
+
+
+def frames(done: list[bool], seed: int = 0) -> dict[str, np.ndarray]:
+    """Transitions of one slot, whose next image is bright where the task is done."""
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 60, (1, len(done), 8, 8, 3)) + 190 * np.array(done)[None, :, None, None, None]
+    states = rng.uniform(-1, 1, (1, len(done), 2)).astype(np.float32)
+    return {
+        "obs.image": np.zeros_like(images, np.uint8), "obs.state": states, "next_obs.image": images.astype(np.uint8),
+        "next_obs.state": states, "rewards": np.full((1, len(done)), 5, np.float32),
+        "terminations": np.zeros((1, len(done)), bool),
+    }  # fmt: skip
+
+
+def play(judge: SuccessTrainer, replay: ReplayBuffer, steps: range) -> list[dict[str, float]]:
+    """Steps of a run in which a person marks a success and a failure, and sees another frame of each kind."""
+    metrics = []
+    for step in steps:
+        columns = frames([True, False, False, False], seed=step)
+        marks = np.array([[1, -1, 0, 0]], np.int8)
+        columns["rewards"] = judge.receive(columns, marks)
+        columns["terminations"] = marks != 0
+        replay.add(columns)
+        metrics.append({**judge.update(replay), "reward": float(columns["rewards"][0, 2])})
+    return metrics
+
+
+def test_rewards_are_the_classifiers_once_it_predicts_new_marks_and_a_resumed_one_goes_on_alike(tmp_path: Path) -> None:
+    judge, replay = trainer(tmp_path), ReplayBuffer(100, range(1), 1, 0, tmp_path)
+    metrics = play(judge, replay, range(4))
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    judge.save(folder)
+    replay.save(folder)
+    metrics += play(judge, replay, range(4, 12))
+    used = [row["classifier_used"] for row in metrics]
+    first = used.index(1.0)
+    assert first >= 3 and used[first:] == [1.0] * (12 - first), (
+        "four marks of each kind, predicted before they were learned"
+    )
+    assert [row["reward"] for row in metrics[: first + 1]] == [5.0] * (first + 1), "the environment's until then"
+    assert all(0 <= row["reward"] < 0.6 for row in metrics[first + 1 :]), "the scaled probability of a failure"
+    assert metrics[-1]["classifier_accuracy"] == 1 and metrics[-1]["classifier_marks"] == 24
+    assert metrics[-1]["classifier_successes"] == 0.25 and metrics[-1]["classifier_loss"] < 0.1
+    again, replay = trainer(tmp_path), ReplayBuffer(100, range(1), 1, 0, tmp_path)
+    again.load(folder)
+    replay.load(folder)
+    assert play(again, replay, range(4, 12)) == metrics[4:]
+    assert isinstance(reward_model(str(folder / "success_classifier"), CAMERA), SuccessModel)
+
+
+def test_rewards_are_the_environments_again_when_accuracy_falls(tmp_path: Path) -> None:
+    judge, replay = trainer(tmp_path), ReplayBuffer(100, range(1), 1, 0, tmp_path)
+    play(judge, replay, range(12))
+    assert judge.is_used
+    columns = frames([False, True])
+    marks = np.array([[1, -1]], np.int8)  # the task now looks otherwise
+    assert judge.receive(columns, marks).tolist() == [[5, 5]], "a mark is its step's reward"
+    assert not judge.is_used and judge.accuracy() == 0.75
+    assert judge.receive(frames([False]), np.zeros((1, 1), np.int8)).tolist() == [[5]]
+
+
+def test_frames_after_which_an_episode_went_on_are_failures(tmp_path: Path) -> None:
+    """They are learned although no mark names them; those that ended an episode are not."""
+    losses = []
+    for terminated in (False, True):
+        judge, replay = trainer(tmp_path), ReplayBuffer(100, range(1), 1, 0, tmp_path)
+        judge.receive(frames([True, False]), np.array([[1, -1]], np.int8))
+        columns = frames([True] * 20, seed=1)  # these look like the success
+        columns["terminations"][:] = terminated
+        replay.add(columns)
+        losses.append([judge.update(replay)["classifier_loss"] for _ in range(4)][-1])
+    assert losses[0] > 5 * losses[1]
+
+
+def test_a_classifier_waits_for_marks_of_both_kinds_and_stops_at_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    judge, replay = trainer(tmp_path), ReplayBuffer(100, range(1), 1, 0, tmp_path)
+    before = {name: tensor.clone() for name, tensor in judge.model.state_dict().items()}
+    judge.receive(frames([True, True]), np.array([[1, 1]], np.int8))
+    metrics = judge.update(replay)
+    assert "classifier_loss" not in metrics and "classifier_accuracy" not in metrics and metrics["classifier_used"] == 0
+    assert all(tensor.equal(before[name]) for name, tensor in judge.model.state_dict().items())
+    judge.receive(frames([False]), np.array([[-1]], np.int8))
+    judge.update(replay)
+    with torch.no_grad():
+        next(judge.model.parameters()).fill_(torch.nan)
+    with pytest.raises(NonFinite, match=r"the loss of the success classifier is not finite"):
+        judge.update(replay)

@@ -8,6 +8,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from rlhpc.embodied.interventions.sources import Mark, Scripted, Signals
+
 STEP = 0.08
 
 
@@ -56,6 +58,38 @@ def carry(obs: np.ndarray) -> np.ndarray:
     is_near = np.abs(offset).max(1) < 0.04
     closes = np.where(is_held | (is_near & ~is_closed), 1.0, -1.0)
     return np.concatenate([np.clip(target / STEP, -1, 1), closes[:, None]], 1).astype(np.float32)
+
+
+class Referee(Scripted):
+    """A scripted person who leads like the expert, and ends episodes: a held thing above the middle is a success, an episode
+    of `limit` steps a failure.
+    """
+
+    one_slot = True
+
+    def __init__(self, limit: int = 25, **kwargs: Any) -> None:
+        super().__init__("tests.unit.embodied.toy_carry:carry", **kwargs)
+        self._limit, self._steps, self._is_done = limit, 0, False
+
+    def act(self, obs: Any, actions: np.ndarray, picture: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        self._steps, self._is_done = self._steps + 1, bool(obs[0, 5] > 0.5 and obs[0, 2] > 0)
+        return super().act(obs, actions, picture)
+
+    def signals(self) -> Signals:
+        if self._is_done:
+            return Signals(Mark.SUCCESS)
+        return Signals(Mark.FAILURE if self._steps >= self._limit else Mark.NONE)
+
+    def end_episodes(self, slots: np.ndarray) -> None:
+        super().end_episodes(slots)
+        self._steps, self._is_done = 0, False
+
+    def slot_states(self) -> list[Any] | None:
+        return [{**state, "steps": self._steps} for state in super().slot_states() or ()]
+
+    def load_slot_states(self, states: list[Any]) -> None:
+        super().load_slot_states(states)
+        self._steps = states[0]["steps"]
 
 
 gymnasium.register("Carry-v0", entry_point=CarryEnv, max_episode_steps=40)

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 FAMILIES = {
     "act": "chunk_size", "diffusion": "horizon", "smolvla": "chunk_size", "pi0": "chunk_size", "pi05": "chunk_size",
 }  # fmt: skip
+#: Families of LeRobot that people look for, with the reason why they are not supported.
+_UNSUPPORTED = {
+    "groot": "GR00T N1.7 came with LeRobot 0.6, which needs transformers 5.4; here is LeRobot 0.4.4, which has N1.5 alone",
+}
 #: Declarations of `actor.model.kwargs`, by family.
 OPTIONS: dict[str, type[LerobotOptions]] = {
     "act": LerobotOptions,
@@ -181,6 +185,8 @@ def _read_folder(model_path: str | None) -> tuple[Path, dict[str, Any]]:
         raise ConfigError(f"{_KEY}: {path} has no {MODEL}")
     family = str(config.get("type"))
     if family not in FAMILIES:
+        if family in _UNSUPPORTED:
+            raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; {_UNSUPPORTED[family]}")
         raise ConfigError(f"{_KEY}: {path}/config.json is of type {family!r}; here are: {', '.join(FAMILIES)}")
     horizon = {FAMILIES[family]: {"type": "integer", "minimum": 1}}
     schema = {"required": list(horizon), "properties": horizon, "allOf": [_SCHEMA]}

@@ -12,13 +12,14 @@ from gymnasium import spaces
 from omegaconf import OmegaConf
 
 from rlhpc import ConfigError
-from rlhpc.config.typed import typed
-from rlhpc.embodied.config import EvalEnvConfig, RealTimeEvalEnvConfig
+from rlhpc.config.typed import default_section, typed
+from rlhpc.embodied.config import EvalEnvConfig, ModelConfig, RealTimeEvalEnvConfig
 from rlhpc.embodied.evaluation.episodes import (
     RealTime,
     evaluate_policy,
     evaluation_metrics,
     evaluation_rows,
+    play,
     real_time,
 )
 from rlhpc.embodied.models import build_model
@@ -120,3 +121,20 @@ def test_ranks_play_the_episodes_that_one_rank_plays(parts: int) -> None:
     assert metrics == pytest.approx({name: whole[name] for name in metrics}, rel=1e-6)
     assert {"return_mean", "return_std", "episodes", "seed"} <= metrics.keys()
     assert evaluation_metrics(cfg, [rows[0], None]) == {"nonfinite": 1.0}
+
+
+def test_a_camera_that_the_environment_does_not_show_is_one_message() -> None:
+    """Not that of a fault in the policy; a policy that fails otherwise does so as before."""
+    space = spaces.Dict({"state": STATE, "wrist": spaces.Box(0, 255, (8, 8, 3), np.uint8)})
+    cfg = OmegaConf.merge(default_section(ModelConfig), {"model_type": "cnn", "hidden_sizes": [8]})
+    seeing = build_model(cfg, space, spaces.Box(-1, 1, (1,), np.float32), seed=1)
+    env: Any = SimpleNamespace(
+        observation_space=spaces.Dict({"state": STATE}), max_episode_steps=5, task_names=(),
+        reset=lambda: ({"state": np.zeros((1, 3), np.float32)}, {}),
+    )  # fmt: skip
+    said = r"env\.eval shows no 'wrist', which the policy was trained with; it shows state"
+    with pytest.raises(ConfigError, match=said):
+        play(seeing, env, np.array([1]), torch.device("cpu"))
+    env.observation_space = space  # the environment's own space says that it has one
+    with pytest.raises(KeyError, match="wrist"):
+        play(seeing, env, np.array([1]), torch.device("cpu"))

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 from rlhpc.embodied.envs.base import Step
 from rlhpc.embodied.envs.registry import check_env
 from rlhpc.embodied.evaluation.episodes import play
 from rlhpc.embodied.evaluation.recorder import EpisodeRecorder, InterventionRecorder, record
-from rlhpc.embodied.interventions.sources import Scripted
+from rlhpc.embodied.interventions.sources import Mark, Scripted, Signals
 from rlhpc.embodied.models import build_model
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from tests.unit.embodied.evaluation.saved_policies import load
@@ -134,3 +135,109 @@ def test_a_script_takes_over_while_it_is_recorded(tmp_path: Path) -> None:
 
 def full_torque(obs: np.ndarray) -> np.ndarray:
     return np.full((len(obs), 1), 2.0, np.float32)
+
+
+class Leaving(Scripted):
+    """A person who closes the window in the second step of the third episode."""
+
+    episodes = steps = 0
+
+    def act(self, obs: Any, actions: np.ndarray, picture: Any) -> tuple[np.ndarray, np.ndarray]:
+        self.steps += 1
+        if self.episodes == 2 and self.steps == 2:
+            raise KeyboardInterrupt
+        return super().act(obs, actions, picture)
+
+    def end_episodes(self, slots: np.ndarray) -> None:
+        self.steps = 0
+        self.episodes += int(slots.sum())
+
+
+@pytest.mark.parametrize("to", ["hdf5", "lerobot"])
+def test_complete_episodes_of_a_person_who_leaves_are_kept(
+    tmp_path: Path, to: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In both formats; a round of DAgger is dropped, since an incomplete one would count as done."""
+    cfg = load("env.eval.env_id=Pendulum-v1", "env.train.env_id=Pendulum-v1", "env.eval.num_envs=1")
+    options = WriteOptions(to=to, task="swing", fps=5)
+
+    def interrupted(name: str, **changes: Any) -> Path:
+        leaving = Leaving(f"{__name__}:full_torque", apart=0.0, patience=1, hold=2)
+        leaving.episodes = -1  # the reset before the first episode ends one, too
+        output = tmp_path / (f"{name}.h5" if to == "hdf5" else name)
+        with pytest.raises(KeyboardInterrupt):
+            record(
+                policy_of(cfg),
+                cfg.env.eval,
+                output,
+                episodes=5,
+                seed=1,
+                intervention=leaving,
+                options=options,
+                **changes,
+            )
+        return output
+
+    output = interrupted("whole")
+    assert [len(episode["rewards"]) for episode in read_trajectories(output)] == [7, 7]
+    assert "complete episodes that are kept: 2" in caplog.text
+    assert not interrupted("round", only_taken=True).exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {output.name, "whole.json"}
+
+
+@pytest.mark.parametrize("holds_hardware", [True, False])
+def test_complete_episodes_of_a_robot_that_fails_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds_hardware: bool
+) -> None:
+    """Those of a simulator are played again."""
+
+    class Breaking(Failing):
+        steps_made = 0
+
+        def step(self, actions: np.ndarray) -> Step:
+            self.steps_made += 1
+            if self.steps_made > 9:
+                raise RlhpcError("the robot is lost")
+            return super().step(actions)
+
+    cfg, env = load("env.eval.num_envs=2"), Breaking(set())
+    env.holds_hardware = holds_hardware
+    monkeypatch.setattr("rlhpc.embodied.evaluation.recorder.make_env", lambda *args, **options: env)
+    with pytest.raises(RlhpcError, match="the robot is lost"):
+        record(Still(), cfg.env.eval, tmp_path / "a.h5", episodes=10, seed=1)
+    assert (tmp_path / "a.h5").exists() is holds_hardware
+    if holds_hardware:
+        assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [4] * 4
+
+
+class Marking(Scripted):
+    """A person who leads, pauses after the first step of an episode, and marks the third one as a success."""
+
+    steps, polls = 0, 0
+
+    def act(self, obs: Any, actions: np.ndarray, picture: Any) -> tuple[np.ndarray, np.ndarray]:
+        self.steps, self.polls = self.steps + 1, 0
+        return super().act(obs, actions, picture)
+
+    def signals(self) -> Signals:
+        self.polls += 1
+        return Signals(Mark.SUCCESS if self.steps == 3 else Mark.NONE, paused=self.steps == 1 and self.polls < 3)
+
+    def end_episodes(self, slots: np.ndarray) -> None:
+        super().end_episodes(slots)
+        self.steps = 0
+
+
+@pytest.mark.parametrize("only_taken", [False, True])
+def test_pauses_and_marks_while_it_is_recorded(tmp_path: Path, only_taken: bool) -> None:
+    """Also with `only_success`, in an environment that does not say what a success is."""
+    cfg = load("env.eval.env_id=Pendulum-v1", "env.train.env_id=Pendulum-v1", "env.eval.num_envs=1")
+    person = Marking(f"{__name__}:full_torque", apart=0.0, patience=1, hold=2)
+    summary = record(
+        policy_of(cfg), cfg.env.eval, tmp_path / "a.h5", episodes=2, seed=1, intervention=person, only_taken=only_taken,
+        only_success=not only_taken,
+    )  # fmt: skip
+    assert summary["success_once"] == 1 and summary["played"] == 2 and summary["steps"] == 6
+    for episode in read_trajectories(tmp_path / "a.h5"):
+        assert episode["terminations"].tolist() == [False, False, True] and episode["rewards"][-1] == 1
+        assert only_taken or episode["success"].tolist() == [False, False, True]

@@ -15,7 +15,7 @@ from rlhpc.embodied.config import PlayedEnvConfig
 from rlhpc.embodied.envs import make_env
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.interventions.intervention_env import InterventionEnv
-from rlhpc.embodied.interventions.sources import Intervention, Mark, Scripted, Signals
+from rlhpc.embodied.interventions.sources import MARK_CODES, Intervention, Mark, Scripted, Signals
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 from rlhpc.embodied.robots.limits import CommandLimits
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv
@@ -138,7 +138,9 @@ def test_a_mark_ends_the_episode(mark: Mark, reward: float) -> None:
     env.chunk_step(chunk(0.5))
     obs, rewards, terminations, _, infos = env.chunk_step(chunk(0.5, 0.5))
     assert terminations.tolist() == [True] and rewards.tolist() == [reward] and obs.tolist() == [[0.0]]
-    assert infos["final_obs"].tolist() == [[1.5]]
+    assert infos["final_obs"].tolist() == [[1.5]] and infos["marks"].tolist() == [MARK_CODES[mark]] != [0]
+    *_, later_infos = env.chunk_step(chunk(0.5))
+    assert later_infos["marks"].tolist() == [0]
     episode = infos["episode"]
     assert episode["success_once"].tolist() == [mark is Mark.SUCCESS] and episode["helped"].tolist() == [True]
     assert episode["return"].tolist() == [0.5 + (mark is Mark.SUCCESS)] and episode["length"].tolist() == [2]

@@ -17,8 +17,8 @@ from gymnasium import spaces
 import rlhpc
 from rlhpc.cli import main
 from rlhpc.embodied.config import EnvSideConfig
-from rlhpc.embodied.robots.driver import Robot
-from rlhpc.embodied.robots.limits import CommandLimits, RobotStopped, StaleObservation
+from rlhpc.embodied.robots.driver import Observation, Robot
+from rlhpc.embodied.robots.limits import CommandLimits, RobotStopped, StaleObservation, observation_fault
 from rlhpc.embodied.robots.notices import Notice, notices_folder, resume, stopped_robots
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv
 from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
@@ -231,6 +231,50 @@ def test_whoever_closes_it_second_waits_until_it_is_closed(arm: LoggingArm) -> N
     arm.released.set()
     second.join(20)
     assert kinds(arm.log)[-1] == "close" and not second.is_alive()
+
+
+CAMERAS = spaces.Dict({"state": spaces.Box(-1, 1, (2,), np.float32), "wrist": spaces.Box(0, 255, (4, 4, 3), np.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"wrist": None}, r"its observation has no 'wrist': look after the camera or sensor"),
+        ({"wrist": ...}, r"its observation has no 'wrist'"),
+        ({"wrist": np.zeros((2, 4, 3), np.uint8)}, r"'wrist' of its observation has the shape \(2, 4, 3\); its"),
+        ({"state": np.zeros(3)}, r"'state' of its observation has the shape \(3,\)"),
+    ],
+)  # fmt: skip
+def test_a_camera_that_is_missing_stops_it_and_its_last_observation_is_kept(entries: Any, said: str) -> None:
+    arm = LoggingArm(ready=False)
+    arm.observation_space = CAMERAS  # type: ignore[assignment]
+    seen: dict[str, Any] = {"state": np.zeros(2, np.float32), "wrist": np.zeros((4, 4, 3), np.uint8)}
+    arm.observe = lambda: Observation(dict(seen), time.monotonic())  # type: ignore[method-assign]
+    arm.unsafe = lambda obs: ""  # type: ignore[method-assign]
+    core = SafetyCore(arm, CommandLimits(stale_s=60.0))
+    try:
+        first = core.begin(0)
+        seen.update(entries)
+        for name in [name for name, entry in seen.items() if entry is ...]:
+            del seen[name]
+        with pytest.raises(RobotStopped, match=said):
+            core.observe()
+        assert core.state is State.STOPPED and kinds(arm.log)[-1] == "stop" and core.observation is first
+        with pytest.raises(RobotStopped, match=said):
+            core.command(np.zeros(2))
+    finally:
+        core.close()
+
+
+def test_an_observation_that_is_no_dict_stops_it() -> None:
+    assert (
+        observation_fault(np.zeros(2), CAMERAS)
+        == "its observation is a ndarray; its observation_space has state, wrist"
+    )
+    assert observation_fault(np.zeros(3), CAMERAS["state"]) == (
+        "its observation has the shape (3,); its observation_space has (2,)"
+    )
+    assert not observation_fault({"state": np.zeros(2), "wrist": np.zeros((4, 4, 3)), "more": 1}, CAMERAS)
 
 
 def test_what_raises_stops_it_and_a_stop_that_fails_is_tried_again(arm: LoggingArm) -> None:

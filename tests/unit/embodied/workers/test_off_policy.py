@@ -97,3 +97,40 @@ def test_led_transitions_go_to_both_buffers_with_labels() -> None:
     assert demos["obs"].ravel().tolist() == [3, 5] and demos[INTERVENED].all() and demos["obs"].shape == (1, 2, 1)
     replay, demos = received(has_labels=False)  # as in a run that was resumed with a new source of interventions
     assert INTERVENED not in replay and INTERVENED not in demos and demos["obs"].ravel().tolist() == [3, 5]
+
+
+def test_marks_reach_the_classifier_whose_rewards_the_buffers_get() -> None:
+    outcomes = Outcomes(range(1), 3, interventions=True, action_shape=(1, 1), marks=True)
+    for t, mark in enumerate((0, 1, -1)):
+        infos = {
+            "intervened": np.ones((1, 1), bool),
+            "executed_actions": np.zeros((1, 1, 1)),
+            "marks": np.array([mark]),
+        }
+        done = np.array([mark != 0])
+        infos |= {"final_obs": np.full((1, 1), t + 10.0, np.float32)}
+        outcomes.add(t, np.array([5.0], np.float32), done, np.zeros(1, bool), infos)
+    worker: Any = object.__new__(OffPolicyRolloutWorker)
+    worker.cfg = SimpleNamespace(algorithm=SimpleNamespace(n_step=1))
+    obs = np.arange(3, dtype=np.float32).reshape(1, 3, 1)
+    worker.buffers = [SimpleNamespace(columns=lambda: {"obs": obs, "actions": np.zeros((1, 3, 1, 1), np.float32)})]
+    (batch,) = worker.transitions([outcomes.part(slice(0, 1), np.full((1, 1), 3, np.float32))])
+    actor: Any = object.__new__(OffPolicyActor)
+    actor.slots, actor.world_size, actor.transitions, actor.positions = SlotMap(1), 1, 0, None
+    actor.incomplete, actor.has_labels = IncompleteRows(1, range(1)), True
+    received: list[Any] = []
+
+    def receive(columns: Any, marks: np.ndarray) -> np.ndarray:
+        received.append((columns["next_obs"].ravel().tolist(), marks.tolist()))
+        return columns["rewards"] + 2
+
+    actor.classifier = SimpleNamespace(receive=receive)
+    replay: dict[str, Any] = {}
+    demos: dict[str, Any] = {}
+    actor.replay, actor.interventions = SimpleNamespace(add=replay.update), SimpleNamespace(add=demos.update)
+    delivered_batch = replace(RolloutBatch.from_columns(batch.columns()), version=1)
+    actor.receiver = SimpleNamespace(share=range(1), receive=lambda *_: delivered_batch)
+    actor.receive(1, None)
+    assert received == [([1.0, 11.0, 12.0], [[0, 1, -1]])], "the last observations of the marked episodes"
+    assert replay["rewards"].tolist() == demos["rewards"].tolist() == [[7, 7, 7]]
+    assert "marks" not in replay and "marks" not in demos

@@ -65,6 +65,7 @@ def test_several_observations_have_an_axis_of_time(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "family": ({"type": "tdmpc"}, {}, "of type 'tdmpc'; here are: act, diffusion, smolvla, pi0, pi05"),
+    "groot": ({"type": "groot"}, {}, r"of type 'groot'; GR00T N1\.7 came with LeRobot 0\.6, .* N1\.5 alone"),
     "chunk": ({}, {"num_action_chunks": 9}, "num_action_chunks is 9; .* has chunk_size 8"),
     "option": (
         {},
