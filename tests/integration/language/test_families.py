@@ -17,8 +17,13 @@ need_extra("llm", "vllm")
 import torch
 
 from bench.families import check_seed, make_engine, randomize, save_family
-from rlhpc.language.engines import vllm_weights
+from rlhpc import Worker
+from rlhpc.config.typed import default_section
+from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.engines import Request, SamplingParams, vllm_weights
 from rlhpc.language.engines.common import WeightUpdateError
+from rlhpc.language.evaluation.layer_mismatch import compare_texts
+from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runtime.errors import ConfigError
 
 #: Families that this build computes as transformers does.
@@ -46,6 +51,27 @@ def test_a_family_is_admitted_with_any_weights(pair: tuple[Any, Any]) -> None:
         assert check_seed(engine, model, "float32", seed) < 1e-4
     digests = engine.parameter_digests()
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= {name for name, digest in digests.items() if digest}
+
+
+def test_layers_of_trainer_and_engine_agree(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    """By layer, in prefill and decoding; and a layer that is off is told."""
+    engine, model = pair
+    model.save_pretrained(tmp_path)
+    cfg = default_section(GrpoConfig)
+    cfg.actor.model.model_path, cfg.actor.model.dtype = str(tmp_path), "float32"
+    trainer = TokenTrainer(cfg, Worker())
+    engine.update_weights(100, trainer.named_weights())
+    generator = torch.Generator().manual_seed(2)
+    requests = [
+        Request(number, tuple(torch.randint(3, 512, (length,), generator=generator).tolist()), SamplingParams(5), 1)
+        for number, length in enumerate((3, 40))
+    ]
+    layers = compare_texts(trainer, engine, requests)["layers"]
+    assert len(layers) == 2 and max(max(layer["prompt"], layer["answer"]) for layer in layers) < 1e-4
+    with torch.no_grad():
+        trainer.backend.module.model.layers[1].self_attn.o_proj.weight.mul_(1.5)
+    layers = compare_texts(trainer, engine, requests)["layers"]
+    assert layers[0]["largest"] < 1e-4 < 1e-2 < min(layers[1]["prompt"], layers[1]["answer"])
 
 
 def pack_layers(worker: Any) -> None:
