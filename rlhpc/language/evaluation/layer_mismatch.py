@@ -8,7 +8,6 @@ difference of hidden states, divided by the root mean square of the trainer's hi
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import zlib
@@ -41,6 +40,8 @@ from rlhpc.runtime.worker import Worker
 
 #: Number of compared problems by default, and maximum number of tokens of an answer.
 NUM_PROBLEMS, _MAX_TOKENS = 4, 64
+#: Multiple of the difference of the layer before that rounding does not explain.
+_JUMP = 4.0
 #: Settings of the trainer, which reads a folder with the weights on one rank.
 _TRAINER_SETTINGS: dict[str, Any] = {
     "model.kwargs": {}, "model.value_head": False, "lora.rank": 0, "training_backend": "local", "compile": "off",
@@ -242,20 +243,25 @@ def _trainer_config(cfg: LanguageConfig, path: str) -> Any:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """Formats the result of `measure_layer_mismatch` as a table, with the layer in which differences grow most."""
+    """Formats the result of `measure_layer_mismatch` as a table, with the first layer in which the difference jumps.
+
+    That is a layer with several times the difference of the layer before, or of one rounding.
+    """
     layers = result["layers"]
     rows = [["layer", "prompt", "answer", "largest", "unequal"]]
     for index, layer in enumerate(layers):
         differences = [f"{layer[name]:.2g}" for name in ("prompt", "answer", "largest")]
         rows.append([str(index), *differences, f"{layer['unequal']:.1%}"])
-    growth = [layer["answer"] - previous["answer"] for previous, layer in itertools.pairwise(layers)]
     lines = align_columns(rows, right_from=0)
-    if growth and max(growth) > 0:
-        index = 1 + growth.index(max(growth))
-        lines.append(
-            f"the difference of answers grows most in layer {index}: from {layers[index - 1]['answer']:.2g} to "
-            f"{layers[index]['answer']:.2g}"
-        )
+    previous = torch.finfo(getattr(torch, result["dtype"])).eps
+    for index, layer in enumerate(layers):
+        part = max(("prompt", "answer"), key=lambda name: layer[name])
+        if layer[part] > _JUMP * previous:
+            lines.append(f"the difference jumps in layer {index}: from {previous:.2g} to {layer[part]:.2g} ({part})")
+            break
+        previous = max(previous, layer[part])
+    else:
+        lines.append("no layer's difference is more than rounding explains")
     lines.append(
         f"log-probs of answers differ by {result['logprob']:.2g} on average; {result['tokens']} tokens, "
         f"{result['backend']}, {result['dtype']}"

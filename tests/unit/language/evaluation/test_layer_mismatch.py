@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def test_equal_models_differ_by_rounding_in_all_layers(model: Path, tmp_path: Pa
     for layer in result["layers"]:
         assert max(layer["prompt"], layer["answer"], layer["largest"]) < 1e-5 and 0 < layer["unequal"] <= 1
     assert result["logprob"] < 1e-5 and result["dtype"] == "float32"
+    assert "no layer's difference is more than rounding explains" in format_table(result)
 
 
 def test_a_deterministic_run_has_equal_bits_in_all_layers(model: Path) -> None:
@@ -94,7 +96,7 @@ def test_the_first_false_layer_is_named(model: Path, monkeypatch: pytest.MonkeyP
     differences = [layer["answer"] for layer in result["layers"]]
     assert differences[0] < 1e-5 and differences[1] == pytest.approx(0.25, rel=1e-3)
     assert result["layers"][1]["prompt"] == pytest.approx(0.25, rel=1e-3) and result["logprob"] > 1e-3
-    assert "grows most in layer 1: from" in format_table(result)
+    assert re.search(r"jumps in layer 1: from \S+ to 0\.25 \(", format_table(result))
 
 
 def test_a_fault_of_decoding_alone_is_told_from_one_of_the_prefill(
@@ -103,6 +105,19 @@ def test_a_fault_of_decoding_alone_is_told_from_one_of_the_prefill(
     hook_engine(monkeypatch, lambda layer, inputs, output: output + 0.5 if output.shape[1] == 1 else output)
     layer = measure(model)["layers"][1]
     assert layer["prompt"] < 1e-5 < 1e-2 < layer["answer"] and layer["largest"] > layer["answer"] / 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "differences", "text"),
+    [
+        ("float32", [(0.1, 0.3), (0.2, 0.3)], "jumps in layer 0: from 1.2e-07 to 0.3 (answer)"),
+        ("float32", [(3e-7, 2e-7), (8e-7, 9e-7), (1e-3, 1e-6)], "jumps in layer 2: from 9e-07 to 0.001 (prompt)"),
+        ("bfloat16", [(0.004, 0.005), (0.02, 0.03)], "no layer's difference is more than rounding explains"),
+    ],
+)
+def test_a_jump_is_told_from_rounding(dtype: str, differences: list[tuple[float, float]], text: str) -> None:
+    layers = [{"prompt": p, "answer": a, "largest": max(p, a), "unequal": 1.0} for p, a in differences]
+    assert text in format_table({"layers": layers, "dtype": dtype, "logprob": 0.1, "tokens": 9, "backend": "hf"})
 
 
 def test_an_engine_without_layers_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
