@@ -237,6 +237,7 @@ MODEL_CAUSES = (
             r"rollout\.backend",
             r"batch_invariant",
             r"rollout engine cannot",
+            r"--layers compares",
         ),
         "The engine process of a rollout rank failed: too little free GPU memory, a model that this vLLM does not "
         "have, or an argument "
