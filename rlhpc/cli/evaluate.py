@@ -22,6 +22,7 @@ _EXAMPLES = {
     "eval": (
         "rlhpc eval --run runs/quickstart --step latest",
         "rlhpc eval --checkpoint /elsewhere/checkpoints/global_step_60 --episodes 10 --output result.json",
+        "rlhpc eval --run runs/gsm8k --step 60 --layers rollout.rollout_backend=vllm",
         "rlhpc eval --run runs/quickstart --suite long env.eval.max_episode_steps=1000",
         "rlhpc eval --model Qwen/Qwen2.5-0.5B-Instruct --config configs/reasoning/gsm8k.yaml --suite test",
     ),
@@ -104,6 +105,8 @@ def _eval(args: argparse.Namespace) -> int:
 
     require_positive(args, "episodes")
     suite_name = args.suite or "default"
+    if args.layers:
+        return _compare_layers(args, suite_name)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", suite_name):
         raise ConfigError(f"--suite is {suite_name!r}; it becomes a file's name: use letters, digits, '.', '_' and '-'")
     checkpoint, config, code_trust = _source(args, "model", "says how it is asked and judged")
@@ -152,6 +155,28 @@ def _eval_model(args: argparse.Namespace, config: Path, suite: str) -> int:
     summary = task_type_of(cfg).offline.evaluate_model(cfg, suite=suite, output=output)
     name = Path(str(select(cfg, "actor.model.model_path"))).name
     print(f"{name}: {summary}" + (f" → {output}" if output else ""))
+    return 0
+
+
+def _compare_layers(args: argparse.Namespace, suite: str) -> int:
+    """Prints by layer how far the hidden states of trainer and engine differ."""
+    from rlhpc.language.config.run import answers
+    from rlhpc.runs.configuration import load_config
+
+    checkpoint, config, code_trust = _source(args, "model", "says how it is asked")
+    overrides = args.overrides if checkpoint is not None else _list_model_overrides(args)
+    cfg = load_config(config, overrides, training=False, trust=code_trust)
+    if not answers(cfg):
+        raise ConfigError(
+            f"{config}: --layers compares a trainer with a rollout engine, and {cfg.runner.task_type} runs have none"
+        )
+    from rlhpc.language.evaluation.layer_mismatch import NUM_PROBLEMS, format_table, measure_layer_mismatch
+    from rlhpc.language.models.builtin import resolve_model
+
+    output = check_file("--output", Path(args.output)) if args.output else None
+    model = resolve_model(cfg.actor.model) if checkpoint is None else checkpoint
+    num_problems = args.episodes or NUM_PROBLEMS
+    print(format_table(measure_layer_mismatch(cfg, model, suite, num_problems=num_problems, output=output)))
     return 0
 
 
@@ -362,6 +387,12 @@ def add_commands(commands: Any) -> None:
             help="name of the evaluation (default: default); with changed settings it has to be named, or --output",
         ),
         argument("--episodes", type=int, help="default: env.eval.num_episodes"),
+        argument(
+            "--layers",
+            action="store_true",
+            help="language models: compare the hidden states of trainer and rollout engine after each layer, on answers to "
+            "the suite's first problems (--episodes, default 4), instead of scoring them",
+        ),
         argument("--config", help="configuration to use instead of the checkpoint's own"),
         argument("--model", help="language model as it is, instead of a checkpoint ('' takes that of --config)"),
     )

@@ -32,7 +32,7 @@ from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.loading import compute_dtype
 from rlhpc.language.multi_policy import ENVIRONMENT
 from rlhpc.language.rewards.registry import check_problems
-from rlhpc.language.scoring.groups import AGENT, CRITIC, group_roles, scoring_groups
+from rlhpc.language.scoring.groups import AGENT, CRITIC, group_roles, scoring_groups, with_groups
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, merge_resources, model_resource, path_resource
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import ConfigError
@@ -136,6 +136,10 @@ def open_prompts(cfg: LanguageConfig, *, check_answers: bool = False) -> tuple[A
     dataset = make_dataset(data_config.train, "train")
     if check_answers:
         check_problems([term.name for term in cfg.reward.terms], dataset, "data.train")
+        if select(cfg, "teacher.by_task"):
+            from rlhpc.language.scoring.checks import check_task_levels
+
+            check_task_levels(with_groups(cfg), {dataset[index].level for index in range(len(dataset))})
     return tokenizer, encoder, encoder.fitting(dataset)
 
 

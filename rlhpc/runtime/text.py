@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,18 @@ def cut(text: str, max_length: int = _MAX_LENGTH) -> str:
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or the name of its type if the message is empty."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def with_source_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, with the file and the source line that raised it.
+
+    For assertions of other packages, which often have no message.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return first_line(error)
+    path = frames[-1].filename.rpartition("/site-packages/")[2]
+    return f"{first_line(error)} ({path}, line {frames[-1].lineno}: {frames[-1].line})"
 
 
 def format_bytes(num_bytes: float, num_decimals: int = 1) -> str:

@@ -327,6 +327,7 @@ VALUE_CAUSES = (
         "Values of several keys do not fit together",
         (
             r"which is taken",
+            r"part of metrics' names",
             r"; it must (not )?be (true|false|null)\b",
             r"must divide",
             r"does not divide",

@@ -230,7 +230,15 @@ MODEL_CAUSES = (
     Cause(
         "engine-start",
         "vLLM did not start, or refuses the configuration",
-        (r"vLLM", r"no model that|model(s)? of type", r"EngineCore", r"rollout\.backend", r"batch_invariant"),
+        (
+            r"vLLM",
+            r"no model that|model(s)? of type",
+            r"EngineCore",
+            r"rollout\.backend",
+            r"batch_invariant",
+            r"rollout engine cannot",
+            r"--layers compares",
+        ),
         "The engine process of a rollout rank failed: too little free GPU memory, a model that this vLLM does not "
         "have, or an argument "
         "that it does not take.",

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlhpc.algorithms.losses import token_weights
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
@@ -146,6 +147,17 @@ class LanguageAlgorithm(abc.ABC):
 
         Returns:
             One value for each of `episode.token_ids`, by name. The prompt's tokens get 0.
+        """
+        return {}
+
+    def prompt_columns(self, prompt: Prompt) -> Mapping[str, float]:
+        """Returns the columns with `by="rollout"` that have one value for all responses to a prompt; called on a rollout rank.
+
+        Args:
+            prompt: The prompt.
+
+        Returns:
+            The value for each token of the responses, by name. The prompt's tokens get 0.
         """
         return {}
 

@@ -15,21 +15,33 @@ of a sample. So it has less noise, but needs more computation and, in mode topk,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from rlhpc.language.algorithms.base import ROLLOUT_LOGPROBS, VALUES, MinibatchCounts, Reduce
+from rlhpc.language.algorithms.base import ROLLOUT, ROLLOUT_LOGPROBS, VALUES, MinibatchCounts, Reduce
 from rlhpc.language.algorithms.policy_gradient import OLD, PolicyGradient
 from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.models.divergence import FLOOR, FullDivergence, TopKDivergence
-from rlhpc.language.models.logprobs import RowReader, TokenScores, logit_rows
+from rlhpc.language.models.logprobs import RowReader, TokenScores
 from rlhpc.language.models.token_batch import TokenBatch
-from rlhpc.language.scoring.groups import TEACHER, placed_groups, scoring_groups
+from rlhpc.language.scoring.groups import (
+    TEACHER,
+    TEACHER_INDEX,
+    placed_groups,
+    scoring_groups,
+    teacher_index,
+    teachers_of,
+)
 from rlhpc.language.scoring.registry import Column, LogitReader, Scorer, ScoringGroup
 
 #: Columns of the teacher's log-probs: of the sampled tokens, and of its most likely tokens (`top_logprobs`).
 TEACHER_LOGPROBS, TEACHER_TOP = "teacher_logprobs", "teacher_top_logprobs"
 DIVERGENCE = "teacher_divergence"
+#: Prefixes of the mean divergence from one of several teachers, and of the share of trained tokens that learn from it.
+_BY_TEACHER, _SHARE = "teacher_divergence/", "teacher_share/"
 
 
 class ColocatedTeacher(Scorer):
@@ -82,7 +94,7 @@ class FullDivergenceReader(LogitReader):
 
     def rows(self, batch: TokenBatch) -> RowReader:
         """Returns the reader of a micro-batch (`LogitReader.rows`)."""
-        teacher_rows = logit_rows(self.teacher.scorer.model, batch)
+        teacher_rows = self.teacher.scorer.rows(batch)
         return FullDivergence(teacher_rows, self.cfg.rollout.temperature, self.cfg.algorithm.distillation.beta)
 
     def offload(self) -> None:
@@ -117,10 +129,18 @@ class Distillation(PolicyGradient):
         else:
             self.columns = [*self.columns, Column(TEACHER_LOGPROBS if self.sampled else TEACHER_TOP, scorer)]
             self.reader = None if self.sampled else TopDivergenceReader
+        self._teacher_names = list(teachers_of(cfg)) if cfg.teacher.by_task else []
+        if self._teacher_names:
+            self.columns = [*self.columns, Column(TEACHER_INDEX, ROLLOUT)]
         if self.sampled:  # the estimate is valid for the weights that sampled the tokens
             self.at_first = self.at_first | {DIVERGENCE}
+            self.at_first |= {prefix + name for prefix in (_BY_TEACHER, _SHARE) for name in self._teacher_names}
         has_kl_loss = self.kl_coef and cfg.algorithm.kl_in == "loss"
         self._needs_policy_loss = bool(self.sampled or self.reward_coef or has_kl_loss or cfg.algorithm.entropy_coef)
+
+    def prompt_columns(self, prompt: Prompt) -> Mapping[str, float]:
+        """Returns the index of the prompt's teacher, if there are several (`LanguageAlgorithm.prompt_columns`)."""
+        return {TEACHER_INDEX: float(teacher_index(self.cfg, prompt.level))} if self._teacher_names else {}
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
         """Returns the advantages of the reward, plus the teacher's term in mode sampled (`LanguageAlgorithm.advantages`)."""
@@ -140,10 +160,35 @@ class Distillation(PolicyGradient):
             loss, metrics = super().loss(scores, batch, counts)
         if self.sampled:
             log_ratio = scores.logprobs.detach() - batch.columns[TEACHER_LOGPROBS].clamp_min(FLOOR)
-            metrics[DIVERGENCE] = counts.mean(log_ratio, batch)
+            metrics |= self._divergence_metrics(log_ratio, batch, counts)
             return loss, metrics
         assert scores.read is not None
         loss = loss + self.coef * counts.loss(scores.read, batch, self.cfg.algorithm.loss_agg)
-        metrics[DIVERGENCE] = counts.mean(scores.read, batch)
+        metrics |= self._divergence_metrics(scores.read, batch, counts)
         metrics["loss"] = loss.detach()
         return loss, metrics
+
+    def _divergence_metrics(self, values: Tensor, batch: TokenBatch, counts: MinibatchCounts) -> dict[str, Tensor]:
+        """Returns a micro-batch's shares of the divergence from the teachers, and of each teacher's sum and share of tokens.
+
+        Args:
+            values: `[T]`, divergence of each token.
+            batch, counts: See `loss`.
+        """
+        metrics = {DIVERGENCE: counts.mean(values, batch)}
+        for index, name in enumerate(self._teacher_names):
+            is_taught = (batch.columns[TEACHER_INDEX] == index) & batch.mask
+            metrics[_BY_TEACHER + name] = counts.mean(values.masked_fill(~is_taught, 0), batch)
+            metrics[_SHARE + name] = counts.mean(is_taught.to(values.dtype), batch)
+        return metrics
+
+    def summarize(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Divides each teacher's sum by its share of tokens; omits teachers without any (`LanguageAlgorithm.summarize`)."""
+        summary = super().summarize(metrics)
+        for key in metrics:
+            prefix, separator, name = key.rpartition(_BY_TEACHER)
+            if separator:
+                share, total = metrics[prefix + _SHARE + name], summary.pop(key)
+                if share:
+                    summary[key] = total / share
+        return summary

@@ -35,12 +35,29 @@ class ReferenceConfig(ScoringConfig):
 
 
 @dataclass
+class TaskTeacherConfig:
+    """A further teacher, from which the model learns some tasks."""
+
+    name: str = MISSING
+    """Name of the teacher in metrics, such as `train/teacher_divergence/<name>`."""
+    tasks: list[str] = field(default_factory=list)
+    """Tasks or data sources of this teacher: values of the field `data.train.level_key` of rows, or the levels that
+    procedural sources give their problems, such as the names of `tasks` of reasoning_gym."""
+    model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
+    """The model; it must have the actor's vocabulary."""
+
+
+@dataclass
 class TeacherConfig(ServingConfig, ScoringConfig):
     """The teacher: the model from which `algorithm.name: distillation` learns. If the placement has no group `teacher`, each
     actor rank also holds the teacher and uses `actor.max_tokens_per_micro_batch` for it."""
 
     model: FrozenModelConfig = field(default_factory=FrozenModelConfig)
     """The teacher model; it must have the actor's vocabulary."""
+    by_task: list[TaskTeacherConfig] = field(default_factory=list)
+    """Further teachers by task or data source. The responses to a prompt of one of their `tasks` learn from that teacher, all
+    others from `teacher.model`. All teachers are loaded on each rank that has the teacher; not with
+    `teacher.rollout_backend`."""
     rollout_backend: Annotated[str | None, FREE, Choices("vllm")] = None
     """`vllm`: an engine on separate ranks computes the log-probs, and the keys of engines apply. Null: the model runs in
     transformers."""

@@ -6,9 +6,11 @@ import abc
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import former_members
 
 if TYPE_CHECKING:
@@ -211,6 +213,20 @@ class RolloutBackend(abc.ABC):
         Returns an empty dict if the engine does not give its parameters.
         """
         return {}
+
+    def observed_layers(self, on_output: Callable[[int, torch.Tensor], None]) -> AbstractContextManager[None]:
+        """Observes the hidden states after each decoder layer for the duration of the block, for comparisons by layer.
+
+        Args:
+            on_output: Called in each pass with the index of a layer and its hidden states `[tokens, hidden size]`, in the
+                order of the tokens; padding may follow.
+
+        Raises:
+            ConfigError: The engine does not give its layers.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not give the hidden states of its layers; take the engine hf or vllm"
+        )
 
     def held(self, name: str) -> torch.Tensor | None:
         """Returns the current tensor called `name`.

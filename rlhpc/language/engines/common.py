@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from rlhpc.runtime.trace_recorder import span
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from rlhpc.language.config.run import LanguageConfig
     from rlhpc.weights.delta import Elements
@@ -25,6 +27,38 @@ T = TypeVar("T", bound="torch.Tensor | Elements")
 _DTYPES = ("float32", "bfloat16", "float16")
 #: Number of concurrent sequences if neither the configuration nor the engine sets one.
 _DEFAULT_BATCH_SIZE = 64
+
+
+def first_output(output: Any) -> torch.Tensor:
+    """Returns the hidden states among a layer's outputs: the only output, or the first of several."""
+    hidden_states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden_states
+
+
+@contextmanager
+def observed_outputs(
+    layers: Sequence[nn.Module],
+    on_output: Callable[[int, torch.Tensor], None],
+    hidden_states_of: Callable[[Any], torch.Tensor] = first_output,
+) -> Iterator[None]:
+    """Calls `on_output` with the index and the hidden states `[tokens, hidden size]` of each layer that runs in the block.
+
+    Args:
+        layers: Layers, in order.
+        on_output: See `RolloutBackend.observed_layers`.
+        hidden_states_of: Function that returns the hidden states, `[…, hidden size]`, of a layer's output.
+    """
+
+    def make_hook(index: int) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
+            on_output(index, hidden_states_of(output).flatten(0, -2))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.callback(layer.register_forward_hook(make_hook(index)).remove)
+        yield
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +15,16 @@ from torch import Tensor
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
 from rlhpc.language.engines.base import Completion, Request, beyond_context
 from rlhpc.language.engines.batch_invariance import STATE_LAYER_TYPES
-from rlhpc.language.engines.common import EngineBase, EngineOptions, checked_update
+from rlhpc.language.engines.common import EngineBase, EngineOptions, checked_update, observed_outputs
 from rlhpc.language.engines.hf_forward import Forward, KVCache, plan_row_moves
 from rlhpc.language.hugging_face import explain_loading_error, load_model_config, no_progress_bar, transformers
 from rlhpc.language.models.loading import auto_class
 from rlhpc.language.models.moe_routing import Routing, routing_of
-from rlhpc.language.models.vision import place_by_token_type
+from rlhpc.language.models.vision import place_by_token_type, tower_of
 from rlhpc.runtime.devices import empty_cache, move_module
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trace_recorder import add_gauge
+from rlhpc.training.blueprint import transformer_layers
 from rlhpc.weights.delta import Elements, copy_update
 from rlhpc.weights.verification import digests
 
@@ -341,6 +342,13 @@ class HFRollout(EngineBase):
                 f"rollout.max_batch_size ({self._max_rows}), rollout.max_new_tokens or rollout.max_model_len, or take "
                 "rollout.dtype bfloat16"
             ) from error
+
+    def observed_layers(self, on_output: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """Observes the decoder layers; see `RolloutBackend.observed_layers`."""
+        tower = tower_of(self._model)
+        vision_layers = set() if tower is None else {id(layer) for layer in tower.blocks}
+        layers = [layer for layer in transformer_layers(self._model) if id(layer) not in vision_layers]
+        return observed_outputs(layers, on_output)
 
     # --- requests
 

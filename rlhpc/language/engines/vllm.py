@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from rlhpc.checkpoint.tensor_slice import TensorSlice
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer
 from rlhpc.language.engines.base import Completion, Request
-from rlhpc.language.engines.common import EngineBase, EngineOptions, WeightUpdateError, checked_update
-from rlhpc.language.engines.vllm_adapter import cache_block_usage, set_adapter
+from rlhpc.language.engines.common import EngineBase, EngineOptions, WeightUpdateError, checked_update, observed_outputs
+from rlhpc.language.engines.vllm_adapter import cache_block_usage, decoder_layers, set_adapter, sum_with_residual
 from rlhpc.language.engines.vllm_images import image_prompt
 from rlhpc.language.engines.vllm_launch import PRELOAD, VLLMProcess
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
@@ -465,6 +466,17 @@ class VLLMRollout(VLLMProcess, EngineBase):
         """Returns a digest of each parameter of vLLM's model; see `RolloutBackend.parameter_digests`."""
         digests_by_name: dict[str, int] = self._engine.collective_rpc(_compute_parameter_digests)[0]
         return digests_by_name
+
+    def observed_layers(self, on_output: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
+        """Observes the decoder layers; see `RolloutBackend.observed_layers`.
+
+        Raises:
+            ConfigError: vLLM runs compiled layers or CUDA graphs, which call no hooks.
+        """
+        if not self._engine.vllm_config.model_config.enforce_eager:
+            raise ConfigError("vLLM's layers can be observed with rollout.engine_kwargs={enforce_eager: true} alone")
+        layers: list[Any] = self._engine.collective_rpc(decoder_layers)[0]
+        return observed_outputs(layers, on_output, sum_with_residual)
 
     def score(self, token_ids: Sequence[int], policy: int = 0) -> list[float]:
         """Returns the log-probs of a text with the adapters of a policy; see `RolloutBackend.score`."""

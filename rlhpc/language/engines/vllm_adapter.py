@@ -50,6 +50,28 @@ def cache_block_usage(engine: Any) -> float:
     return float(engine.engine_core.engine_core.scheduler.kv_cache_manager.usage)
 
 
+# --- layers
+
+
+def decoder_layers(worker: Any) -> list[nn.Module]:
+    """Returns the decoder layers of a worker's model: its longest list of modules named `layers`."""
+    lists = [
+        module
+        for name, module in worker.model_runner.get_model().named_modules()
+        if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "layers"
+    ]
+    return [*max(lists, key=len, default=())]
+
+
+def sum_with_residual(output: Any) -> Tensor:
+    """Returns the hidden states of a layer's output: vLLM's layers leave the addition of the residual to the next norm."""
+    if not isinstance(output, tuple):
+        hidden_states: Tensor = output
+        return hidden_states
+    hidden_states, residual = output[:2]
+    return hidden_states if residual is None else hidden_states + residual
+
+
 # --- batch invariance
 
 #: Variable that turns on vLLM's batch-invariant mode (`vllm.model_executor.determinism`), and the constant that some modules

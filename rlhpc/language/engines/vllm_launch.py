@@ -34,7 +34,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.host import host_id
 from rlhpc.runtime.scratch import cache_folder
 from rlhpc.runtime.start_phases import enter_phase, phases_within
-from rlhpc.runtime.text import first_line
+from rlhpc.runtime.text import first_line, with_source_line
 
 if TYPE_CHECKING:
     from rlhpc.language.engines.common import EngineOptions
@@ -446,7 +446,7 @@ class VLLMProcess:
         """Converts out-of-memory errors and errors of vLLM's checks within the block to ConfigErrors that name settings."""
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError, ValueError, RuntimeError) as error:
+        except (torch.OutOfMemoryError, MemoryError, ValueError, RuntimeError, AssertionError) as error:
             message = str(error).lower()
             if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "memory" in message or "kv cache" in message:
                 memory_setting = (
@@ -460,7 +460,7 @@ class VLLMProcess:
                     f"({self._options.max_model_len or 'null: the model’s context'})"
                 ) from error
             if (
-                isinstance(error, (ValueError, NotImplementedError))
+                isinstance(error, (ValueError, NotImplementedError, AssertionError))
                 or "unsupported" in message
                 or "not supported" in message
             ):
@@ -536,6 +536,11 @@ def _compute_cpu_cache_bytes(config: Any, options: EngineOptions) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the first lines of an error message; errors of vLLM's checks, by pydantic, state the reason in line two."""
+    """Returns the first lines of an error message; errors of vLLM's checks, by pydantic, state the reason in line two.
+
+    Assertions have their source line as well, because many have no message.
+    """
+    if isinstance(error, AssertionError):
+        return with_source_line(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])

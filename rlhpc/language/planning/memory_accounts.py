@@ -13,7 +13,7 @@ from rlhpc.config.parallel import MeshSizes
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.typed import plain, select, typed
 from rlhpc.language.config.engines import ServingConfig
-from rlhpc.language.config.models import PretrainedConfig
+from rlhpc.language.config.models import FrozenModelConfig, PretrainedConfig
 from rlhpc.language.config.run import GrpoConfig, SftConfig, TrainedLanguageConfig, responses_per_step
 from rlhpc.language.config.training import SHORTEST_PREFIX, LanguageActorConfig
 from rlhpc.language.planning.memory_model import (
@@ -34,6 +34,7 @@ from rlhpc.language.scoring.groups import (
     distils,
     group_roles,
     scoring_groups,
+    teachers_of,
 )
 from rlhpc.runs.memory.account import SPARE, Account, GroupRanks, MemoryTerm, Moment, SuggestedChange, process, terms
 from rlhpc.weights.device_sharing import (
@@ -419,11 +420,16 @@ def _count_micro_batch_tokens(
 
 
 def _compute_teacher_bytes(cfg: GrpoConfig, ranks: GroupRanks, builds_model: bool) -> float:
-    """Returns the bytes of a teacher on the actor's ranks; 0 if there is no teacher."""
+    """Returns the bytes of all teachers on the actor's ranks; 0 if there are none."""
     if not distils(cfg) or TEACHER in group_roles(cfg):
         return 0.0
-    model_size = size_of(cfg.teacher.model.model_path, plain(cfg.teacher.model.kwargs), builds_model=builds_model)
-    return float(itemsize(cfg.teacher.model.dtype, ranks.accelerated) * model_size.parameters)
+    return sum(_compute_weight_bytes(model, ranks, builds_model) for model in teachers_of(cfg).values())
+
+
+def _compute_weight_bytes(model: FrozenModelConfig, ranks: GroupRanks, builds_model: bool) -> float:
+    """Returns the bytes of a frozen model's weights."""
+    model_size = size_of(model.model_path, plain(model.kwargs), builds_model=builds_model)
+    return float(itemsize(model.dtype, ranks.accelerated) * model_size.parameters)
 
 
 def _compute_training_account(
@@ -651,6 +657,7 @@ def _compute_scoring_account(cfg: GrpoConfig, name: str, ranks: GroupRanks, buil
         ranks,
         computes_logits="logprobs" in group.scorer,
         builds_model=builds_model,
+        other_models=[teacher.model for teacher in cfg.teacher.by_task] if name == TEACHER else (),
     )
 
 
@@ -663,17 +670,27 @@ def _compute_frozen_account(
     *,
     computes_logits: bool,
     builds_model: bool,
+    other_models: Sequence[FrozenModelConfig] = (),
 ) -> Account:
-    """Returns the account of a rank with a frozen model that scores samples."""
+    """Returns the account of a rank with one or several frozen models that score samples, one after the other."""
     model_size: ModelSize = size_of(model.model_path, plain(select(model, "kwargs")), builds_model=builds_model)
     bytes_per_element = itemsize(model.dtype, ranks.accelerated)
     num_step_tokens = sum(max_lengths(cfg)) * math.ceil(responses_per_step(cfg) / ranks.number)
     num_tokens = max(min(max_tokens, num_step_tokens), 1)
-    layers = LayerMemory(model_size, bytes_per_element, not ranks.accelerated, capacity=ranks.capacity)
+    layers_by_model = [
+        LayerMemory(
+            size_of(m.model_path, plain(select(m, "kwargs")), builds_model=builds_model),
+            itemsize(m.dtype, ranks.accelerated),
+            not ranks.accelerated,
+            capacity=ranks.capacity,
+        )
+        for m in (model, *other_models)
+    ]
     memory_terms = terms(
-        weights=float(bytes_per_element * model_size.parameters),
-        activations=num_tokens * layers.layer_peak(),
-        logits=scoring_chunk(layers, num_tokens) if computes_logits else 0.0,
+        weights=bytes_per_element * model_size.parameters
+        + sum(_compute_weight_bytes(other_model, ranks, builds_model) for other_model in other_models),
+        activations=num_tokens * max(layers.layer_peak() for layers in layers_by_model),
+        logits=max(scoring_chunk(layers, num_tokens) for layers in layers_by_model) if computes_logits else 0.0,
     )
     return Account(
         name,

@@ -210,7 +210,7 @@ class GroupBuilder:
         )  # fmt: skip
         episodes = list(scored_group.episodes.values())
         columns = [
-            read_rollout_columns(self._algorithm, sample, score)
+            read_rollout_columns(self._algorithm, sample, score, group.prompt)
             for episode, score in zip(episodes, scored_group.scores, strict=True)
             for sample in episode.samples
         ]

@@ -15,9 +15,11 @@ from torch import Tensor
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.agents.episodes import Episode, id_array, logprob_array, token_array
 from rlhpc.language.algorithms.base import ROLLOUT, ROLLOUT_LOGPROBS, VERSIONS, LanguageAlgorithm
+from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.models.moe_routing import EXPERTS
 from rlhpc.language.models.token_batch import Pictures, TokenBatch, cumulate
 from rlhpc.language.rewards.pool import Scored
+from rlhpc.language.scoring.groups import TEACHER_INDEX
 from rlhpc.runtime.channel import Channel, QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 from rlhpc.runtime.worker import Worker
@@ -62,8 +64,9 @@ class SampleGroup:
         return {"step": self.step, "position": self.position, "members": self.members.numpy(), **self.batch.pack()}
 
     def pack_without_columns(self) -> dict[str, Any]:
-        """Returns the message of this group without columns, for worker groups that score tokens."""
-        return replace(self, batch=replace(self.batch, columns={})).pack()
+        """Returns the message of this group without columns that worker groups do not read, which score tokens."""
+        columns = {name: column for name, column in self.batch.columns.items() if name == TEACHER_INDEX}
+        return replace(self, batch=replace(self.batch, columns=columns)).pack()
 
     @classmethod
     def unpack(cls, message: dict[str, Any]) -> SampleGroup:
@@ -148,13 +151,17 @@ def build_sample_group(
     return SampleGroup(step, position, batch, torch.from_numpy(members[episode_indices]))
 
 
-def read_rollout_columns(algorithm: LanguageAlgorithm, sample: Episode, score: Scored) -> dict[str, Sequence[float]]:
-    """Returns the algorithm's rollout columns of a sample.
+def read_rollout_columns(
+    algorithm: LanguageAlgorithm, sample: Episode, score: Scored, prompt: Prompt | None = None
+) -> dict[str, Sequence[float]]:
+    """Returns the algorithm's rollout columns of a sample, and those of its prompt.
 
     Raises:
         RlhpcError: The algorithm returned columns that it does not declare, omitted some, or returned a wrong length.
     """
     columns = dict(algorithm.rollout_columns(sample, score))
+    if prompt is not None:
+        columns |= {name: [value] * len(sample.token_ids) for name, value in algorithm.prompt_columns(prompt).items()}
     required_names = [column.name for column in algorithm.columns if column.by == ROLLOUT]
     sample_lengths = {len(column_values) for column_values in columns.values()} - {len(sample.token_ids)}
     if sorted(columns) != sorted(required_names) or sample_lengths:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
@@ -26,9 +27,11 @@ from rlhpc.language.scoring.groups import (
     AGENT,
     BUILT_IN,
     CRITIC,
+    DEFAULT_TEACHER,
     ENGINE,
     JUDGE,
     RESERVED_NAMES,
+    ROUTED,
     TEACHER,
     distils,
     explain_engine_errors,
@@ -40,6 +43,7 @@ from rlhpc.language.scoring.groups import (
     process_groups,
     raters,
     scoring_groups,
+    teachers_of,
 )
 from rlhpc.language.scoring.registry import ScoringGroup, check_scorer, rates
 from rlhpc.runtime.errors import ConfigError
@@ -165,10 +169,12 @@ def check_group_sections(cfg: GrpoConfig, fail: Fail, column_sources: frozenset[
     for name in group_names:
         rates(groups[name].scorer)
         check_scorer(groups[name])
-        if groups[name].scorer == ENGINE:
+        if groups[name].scorer in (ENGINE, ROUTED):
+            key = "rollout_backend" if groups[name].scorer == ENGINE else "by_task"
             raise ConfigError(
-                f"groups[{name}].scorer is {ENGINE!r}, which is the teacher's: see teacher.rollout_backend"
+                f"groups[{name}].scorer is {groups[name].scorer!r}, which is the teacher's: see teacher.{key}"
             )
+    _check_task_teachers(cfg, fail)
     _check_teacher_engine(cfg, fail)
     for key, model in group_models(cfg).items():
         if model.kwargs and not str(model.model_path).startswith("builtin:"):
@@ -306,6 +312,63 @@ def _check_distillation(cfg: GrpoConfig, fail: Fail) -> None:
     check_rules(rules, fail)
 
 
+def _check_task_teachers(cfg: GrpoConfig, fail: Fail) -> None:
+    """Checks names, tasks and models of several teachers."""
+    names, owners = [DEFAULT_TEACHER], dict[str, str]()
+    for index, teacher in enumerate(cfg.teacher.by_task):
+        key = f"teacher.by_task[{index}]"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", teacher.name):
+            raise ConfigError(
+                f"{key}.name is {teacher.name!r}; it is part of metrics' names: use letters, digits, '.', '_' and '-'"
+            )
+        if teacher.name in names:
+            raise ConfigError(f"{key}.name is {teacher.name!r}, which is taken: give the teacher another name")
+        if not teacher.tasks:
+            raise ConfigError(f"{key}.tasks is empty: name the tasks that are learnt from this teacher")
+        if not teacher.model.model_path:
+            raise ConfigError(f"{key}.model.model_path is not set: name a model with the vocabulary of actor.model")
+        for task in teacher.tasks:
+            if task in owners:
+                raise ConfigError(f"{key}.tasks has {task!r}, which is learnt from {owners[task]!r}: name it once")
+            owners[task] = teacher.name
+        names.append(teacher.name)
+    rules = (
+        (
+            bool(cfg.teacher.by_task) and not distils(cfg),
+            "teacher.by_task",
+            "only algorithm.name=distillation gives each response its teacher: choose that, or leave it empty",
+        ),
+        (
+            bool(cfg.teacher.by_task) and cfg.teacher.rollout_backend is not None,
+            "teacher.rollout_backend",
+            "an engine has one model, and teacher.by_task has others: set null",
+        ),
+    )
+    check_rules(rules, fail)
+
+
+def check_task_levels(cfg: GrpoConfig, levels: Collection[str]) -> None:
+    """Checks that the training prompts have each task of `teacher.by_task`.
+
+    Args:
+        cfg: The configuration.
+        levels: Levels of all training prompts.
+
+    Raises:
+        ConfigError: No prompt has a task; the message lists the tasks of the prompts.
+    """
+    for index, teacher in enumerate(cfg.teacher.by_task):
+        for task in teacher.tasks:
+            if task not in levels:
+                observed_text = (
+                    ", ".join(repr(level) for level in sorted(levels)[:10] if level) or "none: set data.train.level_key"
+                )
+                raise ConfigError(
+                    f"teacher.by_task[{index}].tasks has {task!r}, which no prompt of data.train has; their tasks: "
+                    f"{observed_text}"
+                )
+
+
 def _check_teacher_engine(cfg: GrpoConfig, fail: Fail) -> None:
     """Checks that the teacher's engine is placed and supports the mode of distillation and the longest sequence."""
     backend, max_length = cfg.teacher.rollout_backend, cfg.teacher.max_model_len
@@ -372,6 +435,8 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
         deepspeed_config(cfg.critic, compute_dtype(cfg.critic.model, "cpu", "critic.model"))
     if TEACHER in ranks or distils(cfg):
         require_same_vocabulary(cfg, cfg.teacher.model, "teacher.model")
+        for index, teacher in enumerate(cfg.teacher.by_task):
+            require_same_vocabulary(cfg, teacher.model, f"teacher.by_task[{index}].model")
     if TEACHER in ranks and cfg.teacher.rollout_backend:
         _check_context(cfg, groups[TEACHER])
     _check_vision(cfg, ranks)
@@ -397,7 +462,8 @@ def _check_vision(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
             "actor.model.value_head=true in its place"
         )
     reader_groups = [name for name in groups if name in ranks and groups[name].scorer == "process"]
-    for name in reader_groups + [TEACHER] * (distils(cfg) and not reads_images(cfg.teacher.model)):
+    are_teachers_blind = distils(cfg) and not all(map(reads_images, teachers_of(cfg).values()))
+    for name in reader_groups + [TEACHER] * are_teachers_blind:
         raise ConfigError(
             f"{groups[name].model_section}.model_path={groups[name].model.model_path}: it reads text alone, and is to read "
             f"what the model in {path} has read, which looks at pictures; take one that does, too, or leave the "

@@ -27,6 +27,10 @@ CRITIC, JUDGE, REFERENCE, TEACHER = "critic", "judge", "reference", "teacher"
 AGENT = "agent"
 #: Scorer of a teacher with an engine.
 ENGINE = "engine_logprobs"
+#: Scorer of several teachers (`teacher.by_task`), and the column with the index of each response's teacher.
+ROUTED, TEACHER_INDEX = "routed_logprobs", "teacher_index"
+#: Name of `teacher.model` among several teachers.
+DEFAULT_TEACHER = "default"
 #: Names that entries of `groups` may not have.
 RESERVED_NAMES = ("actor", "rollout", CRITIC, AGENT, *BUILT_IN)
 
@@ -66,14 +70,27 @@ def group_models(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
         "teacher.model": cfg.teacher.model,
         "judge.model": cfg.judge.model,
     }
+    models |= {f"teacher.by_task[{index}].model": teacher.model for index, teacher in enumerate(cfg.teacher.by_task)}
     return {**models, **{f"groups[{index}].model": group.model for index, group in enumerate(cfg.groups)}}
 
 
 def _teacher(cfg: GrpoConfig) -> ScoringGroup:
     model, tokens, options = cfg.teacher.model, cfg.teacher.max_tokens_per_micro_batch, cfg.algorithm.distillation
     kwargs = {"k": options.topk} if options.mode == "topk" else {}
+    if cfg.teacher.by_task:
+        return ScoringGroup(TEACHER, ROUTED, model, tokens, kwargs)
     scorer = "top_logprobs" if kwargs else BUILT_IN[TEACHER]
     return ScoringGroup(TEACHER, ENGINE if cfg.teacher.rollout_backend else scorer, model, tokens, kwargs)
+
+
+def teachers_of(cfg: GrpoConfig) -> dict[str, FrozenModelConfig]:
+    """Returns the models of all teachers by name, in the order of their indices: `teacher.model`, then `teacher.by_task`."""
+    return {DEFAULT_TEACHER: cfg.teacher.model, **{teacher.name: teacher.model for teacher in cfg.teacher.by_task}}
+
+
+def teacher_index(cfg: GrpoConfig, task: str) -> int:
+    """Returns the index of the teacher from which responses to prompts of a task learn (`teachers_of`)."""
+    return next((index for index, teacher in enumerate(cfg.teacher.by_task, 1) if task in teacher.tasks), 0)
 
 
 def group_roles(cfg: GrpoConfig) -> dict[str, str]:

@@ -26,6 +26,7 @@ SCORERS: Registry[Callable[..., Any]] = Registry(
     {
         "logprobs": "rlhpc.language.scoring.logprobs:LogProbs",
         "top_logprobs": "rlhpc.language.scoring.logprobs:TopLogProbs",
+        "routed_logprobs": "rlhpc.language.scoring.logprobs:RoutedLogProbs",
         "engine_logprobs": "rlhpc.language.scoring.logprobs:EngineLogProbs",
         "classifier": "rlhpc.language.scoring.reward_models:Classifier",
         "process": "rlhpc.language.scoring.reward_models:ProcessRewards",
@@ -234,6 +235,7 @@ class ScoringGroup:
         model: Model of the group, if it has one.
         max_tokens: Maximum number of tokens in one forward pass on a rank, including padding.
         kwargs: Options of the scorer.
+        section: Configuration section of the model, if the name does not tell it.
     """
 
     name: str
@@ -241,8 +243,9 @@ class ScoringGroup:
     model: PretrainedConfig
     max_tokens: int
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    section: str = ""
 
     @property
     def model_section(self) -> str:
         """Configuration section of the group's model, for messages."""
-        return f"{_SECTIONS.get(self.name, f'groups[{self.name}]')}.model"
+        return f"{self.section or _SECTIONS.get(self.name, f'groups[{self.name}]')}.model"

@@ -24,6 +24,7 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.scoring.groups import REFERENCE
 from rlhpc.language.training.prompt_dispatch import VERSIONS, PromptMap
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import with_source_line
 from rlhpc.runtime.worker import Worker
 from rlhpc.training.backend import Named
 from rlhpc.weights import WeightSync, make_sync, sends_shards
@@ -170,6 +171,9 @@ def sample_probe(
         length: Number of tokens of the long text (`long_text`).
         phase: Number of the phase; each phase has different prompts, so that the prefix cache of another phase is not used.
         num_policies: Number of policies; 0 in a run with a single policy.
+
+    Raises:
+        ConfigError: A check in the engine's code excludes the model, such as a router that its kernel has not.
     """
     num_drawn = max(1, min(_MAX_SAMPLED_TOKENS, response, length // 2))
     num_first_drawn = max(min(num_drawn, _LENGTH), num_drawn // 2)
@@ -186,8 +190,15 @@ def sample_probe(
         for policy in range(max(1, num_policies))
         for request_id, tokens in enumerate(lengths, policy * len(lengths))
     ]
+    try:
+        completions = engine.generate(requests)
+    except (AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"the rollout engine cannot generate with this model on this device: {with_source_line(error)}; take "
+            "rollout.rollout_backend=hf, another version of the engine, or another model"
+        ) from error
     sequences = []
-    for request, completion in zip(requests, engine.generate(requests), strict=True):
+    for request, completion in zip(requests, completions, strict=True):
         token_ids, policy = (
             (*request.prompt_ids, *completion.token_ids),
             request.sampling.policy if num_policies else None,

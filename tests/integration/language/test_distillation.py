@@ -15,7 +15,10 @@ from test_groups import FirstStep, places
 from test_reasoning import TWO_ACTORS, LanguageRun
 
 from rlhpc.language.config.models import FrozenModelConfig, LanguageModelConfig
+from rlhpc.language.data import PromptSampler
 from rlhpc.language.models.builtin import resolve_model
+from rlhpc.language.preflight import open_prompts
+from rlhpc.language.scoring.groups import teachers_of
 
 pytestmark = pytest.mark.long(together=True)
 
@@ -86,19 +89,52 @@ def test_a_step_is_that_of_a_plain_loop(
         torch.testing.assert_close(weights[parameter].detach(), there, atol=1e-6, rtol=0)
 
 
+BY_TASK = (
+    "data.train.kwargs={digits: 1, operators: '+-'}",
+    "teacher.by_task=[{name: minus, tasks: ['- 1 digit'], "
+    "model: {model_path: 'builtin:tiny', kwargs: {hidden: 32, seed: 9}}}]",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [("sampled", ()), ("topk", ()), ("full", ()), ("topk", (places(teacher=0),)), ("full", (TWO_ACTORS,))],
+    ids=["sampled", "topk", "full", "topk of its own", "full on two ranks"],
+)
+def test_each_task_has_its_teacher(
+    name: str, placement: tuple[str, ...], top: LanguageRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same plain loop, with two teachers, of which each has some of the prompts."""
+    run = distilled(tmp_path / "run", mode(name), *BY_TASK, *placement, train=("runner.max_steps=1",))
+    monkeypatch.setenv("RLHPC_MODELS", run.environment["RLHPC_MODELS"])
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    loop, (row,) = PlainDistillation(run), run.rows()
+    expected = loop.step()
+    assert 0 < expected["train/teacher_share/minus"] < 1
+    for metric, value in expected.items():
+        assert row[metric] == pytest.approx(value, rel=1e-4, abs=1e-5), metric
+
+
 class PlainDistillation(FirstStep):
     """A step of distillation as one would write it in an afternoon; divergences in float64, over whole distributions."""
 
     def step(self) -> dict[str, float]:
         """Trains once; metrics by their names in the run's row."""
         cfg, options = self.cfg, self.cfg.algorithm.distillation
-        source = resolve_model(FrozenModelConfig(model_path="builtin:tiny", kwargs=dict(cfg.teacher.model.kwargs)))
-        teacher = type(self.actor).from_pretrained(source)
-        samples = self.samples()
+        sources = {
+            label: resolve_model(FrozenModelConfig(model_path="builtin:tiny", kwargs=dict(model.kwargs)))
+            for label, model in teachers_of(cfg).items()
+        }
+        teachers = {label: type(self.actor).from_pretrained(source) for label, source in sources.items()}
+        samples, _, dataset = self.samples(), *open_prompts(cfg)[1:]
+        order = PromptSampler(len(dataset), cfg.data.prompts_per_step, cfg.runner.seed)
+        levels = [dataset[order.at(number // cfg.algorithm.group_size)].level for number in range(len(samples))]
+        labels = [next((t.name for t in cfg.teacher.by_task if level in t.tasks), "default") for level in levels]
+        sums = {label: [0.0, 0] for label in teachers}
         count = sum(len(ids) - start for ids, start, _ in samples)
         loss, far = torch.zeros((), dtype=torch.float64), 0.0
-        for ids, start, _ in samples:
-            tokens = torch.tensor([ids])
+        for (ids, start, _), label in zip(samples, labels, strict=True):
+            tokens, teacher = torch.tensor([ids]), teachers[label]
             p, q = (
                 (model(input_ids=tokens).logits[0, start - 1 : -1].double() / cfg.rollout.temperature).log_softmax(-1)
                 for model in (self.actor, teacher)
@@ -114,6 +150,7 @@ class PlainDistillation(FirstStep):
                     p, q = (with_rest(one.gather(1, most).exp()).log() for one in (p, q))
                 apart = losses = jensen_shannon(p, q, options.beta)
             loss, far = loss + options.coef * losses.sum() / count, far + apart.sum().item() / count
+            sums[label][0], sums[label][1] = sums[label][0] + apart.sum().item(), sums[label][1] + len(apart)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.actor.parameters(), cfg.actor.optim.clip_grad).item()
         optim = cfg.actor.optim
@@ -121,7 +158,10 @@ class PlainDistillation(FirstStep):
             self.actor.parameters(), lr=optim.lr, betas=(optim.adam_beta1, optim.adam_beta2), eps=optim.adam_eps,
             weight_decay=optim.weight_decay,
         ).step()  # fmt: skip
+        by_teacher = {f"train/teacher_divergence/{label}": total / number for label, (total, number) in sums.items()}
+        shares = {f"train/teacher_share/{label}": number / count for label, (_, number) in sums.items()}
         return {
+            **(by_teacher | shares if len(teachers) > 1 else {}),
             "train/loss": loss.item(), "train/grad_norm": norm, "train/teacher_divergence": far, "train/tokens": count,
             "train/reward": sum(reward for _, _, reward in samples) / len(samples),
         }  # fmt: skip
@@ -226,6 +266,14 @@ BAD = (
     (
         ("groups=[{name: own, scorer: engine_logprobs}]",),
         "groups[own].scorer is 'engine_logprobs', which is the teacher's: see teacher.rollout_backend",
+    ),
+    (
+        ("teacher.by_task=[{name: a, tasks: [ones], model: {model_path: 'builtin:tiny'}}]",),
+        "teacher.by_task[0].tasks has 'ones', which no prompt of data.train has; their tasks: ",
+    ),
+    (
+        (*ENGINE, "teacher.by_task=[{name: a, tasks: [b], model: {model_path: 'builtin:tiny'}}]"),
+        "teacher.rollout_backend is 'vllm'; an engine has one model, and teacher.by_task has others: set null",
     ),
     (("algorithm.distillation.beta=0.5",), "mode sampled follows the gradient of the reverse KL: set it to 1"),
     ((mode("topp"),), "algorithm.distillation.mode is 'topp'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from rlhpc.runtime.text import (
     readable,
     short_repr,
     tail,
+    with_source_line,
 )
 
 
@@ -75,6 +77,13 @@ def test_a_terminal_gets_no_control_characters() -> None:
 
 def test_errors_without_a_message_have_their_type() -> None:
     assert first_line(ValueError("one\ntwo")) == "one" and first_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+def test_an_error_with_its_source_line() -> None:
+    with pytest.raises(ValueError) as caught:
+        int("x")
+    assert re.search(r'.* \(.*test_text\.py, line \d+: int\("x"\)\)$', with_source_line(caught.value))
+    assert with_source_line(ValueError("one\ntwo")) == "one"
 
 
 def test_the_end_of_a_log(tmp_path: Path) -> None:

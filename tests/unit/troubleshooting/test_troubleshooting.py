@@ -87,6 +87,7 @@ def test_no_pattern_fits_everything() -> None:
         ("the reward of problem 3, sample 0 is nan (math nan); see reward.terms", "non-finite"),
         ("sandbox: the program could not be confined, and was not run: bwrap: No permissions", "sandbox"),
         ("vLLM refuses the model or the section rollout: unknown architecture", "engine-start"),
+        ("the rollout engine cannot generate with this model on this device: AssertionError", "engine-start"),
         ("sbatch: error: Batch job submission failed: Invalid account or account/partition", "slurm-refused"),
         ("Slurm does not answer\n  tried for 300 s; see `scontrol ping`", "slurm-silent"),
         ("generation 12-0 was replaced by 12-1: this process is from an earlier attempt", "stale-process"),

@@ -15,6 +15,7 @@ from rlhpc.language.algorithms.base import MinibatchCounts
 from rlhpc.language.algorithms.distillation import Distillation
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.config.run import GrpoConfig
+from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.models.logprobs import TokenScores, read_rows
 from rlhpc.language.models.micro_batching import micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
@@ -58,6 +59,39 @@ def test_expected_gradient_of_sampled_is_that_of_the_reverse_kl(temperature: flo
         found += p[token].detach().exp() * gradient
         assert metrics["teacher_divergence"].item() == pytest.approx((p[token] - theirs[token]).item())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+BY_TASK = [{"name": "sums", "tasks": ["a", "b"], "model": {"model_path": "y"}}, {"name": "none", "tasks": ["c"]}]
+
+
+@pytest.mark.parametrize("mode", ["sampled", "topk"])
+def test_each_teacher_has_its_divergence(mode: str, batch: TokenBatch) -> None:
+    """However a minibatch is cut; a teacher without tokens has none."""
+    cfg = config({"mode": mode})
+    cfg.teacher.by_task = OmegaConf.merge(cfg, {"teacher": {"by_task": BY_TASK}}).teacher.by_task
+    algorithm = Distillation(cfg)
+    levels = {"": 0.0, "a": 1.0, "b": 1.0, "c": 2.0, "other": 0.0}
+    assert {level: algorithm.prompt_columns(Prompt(0, (), level=level))["teacher_index"] for level in levels} == levels
+    assert [column.name for column in algorithm.columns if column.by == "rollout"] == ["teacher_index"]
+    assert Distillation(config({"mode": mode})).prompt_columns(Prompt(0, (), level="a")) == {}
+    batch.columns["teacher_index"] = (batch.group.repeat_interleave(batch.lengths) * 1.0) * batch.mask
+    batch.columns["advantages"] = torch.zeros(batch.tokens)
+    values, logprobs = torch.rand(batch.tokens), -torch.rand(batch.tokens)
+    batch.columns["values"], batch.columns["logprobs"] = values, logprobs
+    expected = values if mode == "topk" else logprobs - batch.columns["teacher_logprobs"].clamp_min(-100.0)
+    is_sums = batch.columns["teacher_index"] == 1
+    counts, sums = MinibatchCounts.of(batch, 1.0), dict[str, float]()
+    for part in batch.split([1, 2, 3]):
+        scores = TokenScores(part.columns["logprobs"], read=None if mode == "sampled" else part.columns["values"])
+        for name, share in algorithm.loss(scores, part, counts)[1].items():
+            sums[name] = sums.get(name, 0.0) + float(share)
+    metrics = algorithm.summarize(sums)
+    for name, is_taught in (("sums", is_sums), ("default", ~is_sums)):
+        is_taught = is_taught & batch.mask
+        assert metrics[f"teacher_divergence/{name}"] == pytest.approx(expected[is_taught].mean().item(), rel=1e-5)
+        assert metrics[f"teacher_share/{name}"] == pytest.approx((is_taught.sum() / batch.mask.sum()).item())
+    assert metrics["teacher_share/none"] == 0 and "teacher_divergence/none" not in metrics
+    assert ("teacher_divergence/sums" in algorithm.at_first) == (mode == "sampled")
 
 
 @pytest.fixture

@@ -133,7 +133,8 @@ class LLMEngine:
         self.replies = dict(type(self).default_replies)
         self.model_config = SimpleNamespace(max_model_len=arguments.max_model_len or 64)
         scheduler = SimpleNamespace(max_num_seqs=arguments.max_num_seqs or 256, max_num_batched_tokens=4096)
-        self.vllm_config = SimpleNamespace(scheduler_config=scheduler)
+        model = SimpleNamespace(enforce_eager=getattr(arguments, "enforce_eager", False))
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduler, model_config=model)
         self.output_processor = SimpleNamespace(request_states=self.requests)
         self.engine_core = SimpleNamespace(shutdown=lambda: self.events.append("shutdown"))
 

@@ -58,6 +58,21 @@ def build(model: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     return make
 
 
+def test_layers_in_graphs_are_not_observed(build: Build) -> None:
+    layers = [torch.nn.Identity(), torch.nn.Identity()]
+    engine = build(device="cuda:0")
+    with pytest.raises(ConfigError, match=r"rollout\.engine_kwargs=\{enforce_eager: true\} alone"):
+        engine.observed_layers(lambda index, states: None)
+    eager = build(
+        device="cuda:0", replies={"decoder_layers": lambda: layers}, rollout__engine_kwargs={"enforce_eager": True}
+    )
+    observed = list[tuple[int, list[float]]]()
+    with eager.observed_layers(lambda index, states: observed.append((index, states.flatten().tolist()))):
+        layers[1]((torch.ones(1, 1), torch.ones(1, 1)))
+    layers[0](torch.ones(1, 1))
+    assert observed == [(1, [2.0])]
+
+
 def request(number: int, prompt: tuple[int, ...] = (5, 10), most: int = 4, **sampling: Any) -> Request:
     return Request(number, prompt, SamplingParams(max_new_tokens=most, **sampling), seed=2**63 + number)
 

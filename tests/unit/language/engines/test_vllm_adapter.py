@@ -103,6 +103,24 @@ def test_layers_register_in_tables_of_their_own() -> None:
     assert all(name in fields for name in ("static_forward_context", "static_all_moe_layers"))
 
 
+def test_the_decoder_layers_are_the_longest_list_of_layers() -> None:
+    """Beside a vision tower's layers and the experts of a layer."""
+    model = nn.ModuleDict({"tower": nn.ModuleDict({"layers": nn.ModuleList([nn.Identity()])})})
+    layers = [nn.ModuleDict({"experts": nn.ModuleList(nn.Identity() for _ in range(4))}) for _ in range(2)]
+    model["model"] = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    assert vllm_adapter.decoder_layers(worker) == layers
+    worker.model_runner.get_model = nn.Identity
+    assert vllm_adapter.decoder_layers(worker) == []
+
+
+def test_hidden_states_have_their_residual() -> None:
+    output, residual = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    assert torch.equal(vllm_adapter.sum_with_residual((output, residual)), torch.full((2, 3), 3.0))
+    assert vllm_adapter.sum_with_residual((output, None)) is output and vllm_adapter.sum_with_residual(output) is output
+    assert "return hidden_states, residual" in source("vllm.model_executor.models.qwen3:Qwen3DecoderLayer")
+
+
 def test_a_reload_is_observed() -> None:
     """vLLM reports copied elements by one function, and places the layers that got none by the other."""
     from vllm.model_executor.model_loader.reload import layerwise

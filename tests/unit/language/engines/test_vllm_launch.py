@@ -153,6 +153,9 @@ def test_a_model_that_the_batch_invariant_mode_excludes_is_one_message(monkeypat
         engine.build_error = error
         with pytest.raises(ConfigError, match=f"refuses the model .*{re.escape(str(error))}"):
             build(device="cuda:0", batch_invariant=True)
+    engine.build_error = AssertionError()
+    with pytest.raises(ConfigError, match=r"refuses the model .*AssertionError \(.*fake_vllm\.py, line \d+: raise"):
+        build(device="cuda:0")
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,31 @@ def test_the_reference_of_dpo_is_counted() -> None:
     assert trained("dpo", "actor.lora.rank=8") == trained("sft", "actor.lora.rank=8")
 
 
+def test_each_teacher_is_counted() -> None:
+    """On the actor's ranks, and on ranks of their own, where one after the other computes."""
+    teacher = ("algorithm.name=distillation", "teacher.model.model_path=Qwen/Qwen2.5-1.5B")
+    other = "teacher.by_task=[{name: other, tasks: [x], model: {model_path: Qwen/Qwen2.5-3B}}]"
+    placed = "cluster.component_placement={actor: 0-3, rollout: 4-5, teacher: 6-7}"
+
+    def weights(group: str, *words: str) -> tuple[float, float]:
+        """Weights and activations of a group's ranks."""
+        cfg = load_config(MATH, [*EIGHT, *teacher, *words], check=False)
+        if group == "actor":
+            typed_cfg = typed(GrpoConfig, cfg)
+            ranks = GroupRanks(8, accelerated=True, capacity=80 * GIB)
+            return training_of(typed_cfg, "actor", typed_cfg.actor, ranks).other_models_bytes, 0.0
+        (account,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == group]
+        terms = {term.name: term.nbytes for term in account.moments[0].terms}
+        return terms["weights"], terms["activations"]
+
+    small, large = (2.0 * size_of(f"Qwen/Qwen2.5-{size}").parameters for size in ("1.5B", "3B"))
+    assert weights("actor") == (small, 0.0) and weights("actor", other) == (small + large, 0.0)
+    alone, both = weights("teacher", placed), weights("teacher", placed, other)
+    assert alone[0] == small and both[0] == small + large and alone[1] < both[1]
+    large_alone = weights("teacher", placed, "teacher.model.model_path=Qwen/Qwen2.5-3B")
+    assert both[1] == large_alone[1]
+
+
 @pytest.mark.parametrize(
     ("words", "tokens"),
     [

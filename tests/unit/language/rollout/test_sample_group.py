@@ -12,6 +12,7 @@ import torch
 from rlhpc.config.parallel import MeshSizes
 from rlhpc.language.agents.episodes import Episode
 from rlhpc.language.algorithms.base import ROLLOUT
+from rlhpc.language.data.prompts import Prompt
 from rlhpc.language.models.moe_routing import EXPERTS
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.rollout.sample_group import (
@@ -21,6 +22,7 @@ from rlhpc.language.rollout.sample_group import (
     column_message,
     read_rollout_columns,
 )
+from rlhpc.language.scoring.groups import TEACHER_INDEX
 from rlhpc.runtime.channel import QueueEmpty
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
 
@@ -87,6 +89,12 @@ def test_a_group_goes_through_a_channel() -> None:
     assert received.answers_digest == sent.answers_digest
     bare = SampleGroup.unpack(sent.pack_without_columns())
     assert bare.batch.columns == {} and bare.answers_digest == sent.answers_digest
+    sent.batch.columns[TEACHER_INDEX] = torch.arange(7.0)
+    routed = SampleGroup.unpack(sent.pack_without_columns())
+    assert list(routed.batch.columns) == [TEACHER_INDEX]
+    assert (
+        routed.batch.columns[TEACHER_INDEX].tolist() == list(range(7)) and routed.answers_digest == sent.answers_digest
+    )
 
 
 def test_another_set_of_answers_has_another_digest() -> None:
@@ -124,6 +132,12 @@ def algorithm(**columns: list[float]) -> Any:
 
 def test_an_algorithm_returns_the_columns_that_it_declares() -> None:
     assert read_rollout_columns(algorithm(weight=[1.0, 2.0]), episode(5, 6), Scored(1.0)) == {"weight": [1.0, 2.0]}
+
+
+def test_a_prompts_column_has_its_value_at_each_token() -> None:
+    routed = algorithm()
+    routed.prompt_columns = lambda prompt: {"weight": float(prompt.id)}
+    assert read_rollout_columns(routed, episode(5, 6), Scored(1.0), Prompt(3, ())) == {"weight": [3.0, 3.0]}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,13 @@ need_extra("llm")
 
 from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
-from rlhpc.language.scoring.checks import check_group_sections, check_groups, judges, require_same_vocabulary
+from rlhpc.language.scoring.checks import (
+    check_group_sections,
+    check_groups,
+    check_task_levels,
+    judges,
+    require_same_vocabulary,
+)
 from rlhpc.language.scoring.groups import scoring_groups
 from rlhpc.runtime.errors import ConfigError
 from tests.unit.language.scoring.judges import judge_model, second  # noqa: F401 (a fixture)
@@ -158,3 +164,42 @@ def test_a_model_that_scores_the_actors_tokens_has_its_vocabulary(causal: Path, 
     cfg.teacher.model.model_path = str(model)
     with pytest.raises(ConfigError, match=r"teacher.model.model_path=.*: its vocabulary \(\d+ tokens\) is not that of"):
         check_groups(cfg, {"teacher": 1})
+
+
+def teacher(name: str = "a", tasks: tuple[str, ...] = ("x",), path: str | None = "m") -> dict[str, Any]:
+    return {"name": name, "tasks": list(tasks), "model": {"model_path": path}}
+
+
+@pytest.mark.parametrize(
+    ("teachers", "changes", "said"),
+    [
+        ([teacher("a/b")], {}, r"teacher\.by_task\[0\]\.name is 'a/b'; it is part of metrics' names"),
+        ([teacher("default")], {}, r"teacher\.by_task\[0\]\.name is 'default', which is taken"),
+        ([teacher(), teacher(tasks=("y",))], {}, r"teacher\.by_task\[1\]\.name is 'a', which is taken"),
+        ([teacher(tasks=())], {}, r"teacher\.by_task\[0\]\.tasks is empty"),
+        ([teacher(path=None)], {}, r"teacher\.by_task\[0\]\.model\.model_path is not set"),
+        ([teacher(), teacher("b")], {}, r"teacher\.by_task\[1\]\.tasks has 'x', which is learnt from 'a'"),
+        ([teacher()], {"algorithm.name": "policy_gradient"}, r"teacher\.by_task: only algorithm\.name=distillation"),
+        ([teacher()], {"teacher.rollout_backend": "vllm"}, r"teacher\.rollout_backend: an engine has one model"),
+        ([], {"groups": own("routed_logprobs")}, r"'routed_logprobs', which is the teacher's: see teacher\.by_task"),
+    ],
+)
+def test_teachers_by_task_that_do_not_fit_are_refused(
+    teachers: list[dict[str, Any]], changes: dict[str, Any], said: str
+) -> None:
+    cfg = configured(
+        {"algorithm.name": "distillation", "teacher.model.model_path": "t", "teacher.by_task": teachers, **changes}
+    )
+    with pytest.raises(ConfigError, match=said):
+        check_group_sections(cfg, fail, frozenset())
+
+
+def test_teachers_by_task_that_fit_are_admitted() -> None:
+    teachers = [teacher(), teacher("b", ("y", "z"))]
+    cfg = configured({"algorithm.name": "distillation", "teacher.model.model_path": "t", "teacher.by_task": teachers})
+    check_group_sections(cfg, fail, frozenset())
+    check_task_levels(cfg, {"x", "y", "z", ""})
+    with pytest.raises(ConfigError, match=r"by_task\[1\]\.tasks has 'z', which no prompt of .*; their tasks: 'x', 'y'"):
+        check_task_levels(cfg, {"x", "y", ""})
+    with pytest.raises(ConfigError, match=r"by_task\[0\]\.tasks has 'x', .* none: set data\.train\.level_key"):
+        check_task_levels(cfg, {""})

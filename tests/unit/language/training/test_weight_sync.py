@@ -29,6 +29,7 @@ from rlhpc.language.training.weight_sync import (
     sample_probe,
     sync_of,
 )
+from rlhpc.runtime.errors import ConfigError
 from rlhpc.weights.verification import WeightsDiffer
 from tests.extras import need_extra
 
@@ -217,6 +218,23 @@ def test_what_is_drawn_fits_and_is_longer_than_a_window_where_the_runs_own_seque
     assert all(1 <= len(one.sampled_logprobs) <= response and len(one.token_ids) <= longest for one in draws)
     if longest > max(window, chunk) + 64 and prompt > max(window, chunk) + 64:
         assert max(engine.lengths) > max(window, chunk)
+
+
+class Excluding:
+    """Engine whose code has a check, without words, that excludes the model."""
+
+    can_score = False
+
+    def generate(self, requests):
+        raise AssertionError
+
+
+def test_a_check_without_words_in_an_engines_code_is_refused_with_its_line() -> None:
+    expected = (
+        r"cannot generate with this model .*AssertionError \(.*test_weight_sync\.py, line \d+: raise AssertionError\)"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        sample_probe(Excluding(), 50, 5, 5, 20, 0, 0)  # type: ignore[arg-type]
 
 
 class Weights:
