@@ -18,7 +18,7 @@ from rlhpc.embodied.envs.tensor_env import TensorEnv
 from rlhpc.embodied.envs.tensor_tasks import CartPole, Pendulum
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import next_values
-from rlhpc.embodied.workers.tensor_actor import OffPolicyTensorActor, TensorActor, _next_values
+from rlhpc.embodied.workers.tensor_actor import OffPolicyTensorActor, PpoTensorRollout, TensorActor, _next_values
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.captured_passes import CapturedPasses
@@ -121,6 +121,7 @@ def test_what_is_not_finite_ends_the_run_or_is_dropped_with_its_slot(quantity: s
 def test_transitions_need_no_number_of_ended_episodes(words: tuple[str, ...]) -> None:
     """As on an accelerator, where values are computed for as many last observations as there are decisions."""
     counting, others = actor(*words), actor(*words)
+    assert isinstance(others.rollout, PpoTensorRollout)
     others.rollout.counts_ends = False
     for step in (1, 2, 3):
         rollouts = []
