@@ -42,8 +42,12 @@ class Reads(TorchDispatchMode):
             if name in ("_to_copy", "copy_") and result.device.type == "cpu":
                 self.counts["copies"] += 1
                 self.copied_bytes += result.numel() * result.element_size()
-            elif name in ("_local_scalar_dense", "nonzero", "equal"):
+            elif name in ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"):
                 self.counts[name] += 1
+            elif name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+                index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+            ):
+                self.counts["sizes of masks"] += 1  # the host reads how many elements a mask selects
         return result
 
 
