@@ -62,7 +62,13 @@ def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]
             replace_forward(module, previous_forward)
 
 
-def compile_forward(module: Any, fail: Callable[[Exception], Exception], *, has_variable_batch: bool = False) -> None:
+def compile_forward(
+    module: Any,
+    fail: Callable[[Exception], Exception],
+    *,
+    has_variable_batch: bool = False,
+    scores_by_training_graph: bool = False,
+) -> None:
     """Compiles a module's forward function into one graph, without graph breaks, that serves all sizes of its inputs.
 
     The hooks of the module, such as FSDP2's, run outside the graph. Modules with the same code share their graphs.
@@ -73,6 +79,8 @@ def compile_forward(module: Any, fail: Callable[[Exception], Exception], *, has_
         has_variable_batch: Whether batches of one row and of several rows occur, in dimension 0 of the first argument and of
             `attention_mask`. Torch makes a separate graph for a size of 1 unless the dimension is marked as unbacked; torch
             before 2.13 cannot mark two arguments as equal and makes both graphs.
+        scores_by_training_graph: Whether calls without gradients run the graph that is made for training (`_as_in_training`).
+            The module must compute the same in training and evaluation mode.
     """
     import torch
     import torch._dynamo
@@ -99,7 +107,33 @@ def compile_forward(module: Any, fail: Callable[[Exception], Exception], *, has_
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             raise fail(error) from error
 
-    replace_forward(module, run_compiled_forward)
+    run_forward = run_compiled_forward
+    if scores_by_training_graph:
+        run_forward = functools.wraps(forward)(functools.partial(_as_in_training, module, run_compiled_forward))
+    replace_forward(module, run_forward)
+
+
+def _as_in_training(module: Any, run: Callable[..., Any], states: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+    """Calls a module's compiled forward function such that all properties on which torch specializes graphs, other than those
+    of the module, are the same in training and scoring: gradients are enabled, the first argument requires them, and the mode
+    is evaluation. Results for scoring are detached, which frees at once what the graph has kept for a backward pass.
+    """
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    has_gradients, is_training = torch.is_grad_enabled(), module.training
+    if not states.requires_grad:
+        states = states.detach().requires_grad_()
+    for child in module.children():
+        if child.training:
+            child.eval()
+    module.training = False
+    try:
+        with torch.enable_grad():
+            outputs = run(states, *arguments, **options)
+    finally:
+        module.training = is_training  # callers outside the graph read it, such as those that checkpoint activations
+    return outputs if has_gradients else tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
 
 @contextlib.contextmanager

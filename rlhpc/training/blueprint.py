@@ -179,15 +179,24 @@ def disable_dropout(model: nn.Module) -> bool:
 
 
 def compile_layers(
-    model: nn.Module, layers: Sequence[nn.Module], key: str, *, has_variable_batch: bool = False
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    key: str,
+    *,
+    has_variable_batch: bool = False,
+    has_dropout: bool = False,
 ) -> None:
     """Compiles the forward function of each of a model's layers.
+
+    Training and scoring have a graph each. If layers are of several kinds, which have graphs of their own, scoring takes the
+    graphs of training, except in layers with dropout and in frozen ones.
 
     Args:
         model: The model, for messages.
         layers: Its layers.
         key: Name of the configuration key in messages.
         has_variable_batch: Whether the layers read batches of one row and of several rows (`compile_forward`).
+        has_dropout: Whether the layers have dropout in training.
 
     Raises:
         ConfigError: There are no layers. A layer raises this error at its first call if torch cannot compile it.
@@ -200,5 +209,30 @@ def compile_layers(
             f"{key}=blocks: torch cannot compile {layer_name} of this model: {first_line(cause)}; set it to off"
         )
 
+    is_mixed = len({_layer_kind(layer) for layer in layers}) > 1
     for layer in layers:
-        compile_forward(layer, partial(fail, type(layer).__name__), has_variable_batch=has_variable_batch)
+        is_trained = any(parameter.requires_grad for parameter in layer.parameters())
+        compile_forward(
+            layer,
+            partial(fail, type(layer).__name__),
+            has_variable_batch=has_variable_batch,
+            scores_by_training_graph=is_mixed and is_trained and not has_dropout,
+        )
+
+
+def _layer_kind(layer: nn.Module) -> tuple[Any, ...]:
+    """Returns the properties of a layer on which a compiled graph may depend: classes, constants, and shapes of parameters,
+    without the layer's index.
+    """
+    properties = list[tuple[Any, ...]]()
+    for name, module in layer.named_modules():
+        constants = tuple(
+            (attribute, value)
+            for attribute, value in sorted(vars(module).items())
+            if isinstance(value, bool | int | float | str | None)
+            and not attribute.startswith("_")
+            and not attribute.endswith(("idx", "index", "_id"))
+        )
+        shapes = tuple((key, tuple(parameter.shape)) for key, parameter in module.named_parameters(recurse=False))
+        properties.append((name, type(module), constants, shapes))
+    return tuple(properties)

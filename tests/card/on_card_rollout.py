@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlhpc.config.typed import typed
+from rlhpc.embodied.algorithms.ppo import METRICS
 from rlhpc.embodied.config import PpoConfig, SacConfig
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.workers.bc_actor import BcActor
@@ -41,8 +42,12 @@ class Reads(TorchDispatchMode):
             if name in ("_to_copy", "copy_") and result.device.type == "cpu":
                 self.counts["copies"] += 1
                 self.copied_bytes += result.numel() * result.element_size()
-            elif name in ("_local_scalar_dense", "nonzero", "equal"):
+            elif name in ("_local_scalar_dense", "nonzero", "equal", "masked_select", "_unique2"):
                 self.counts[name] += 1
+            elif name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+                index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+            ):
+                self.counts["sizes of masks"] += 1  # the host reads how many elements a mask selects
         return result
 
 
@@ -118,32 +123,43 @@ def actor(steps: int, *overrides: str) -> TensorActor:
     return worker
 
 
+def step_reads(worker: Any, step: int) -> tuple[Reads, Any]:
+    """Plays and trains a step, of which the host may read nothing, then reads its metrics.
+
+    Returns:
+        What the host read of the metrics, and the result of `read_step`.
+    """
+    with Reads() as reads:
+        worker.play(step)
+        worker.train(step)
+    assert reads.copied_bytes == 0 and not reads.counts
+    with Reads() as metric_reads:
+        return metric_reads, worker.read_step()
+
+
 @pytest.mark.parametrize("task", ["cartpole", "pendulum"])
-def test_a_rollout_stays_there_until_its_episodes_are_counted(task: str) -> None:
-    """However many decisions it has: two reads, the number of episodes that ended, and a copy of six numbers for each of them
-    and two of the whole rollout."""
+def test_a_step_copies_nothing_until_its_metrics_are_read(task: str) -> None:
+    """Rollout and update copy 0 bytes. Then one read of the step's metrics copies six numbers of each ended episode, the
+    number of skipped actions, and the metrics of the update, however many decisions and minibatches there were."""
     counts = []
     for steps in (6, 14):
-        worker = actor(steps, f"env.train.env_id={task}", "env.train.max_episode_steps=5")
-        worker.play(1)
-        with Reads() as reads:
-            _, report = worker.play(2)
-        assert len(report["return"]) >= SLOTS and (report["by_device"], report["by_host"]) == ([steps], [0])
-        assert reads.copied_bytes == 8 * (6 * len(report["return"]) + 2)
+        words = (
+            f"env.train.env_id={task}", "env.train.max_episode_steps=5", "actor.model.normalize_observations=true",
+            f"algorithm.update_epochs={steps}",
+        )  # fmt: skip
+        worker = actor(steps, *words)
+        step_reads(worker, 1)
+        worker.play(2)
         assert worker.batch is not None and {tensor.device.type for tensor in worker.batch.tensors()} == {"card"}
+        worker.train(2)
+        worker.read_step()
+        reads, (_, report, metrics) = step_reads(worker, 3)
+        assert len(report["return"]) >= SLOTS and (report["by_device"], report["by_host"]) == ([steps], [0])
+        assert metrics["grad_norm"] > 0 and metrics["epochs"] == steps
+        assert reads.copied_bytes == 8 * (6 * len(report["return"]) + 1) + 8 * len(METRICS) + 8 * 5
         counts.append(reads.counts)
-    assert counts[0] == counts[1] == Counter({"nonzero": 1, "copies": 1})
-
-
-def test_the_update_reads_metrics_alone() -> None:
-    worker, copied = actor(8), []
-    for step in (1, 2):
-        worker.play(step)
-        with Reads() as reads:
-            metrics = worker.update(step)
-        assert metrics["grad_norm"] > 0
-        copied.append(reads.copied_bytes)
-    assert max(copied) < 400  # a row of metrics and the counts of the minibatches, not the transitions
+    # Sizes and flags are single numbers: the number of ended episodes, whether all is finite, and the sum of gradient norms.
+    assert counts[0] == counts[1] == Counter({"nonzero": 1, "copies": 3, "_local_scalar_dense": 2})
 
 
 def test_the_numbers_are_those_of_the_cpu() -> None:
@@ -162,9 +178,7 @@ def test_the_numbers_are_those_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("algorithm", ["sac", "td3", "crossq"])
 def test_an_off_policy_run_stays_there_too(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts, the replay buffer, batches and updates: the host reads ended episodes and metrics, and no transition, until a
-    checkpoint is saved.
-    """
+    """Rollouts, the replay buffer, batches and updates copy nothing to the host, until it reads the step's metrics."""
     service = SimpleNamespace(scratch=SimpleNamespace(spill=tmp_path))
     monkeypatch.setattr("rlhpc.embodied.workers.off_policy.current", lambda: SimpleNamespace(service=service))
     words = [
@@ -184,14 +198,12 @@ def test_an_off_policy_run_stays_there_too(algorithm: str, tmp_path: Path, monke
         worker.build(SlotMap(SLOTS))
         worker.play(1)
         worker.update(1)
-        with Reads() as reads:
-            _, report = worker.play(2)
-        assert reads.copied_bytes == 8 * (6 * len(report["return"]) + 2) and worker.replay.column("obs", torch.zeros(
-            1, dtype=torch.int64, device=worker.device)).device.type == "card"  # fmt: skip
-        assert reads.counts == Counter({"nonzero": 1, "copies": 1})
-        with Reads() as reads:
-            assert worker.update(2)["updates"] == 2 * updates
-        assert reads.copied_bytes <= 8 * 8
+        reads, (_, report, metrics) = step_reads(worker, 2)
+        assert (
+            worker.replay.column("obs", torch.zeros(1, dtype=torch.int64, device=worker.device)).device.type == "card"
+        )
+        assert metrics["updates"] == 2 * updates
+        assert reads.copied_bytes <= 8 * (6 * len(report["return"]) + 1) + 8 * 8
         counts.append(reads.counts)
     assert counts[0] == counts[1]
     worker.off_policy.capture_passes(record)

@@ -172,6 +172,7 @@ class PolicyUpdate:
         gather: Gathers an object from all ranks, in rank order.
         skips_nonfinite: True skips optimizer steps with a non-finite gradient; False raises an error.
         sequence_length: Number of consecutive rows in a sequence, for `algorithm.loss_agg: seq-mean-token-mean`.
+        may_mask_rows: Whether the loss mask may leave out rows. The host then reads which minibatches have none to train on.
     """
 
     def __init__(
@@ -188,7 +189,9 @@ class PolicyUpdate:
         rank: int = 0,
         num_ranks: int = 1,
         skips_nonfinite: bool = False,
+        may_mask_rows: bool = True,
     ) -> None:
+        self._may_mask_rows = may_mask_rows
         self.backend, self.batch_size, self.micro_batch, self.seed = backend, batch_size, micro_batch, seed
         self._reduce, self._rank, self._ranks = reduce, rank, num_ranks
         self.skips, self._gather = SkippedSteps(skips_nonfinite), gather
@@ -226,7 +229,27 @@ class PolicyUpdate:
         lr: float,
         stream: TransitionStream | None = None,
     ) -> dict[str, float]:
-        """Runs all epochs over one rollout.
+        """Runs all epochs over one rollout, and reads the metrics (`train`).
+
+        Returns:
+            Metrics, the same on all ranks.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        return self.train(batch, local_rows, total, step, lr, stream)()
+
+    def train(
+        self,
+        batch: TrainBatch,
+        local_rows: range,
+        total: int,
+        step: int,
+        lr: float,
+        stream: TransitionStream | None = None,
+    ) -> Callable[[], dict[str, float]]:
+        """Runs all epochs over one rollout. The host reads nothing of the device, unless rows may be masked, non-finite steps
+        are skipped, or `target_kl` is set.
 
         Args:
             batch: This rank's transitions, `[N, ...]`.
@@ -238,10 +261,8 @@ class PolicyUpdate:
                 part as soon as the part has arrived.
 
         Returns:
-            Metrics, the same on all ranks.
-
-        Raises:
-            NonFinite: A gradient is not finite.
+            Function that reads the metrics, the same on all ranks. It raises NonFinite if a gradient is not finite. All ranks
+            call it, before any weight leaves a rank.
         """
         device = batch.logprobs.device
         if self.decoupled:
@@ -273,18 +294,24 @@ class PolicyUpdate:
             num_updates += 1
         if stream is not None:  # waits also if the updates have ended early
             stream.wait_until(stream.num_parts - 1)
-        means = (self._sum_over_ranks(sums) / max(num_updates, 1)).tolist()
-        if not math.isfinite(norms):  # reads the accelerator's norms before any weight leaves the rank
-            raise nonfinite(f"step {step}: the norm of a gradient is not finite")
-        return {
-            **dict(zip(METRICS, means, strict=True)),
-            "grad_norm": float(norms) / max(num_updates, 1),
-            "epochs": num_updates / -(-total // self.batch_size),
-            "lr": lr,
-            **self._compute_loss_metrics(loss_metrics, max(num_updates, 1)),
-            **self.skips.pop_metrics(),
-            **({"empty_minibatches": float(num_empty)} if num_empty else {}),
-        }
+        sums = self._sum_over_ranks(sums)
+
+        def read() -> dict[str, float]:
+            means = (sums / max(num_updates, 1)).tolist()
+            total_norm = float(norms)
+            if not math.isfinite(total_norm):
+                raise nonfinite(f"step {step}: the norm of a gradient is not finite")
+            return {
+                **dict(zip(METRICS, means, strict=True)),
+                "grad_norm": total_norm / max(num_updates, 1),
+                "epochs": num_updates / -(-total // self.batch_size),
+                "lr": lr,
+                **self._compute_loss_metrics(loss_metrics, max(num_updates, 1)),
+                **self.skips.pop_metrics(),
+                **({"empty_minibatches": float(num_empty)} if num_empty else {}),
+            }
+
+        return read
 
     def _add_sequence_weights(self, batch: TrainBatch, total: int) -> TrainBatch:
         """Returns the batch with the sizes of its sequences, scaled such that the loss weight of a token or value in a
@@ -429,7 +456,7 @@ class PolicyUpdate:
         if self.normalize in ("none", "false"):
             mean, variance = torch.zeros_like(mean), torch.ones_like(variance)
         mean, std = mean.float(), variance.sqrt().float()
-        empty_flags = (counts[0] == 0).tolist()
+        empty_flags = (counts[0] == 0).tolist() if self._may_mask_rows else [False] * len(indices)
         counts = [sums_per_shard.float().clamp(min=1) for sums_per_shard in counts]
         shards = [
             MinibatchShard(

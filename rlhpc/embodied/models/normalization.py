@@ -282,12 +282,12 @@ class ObservationNormaliser(nn.Module):
                 ranks.
         """
         row_count, offset_sums, squared_sums = moments.sum(0).split([1, len(self.mean), len(self.mean)])
-        if not row_count.item():
-            return
+        has_rows = row_count > 0  # decided on the device, so that the host reads nothing
         total_count = self.count + row_count
         squared_deviations = self.var * self.count + squared_sums - offset_sums * offset_sums / total_count
-        self.mean.copy_(self.mean + offset_sums / total_count)
-        self.var.copy_((squared_deviations / total_count).clamp(min=0))
+        variance = (squared_deviations / total_count).clamp(min=0)
+        self.mean.copy_(torch.where(has_rows, self.mean + offset_sums / total_count, self.mean))
+        self.var.copy_(torch.where(has_rows, variance, self.var))
         self.count.copy_(total_count[0])
 
 

@@ -666,15 +666,17 @@ class TensorRunner(RolloutRunner[Cfg]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
 
     def run_step(self, step: int, progress: float, timers: PhaseTimers) -> RolloutStepResults:
-        """Plays a rollout and trains on it (`RolloutRunner.run_step`). Issues both calls at once."""
+        """Plays a rollout, trains on it and reads the metrics (`RolloutRunner.run_step`). Issues all calls at once."""
         play_call = self.play(step)
-        update_call = self.actor.update(step, progress)
+        train_call = self.actor.train(step, progress)
+        read_call = self.actor.read_step()
         with timers("rollout"):
-            rollout_counts, reports = zip(*play_call.wait(self.timeout), strict=True)
+            play_call.wait(self.timeout)
         with timers("update"):
-            train_metrics = update_call.wait(self.timeout)[0]
+            train_call.wait(self.timeout)
+            rollout_counts, reports, train_metrics = zip(*read_call.wait(self.timeout), strict=True)
         return RolloutStepResults(
-            RolloutCounts.sum(rollout_counts), merge_reports(list(reports)), None, None, train_metrics
+            RolloutCounts.sum(rollout_counts), merge_reports(list(reports)), None, None, train_metrics[0]
         )
 
     def play(self, step: int) -> Any:

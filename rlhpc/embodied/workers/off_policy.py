@@ -284,6 +284,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.build_mixture(self._read_demos(), options)
         self.incomplete = IncompleteRows(slots.num_envs, self.receiver.share)
         self.transitions = self.updates_due = 0
+        self._update_start_s = 0.0
         self.open_sync(slots, cfg.rollout)
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
         self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
@@ -430,28 +431,42 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         Returns:
             Metrics, the same on all ranks, and `update_s`, the duration in seconds.
         """
+        self.train(step, progress)
+        return self.read_metrics()
+
+    def train(self, step: int, progress: float = 0.0) -> None:
+        """Trains as `update` does, but leaves the metrics on the device until `read_metrics` reads them."""
+        del step
         algorithm = self.cfg.algorithm
         num_learned = max(0, self.transitions - algorithm.replay_buffer.min_buffer_size)
         total_updates = int(algorithm.update_to_data * num_learned + 1e-6)  # 49 × 1/49 is below 1 in floating point
         num_updates, self.updates_due = total_updates - self.updates_due, total_updates
-        return self._run_updates(num_updates, progress)
+        self._run_updates(num_updates, progress)
 
     def update_offline(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Runs `algorithm.offline_updates` updates on the demonstrations alone. Takes the arguments of `update` and
         returns the same metrics.
         """
         del step
-        return self._run_updates(self.cfg.algorithm.offline_updates, progress, is_offline=True)
+        self._run_updates(self.cfg.algorithm.offline_updates, progress, is_offline=True)
+        return self.read_metrics()
 
     @traced("update", "train")
-    def _run_updates(self, num_updates: int, progress: float, *, is_offline: bool = False) -> dict[str, float]:
-        start_time = time.perf_counter()
+    def _run_updates(self, num_updates: int, progress: float, *, is_offline: bool = False) -> None:
+        self._update_start_s = time.perf_counter()
         if self.cfg.algorithm.anneal_lr:
             self.off_policy.set_lr(decay_factor(self.cfg.actor.optim, 1.0 - progress))
         for draw in self.draws(num_updates, demos_only=is_offline):
             self.off_policy.step(_to_batch(draw))
-        update_s = time.perf_counter() - start_time
-        metrics = {**self.off_policy.metrics(), "buffer_size": float(len(self.replay)), "update_s": update_s}
+
+    def read_metrics(self) -> dict[str, float]:
+        """Reads the metrics of the last updates, which `update` returns; all ranks must call it.
+
+        Raises:
+            NonFinite: A metric is not finite.
+        """
+        metrics = {**self.off_policy.metrics(), "buffer_size": float(len(self.replay))}
+        metrics["update_s"] = time.perf_counter() - self._update_start_s
         if self.interventions is not None:
             metrics["demo_buffer_size"] = float(self._mixture.num_demos)
         if self.classifier is not None and not is_offline:

@@ -5,6 +5,7 @@ trajectories.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +32,12 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
     batch: TrainBatch | None = None
     #: Stream of the step's transitions, if training overlaps with the rollout.
     stream: TransitionStream | None = None
+    _read_update: Callable[[], dict[str, float]] | None = None
+
+    @property
+    def may_mask_rows(self) -> bool:
+        """Returns whether the loss mask may leave out transitions."""
+        return True
 
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
         """Builds policy and optimizer; the initial weights depend only on the seed.
@@ -61,6 +68,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             rank=self.rank,
             num_ranks=self.world_size,
             skips_nonfinite=skips(cfg),
+            may_mask_rows=self.may_mask_rows,
         )
         self.open_sync(slots, cfg.rollout)
         num_parameters = self.backend.parameters_trained
@@ -158,7 +166,6 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             )
         return rollout.with_advantages(advantages, returns, sequence)
 
-    @traced("update", "train")
     def update(self, step: int, progress: float = 0.0) -> dict[str, float]:
         """Trains on the trajectories that `receive` has received.
 
@@ -169,6 +176,12 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         Returns:
             Metrics, the same on all ranks, and `update_s`, the duration in seconds without the time spent receiving parts.
         """
+        self.train(step, progress)
+        return self.read_metrics()
+
+    @traced("update", "train")
+    def train(self, step: int, progress: float = 0.0) -> None:
+        """Trains as `update` does, but leaves the metrics on the device until `read_metrics` reads them."""
         start_time = time.perf_counter()
         factor = schedule_factor(self.cfg.actor.optim, step - 1, progress, is_annealed=self.cfg.algorithm.anneal_lr)
         rate = self.backend.base_lr * factor
@@ -176,19 +189,35 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         batch, self.batch = self.batch if stream is None else stream.batch, None
         assert batch is not None, "update follows receive"
         # Without transitions to train on, Adam would still move the weights by its momentum.
-        if stream is None and not self.all_reduce(batch.mask.sum()).item():
-            return {"lr": rate, "epochs": 0.0}
+        if stream is None and self.may_mask_rows and not self.all_reduce(batch.mask.sum()).item():
+            self._read_update = lambda: {"lr": rate, "epochs": 0.0}
+            return
         local_indices = range(self.share.start * self.steps, self.share.stop * self.steps)
         num_transitions = self.slots.num_envs * self.steps
         waited_before_s = 0.0 if stream is None else stream.wait_s
-        metrics = self.update_policy.run(batch, local_indices, num_transitions, step, rate, stream)
-        explained_variance = self._compute_explained_variance(batch)
+        read_metrics = self.update_policy.train(batch, local_indices, num_transitions, step, rate, stream)
+        variance_sums = self._sum_for_explained_variance(batch)
         self._update_normaliser(batch)
         self.updates += 1
-        update_s = time.perf_counter() - start_time
-        if stream is not None:
-            update_s -= stream.wait_s - waited_before_s
-        return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
+        wait_s = 0.0 if stream is None else stream.wait_s - waited_before_s
+
+        def read() -> dict[str, float]:
+            metrics = read_metrics()
+            explained_variance = _compute_explained_variance(variance_sums)
+            update_s = time.perf_counter() - start_time - wait_s
+            return {**metrics, "explained_variance": explained_variance, "update_s": update_s}
+
+        self._read_update = read
+
+    def read_metrics(self) -> dict[str, float]:
+        """Reads the metrics of the last `train`, which `update` returns; all ranks must call it.
+
+        Raises:
+            NonFinite: A gradient is not finite.
+        """
+        read, self._read_update = self._read_update, None
+        assert read is not None, "read_metrics follows train"
+        return read()
 
     def _update_normaliser(self, batch: TrainBatch) -> None:
         """Adds this step's observations to the policy's running statistics. `update` calls it after the training, so
@@ -200,24 +229,37 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         num_slots = len(self.share)
         observations = flat_numbers(batch.obs)
         mask = (batch.mask.reshape(num_slots, self.steps, -1) > 0).any(-1)
-        observation_moments = normaliser.moments(observations.reshape(num_slots, self.steps, -1), mask).cpu()
+        observation_moments = normaliser.moments(observations.reshape(num_slots, self.steps, -1), mask)
         if self.world_size > 1:
-            observation_moments = torch.cat(self.all_gather_object(observation_moments))
-        normaliser.update(observation_moments.to(self.device))
+            all_moments = observation_moments.new_zeros(self.slots.num_envs, observation_moments.shape[1])
+            all_moments[self.share.start : self.share.stop] = observation_moments
+            observation_moments = self.all_reduce(all_moments)
+        normaliser.update(observation_moments)
 
-    def _compute_explained_variance(self, batch: TrainBatch) -> float:
-        """Returns 1 − Var(returns − values) / Var(returns) over the trained transitions of all ranks; nan if undefined."""
+    def _sum_for_explained_variance(self, batch: TrainBatch) -> torch.Tensor | None:
+        """Returns the sums of `_compute_explained_variance` over all ranks; None if the variance is undefined."""
         predicted_values, returns, mask = batch.values, batch.returns, batch.mask
         if predicted_values.shape != returns.shape:  # returns are per action, but values are per decision
-            return float("nan")
+            return None
         error, target = ((returns - predicted_values) * mask).double(), (returns * mask).double()
         sums = torch.stack(
             [mask.double().sum(), error.sum(), (error * error).sum(), target.sum(), (target * target).sum()]
         )
-        num_values, error_sum, squared_error_sum, return_sum, squared_return_sum = self.all_reduce(sums).tolist()
-        variance = squared_return_sum / num_values - (return_sum / num_values) ** 2
-        return (
-            1.0 - (squared_error_sum / num_values - (error_sum / num_values) ** 2) / variance
-            if variance > 0
-            else float("nan")
-        )
+        return self.all_reduce(sums)
+
+
+def _compute_explained_variance(sums: torch.Tensor | None) -> float:
+    """Returns 1 − Var(returns − values) / Var(returns) over the trained transitions; nan if undefined.
+
+    Args:
+        sums: Number of transitions, and sums of errors, squared errors, returns and squared returns.
+    """
+    if sums is None:
+        return float("nan")
+    num_values, error_sum, squared_error_sum, return_sum, squared_return_sum = sums.tolist()
+    variance = squared_return_sum / num_values - (return_sum / num_values) ** 2
+    return (
+        1.0 - (squared_error_sum / num_values - (error_sum / num_values) ** 2) / variance
+        if variance > 0
+        else float("nan")
+    )

@@ -360,15 +360,21 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         return SlotOutcomes.from_columns(message)
 
     def _compute_values(self, obs: Any) -> np.ndarray:
-        """Returns the values of any number of observations, computed in batches of at most one stage's slots."""
+        """Returns the values of any number of observations, computed in batches of one stage's slots.
+
+        The last batch is filled up, because kernels depend on the size of a batch, and actors that simulate on an accelerator
+        do not know how many observations it has (`rlhpc.embodied.workers.tensor_actor`).
+        """
         batch_size, num_rows = max([1, *map(len, self.shares)]), count_rows(obs)
         obs_batches = (
-            take(obs, slice(row_start, row_start + batch_size)) for row_start in range(0, num_rows, batch_size)
+            take(obs, np.arange(row_start, row_start + batch_size).clip(max=num_rows - 1))
+            for row_start in range(0, num_rows, batch_size)
         )
         with span("values", "engine", batch=num_rows):
-            return np.concatenate(
-                [self.policy.value(self._to_device(obs_batch)).float().cpu().numpy() for obs_batch in obs_batches]
-            )
+            batch_values = [
+                self.policy.value(self._to_device(obs_batch)).float().cpu().numpy() for obs_batch in obs_batches
+            ]
+        return np.concatenate(batch_values)[:num_rows]
 
     # -- evaluation and checkpoint --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from rlhpc.embodied.data.batches import RolloutBatch, RolloutCounts
 from rlhpc.embodied.data.mixture import POSITION, DrawOptions, MixtureDraw
 from rlhpc.embodied.data.replay_buffer import ReplayBuffer
 from rlhpc.embodied.data.tensor_replay import TensorMixture, TensorReplay
-from rlhpc.embodied.envs.observations import columns_of, count_rows, join, rows_of, take
+from rlhpc.embodied.envs.observations import boxes_of, columns_of, rows_of
 from rlhpc.embodied.envs.tensor_env import TensorVectorEnv, choose_rows, map_obs
 from rlhpc.embodied.evaluation.episodes import EvaluationRows, evaluation_rows
 from rlhpc.embodied.models import build_model
@@ -34,6 +34,7 @@ from rlhpc.embodied.workers.env_states import env_seed, episode_seed, restore_en
 from rlhpc.embodied.workers.off_policy import OffPolicyActor, choose_actions, num_random_left
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.embodied.workers.rollout import build_acting_policy
+from rlhpc.runtime.devices import synchronize
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.trace_recorder import span
 
@@ -69,26 +70,72 @@ class TensorBuffer:
 
 @dataclass(frozen=True)
 class PlayedSteps:
-    """Decisions that a rollout has played_steps in all its slots.
+    """Decisions that a rollout has played in all its slots.
 
     Attributes:
         columns: Columns of all decisions, `[n, T, ...]`.
         results: Columns `final_obs`, the observations after each decision and before a reset, and the statistics of the
             episodes.
         last_obs: Observations after the rollout, `[n, ...]`.
-        final_step, final_slot: Decision and slot, `[k]`, of each end of an episode.
     """
 
     columns: dict[str, Tensor]
     results: dict[str, Tensor]
     last_obs: Any
-    final_step: Tensor
-    final_slot: Tensor
+
+
+@dataclass(frozen=True)
+class RolloutResults:
+    """Transitions of a rollout, and statistics of its episodes, on the device.
+
+    Attributes:
+        batch: Transitions, `[n, T, ...]`.
+        is_bad: Transitions in which 0 replaced non-finite numbers, bool `[n, T]`.
+        is_finite: Whether all numbers of the transitions are finite, bool.
+        statistics: Columns `ended`, `returns`, `lengths`, and, if there are any, `successes` and `skipped`, `[n, T]`.
+        share: Global slots.
+        num_device_messages: Number of observations that stayed on the accelerator.
+        busy_s: Seconds of the rollout.
+    """
+
+    batch: RolloutBatch[Tensor]
+    is_bad: Tensor
+    is_finite: Tensor
+    statistics: dict[str, Tensor]
+    share: range
+    num_device_messages: int
+    busy_s: float
+
+    def read_report(self) -> dict[str, np.ndarray]:
+        """Reads the episodes that ended, and returns their report (`EpisodeLog.report`)."""
+        statistics = self.statistics
+        final_step, final_slot = statistics["ended"].t().nonzero(as_tuple=True)  # in the order of steps
+        returns, episode_lengths = (
+            statistics[name][final_slot, final_step].double() for name in ("returns", "lengths")
+        )
+        successes = torch.full_like(returns, float("nan"))
+        if "successes" in statistics:
+            successes = statistics["successes"][final_slot, final_step].double()
+        no_help = torch.zeros_like(returns)  # a source of interventions does not reach environments of tensors
+        rows = [
+            final_step.double(),
+            final_slot.double() + self.share.start,
+            returns,
+            episode_lengths,
+            successes,
+            no_help,
+        ]
+        num_skipped = statistics["skipped"].sum() if "skipped" in statistics else torch.zeros_like(self.is_finite)
+        numbers = torch.cat([torch.stack(rows, 1).flatten(), num_skipped.double()[None]]).cpu().numpy()
+        log = EpisodeLog()
+        log.add_rows(numbers[:-1].reshape(-1, len(rows)))
+        log.num_skipped = int(numbers[-1])
+        return log.report(by_device=self.num_device_messages, busy_s=self.busy_s)
 
 
 class TensorRollout(ABC, Generic[Acting]):
-    """Rollout of a policy in environments of tensors. Nothing leaves the device before the rollout has ended; then the
-    host reads the episodes that ended.
+    """Rollout of a policy in environments of tensors. Nothing leaves the device; the host reads the statistics of the episodes
+    together with the step's metrics (`RolloutResults.read_report`).
 
     The transitions equal, bit for bit, those that env and rollout ranks of the same sizes would send to the actor.
 
@@ -128,16 +175,8 @@ class TensorRollout(ABC, Generic[Acting]):
         self.obs = map_obs(lambda rows: torch.from_numpy(np.array(rows)).to(self._env.device), obs)
 
     @torch.no_grad()
-    def play(self, step: int, draw_noise: _Noise) -> tuple[RolloutBatch[Tensor], Tensor, bool, dict[str, np.ndarray]]:
-        """Plays the decisions of a step in all slots.
-
-        The host waits for the device twice: for the number of episodes that ended, because the sizes of tensors depend on it,
-        and for one copy with their statistics and with whether all numbers are finite.
-
-        Returns:
-            The transitions, `[n, T, ...]`; a mask of those in which 0 replaced non-finite numbers, bool `[n, T]`; whether
-            all numbers of the transitions are finite; and the report of the episodes that ended (`EpisodeLog.report`).
-        """
+    def play(self, step: int, draw_noise: _Noise) -> RolloutResults:
+        """Plays the decisions of a step in all slots. Waits until the device has played them, and reads nothing."""
         start_time, steps, is_single = time.perf_counter(), self._steps, self._shape.single_episode
         if is_single:
             self.obs = self._env.reset_tensors(episode_seed(self._cfg, self._seed, step))
@@ -184,40 +223,24 @@ class TensorRollout(ABC, Generic[Acting]):
             self.obs = result.obs
         last_obs, bad_obs = _replace_nonfinite(self.obs)
         is_bad[:, steps - 1] |= bad_obs & is_alive
-        final_step, final_slot = results.columns["ended"].t().nonzero(as_tuple=True)  # in the order of steps
-        played_steps = PlayedSteps(transitions.columns, results.columns, last_obs, final_step, final_slot)
-        batch = self.transitions(played_steps)
+        statistics = {name: results.columns[name] for name in _STATISTICS if name in results.columns}
+        batch = self.transitions(PlayedSteps(transitions.columns, results.columns, last_obs))
         columns: list[Tensor] = [column for column in batch.columns().values() if column.is_floating_point()]
         is_finite = torch.stack([~is_bad.any(), *(column.isfinite().all() for column in columns)]).all()
-        is_sound, report = self._report(played_steps, is_finite, start_time)
-        return replace(batch, version=step - 1), is_bad, is_sound, report
+        synchronize(device.type)
+        return RolloutResults(
+            batch=replace(batch, version=step - 1),
+            is_bad=is_bad,
+            is_finite=is_finite,
+            statistics=statistics,
+            share=self._share,
+            num_device_messages=steps if self._env.can_stay_on_device else 0,
+            busy_s=time.perf_counter() - start_time,
+        )
 
-    def _report(
-        self, played_steps: PlayedSteps, is_finite: Tensor, start_s: float
-    ) -> tuple[bool, dict[str, np.ndarray]]:
-        """Returns the value of `is_finite` and the report of the ended episodes, which the host reads in one copy."""
-        results, final_step, final_slot = played_steps.results, played_steps.final_step, played_steps.final_slot
-        returns, episode_lengths = (results[name][final_slot, final_step].double() for name in ("returns", "lengths"))
-        successes = torch.full_like(returns, float("nan"))
-        if "successes" in results:
-            successes = results["successes"][final_slot, final_step].double()
-        no_help = torch.zeros_like(returns)  # a source of interventions does not reach environments of tensors
-        rows = [
-            final_step.double(),
-            final_slot.double() + self._share.start,
-            returns,
-            episode_lengths,
-            successes,
-            no_help,
-        ]
-        num_skipped = results["skipped"].sum() if "skipped" in results else torch.zeros_like(is_finite)
-        totals = torch.stack([is_finite.double(), num_skipped.double()])
-        numbers = torch.cat([torch.stack(rows, 1).flatten(), totals]).cpu().numpy()
-        log = EpisodeLog()
-        log.add_rows(numbers[:-2].reshape(-1, len(rows)))
-        log.num_skipped = int(numbers[-1])
-        num_device_messages = self._steps if self._env.can_stay_on_device else 0
-        return bool(numbers[-2]), log.report(by_device=num_device_messages, busy_s=time.perf_counter() - start_s)
+
+#: Statistics of the episodes of a rollout, `[n, T]`.
+_STATISTICS = ("ended", "returns", "lengths", "successes", "skipped")
 
 
 def _replace_nonfinite(obs: Any) -> tuple[Any, Tensor]:
@@ -234,8 +257,26 @@ def _replace_nonfinite(obs: Any) -> tuple[Any, Tensor]:
     return obs.masked_fill(is_bad, 0), is_bad.reshape(len(obs), -1).any(1)
 
 
+#: Largest number of parameters of a policy that computes values after all decisions, ended or not.
+_MAX_UNCOUNTED_PARAMETERS = 1 << 22
+
+
 class PpoTensorRollout(TensorRollout[Policy]):
-    """Rollout of an on-policy run (`TensorRollout`)."""
+    """Rollout of an on-policy run (`TensorRollout`).
+
+    Last observations of episodes need values. How many episodes ended is known on the device alone. A small policy computes
+    the values of as many observations as there are decisions, which takes less time than a decision takes to simulate. On a
+    CPU, and for policies that are large or see images, the host reads the number of episodes that ended.
+    """
+
+    def __init__(
+        self, cfg: PlayingConfig, env: TensorVectorEnv, share: range, policy: Policy, shape: OutcomeShape
+    ) -> None:
+        super().__init__(cfg, env, share, policy, shape)
+        has_images = any(len(box.shape) > 2 for box in boxes_of(env.observation_space).values())
+        num_parameters = sum(parameter.numel() for parameter in policy.parameters())
+        #: Whether the host reads the number of episodes that ended.
+        self.counts_ends = env.device.type == "cpu" or has_images or num_parameters > _MAX_UNCOUNTED_PARAMETERS
 
     def act(self, t: int, obs: Any, noise: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Samples actions; their log-probs and the values of the observations are columns (`TensorRollout.act`)."""
@@ -247,24 +288,47 @@ class PpoTensorRollout(TensorRollout[Policy]):
 
     def transitions(self, played_steps: PlayedSteps) -> RolloutBatch[Tensor]:
         """Returns the transitions with the values of the true next observations (`TensorRollout.transitions`)."""
-        columns, final_step, final_slot = played_steps.columns, played_steps.final_step, played_steps.final_slot
-        final_obs = map_obs(lambda rows: rows[final_slot, final_step], rows_of(played_steps.results, "final_obs"))
-        predicted_values, num_slots = self._values(join([played_steps.last_obs, final_obs])), len(self._share)
-        following_values = next_values(
-            columns["values"],
-            predicted_values[:num_slots],
-            final_slot,
-            final_step,
-            predicted_values[num_slots:],
-            columns.get("action_mask"),
+        columns, has_ended, num_slots = played_steps.columns, played_steps.results["ended"], len(self._share)
+        final_obs = rows_of(played_steps.results, "final_obs")
+        # Decisions in the order of steps, [T · n]; those that ended an episode come first.
+        is_end = has_ended.t().reshape(-1)
+        end_order = (~is_end).to(torch.uint8).argsort(stable=True)
+        num_batches = -(-int(is_end.sum()) // num_slots) if self.counts_ends else self._steps
+        obs_batches = [played_steps.last_obs]
+        for decisions in end_order.split(num_slots)[:num_batches]:
+            slots, decision_steps = decisions % num_slots, decisions // num_slots
+            obs_batches.append(map_obs(lambda rows, at=(slots, decision_steps): rows[at], final_obs))
+        # Batches of one size, as rollout ranks compute them, because kernels depend on the size.
+        predicted_values = torch.cat([self._policy.value(obs_batch).float() for obs_batch in obs_batches])
+        positions = (is_end.cumsum(0) - 1).clamp(min=0).view(self._steps, num_slots).t()
+        # Where no episode ended, any value does.
+        end_values = predicted_values[positions + (num_slots if num_batches else 0)]
+        following_values = _next_values(
+            columns["values"], predicted_values[:num_slots], has_ended, end_values, columns.get("action_mask")
         )
         return RolloutBatch.from_columns({**columns, "next_values": following_values})
 
-    def _values(self, obs: Any) -> Tensor:
-        """Returns the values of any number of observations, computed in batches of at most the rank's slots."""
-        batch_size, num_rows = len(self._share), count_rows(obs)
-        batches = (take(obs, slice(row_start, row_start + batch_size)) for row_start in range(0, num_rows, batch_size))
-        return torch.cat([self._policy.value(obs_batch).float() for obs_batch in batches])
+
+def _next_values(
+    values: Tensor, last_values: Tensor, has_ended: Tensor, end_values: Tensor, is_executed: Tensor | None
+) -> Tensor:
+    """Returns the value of the true next observation of each transition (`next_values`), of the shape of `values`.
+
+    Args:
+        values: Values of the observations that were acted on, `[n, T]`, or `[n, T, C]` with a value per action.
+        last_values: Values of the observations after the rollout, `[n]`, or `[n, C]`, of which the first is used.
+        has_ended: Decisions that ended an episode, bool `[n, T]`.
+        end_values: Values of the last observations of episodes, `[n, T]` or `[n, T, C]`, read where `has_ended`.
+        is_executed: Mask of the executed actions, `[n, T, C]`; required for values per action.
+    """
+    no_rows = has_ended.new_zeros(0, dtype=torch.int64)
+    following_values: Tensor = next_values(values, last_values, no_rows, no_rows, end_values[:0, 0], is_executed)
+    if values.dim() == 3:
+        assert is_executed is not None
+        last_executed = is_executed.sum(-1, keepdim=True) - 1
+        is_last = torch.arange(values.shape[2], device=values.device) == last_executed
+        has_ended, end_values = has_ended[..., None] & is_last, end_values[..., :1]
+    return torch.where(has_ended, end_values.to(values.dtype), following_values)
 
 
 class SimulatingActor(PolicyTrainer[Cfg]):
@@ -282,6 +346,9 @@ class SimulatingActor(PolicyTrainer[Cfg]):
     rollout: TensorRollout[Any]
     _share: range
     _restored_episodes = True
+    #: Results of the step's rollout, and counts of its transitions, until `read_step` reads them.
+    _results: RolloutResults | None = None
+    _rollout_counts: RolloutCounts
 
     @abstractmethod
     def init_worker(self, slots: SlotMap, observation_space: Any, action_space: Any) -> int:
@@ -305,7 +372,11 @@ class SimulatingActor(PolicyTrainer[Cfg]):
     def open_sync(self, slots: SlotMap, rollout: RolloutConfig) -> None:
         """Opens no weight sync, because this rank acts with a copy of its weights."""
 
-    def play_rollout(self, step: int) -> tuple[RolloutBatch[Tensor], Tensor, bool, dict[str, np.ndarray]]:
+    @abstractmethod
+    def read_metrics(self) -> dict[str, float]:
+        """Reads the metrics of the step's training."""
+
+    def play_rollout(self, step: int) -> RolloutResults:
         """Plays the step's rollout with the current weights (`TensorRollout.play`)."""
         sample = self.acting_policy.sample_noise
 
@@ -313,7 +384,28 @@ class SimulatingActor(PolicyTrainer[Cfg]):
             return noise_of_decision(sample, (self.seed, step, t), self._share, self.cfg.env.train, self.device)
 
         self.copy_weights()
-        return self.rollout.play(step, draw_noise)
+        self._results = self.rollout.play(step, draw_noise)
+        return self._results
+
+    def has_rows_to_drop(self, results: RolloutResults) -> bool:
+        """Returns whether transitions with non-finite numbers must be dropped before the training. The host reads a flag only
+        if `runner.on_nonfinite` is skip; otherwise `read_step` ends the run.
+        """
+        return skips(self.cfg) and not bool(results.is_finite)
+
+    def read_step(self) -> tuple[RolloutCounts, dict[str, np.ndarray], dict[str, float]]:
+        """Reads the results of a step: the only copies to the host. Returns the counts of transitions, the report of the
+        episodes that ended, and the metrics of the training.
+
+        Raises:
+            NonFinite: A value is not finite, and `runner.on_nonfinite` is stop.
+        """
+        results, self._results = self._results, None
+        assert results is not None, "read_step follows play"
+        if not skips(self.cfg) and not bool(results.is_finite):
+            assert results.batch.version is not None
+            self.mark_nonfinite(results.batch, results.is_bad, results.batch.version + 1)
+        return self._rollout_counts, results.read_report(), self.read_metrics()
 
     def mark_nonfinite(self, batch: RolloutBatch[Tensor], is_bad: Tensor, step: int) -> RolloutBatch[np.ndarray]:
         """Returns the transitions as arrays, with those marked that contain non-finite numbers or that `is_bad` marks.
@@ -370,21 +462,22 @@ class TensorActor(EmbodiedActor, SimulatingActor[PpoConfig]):
         self.acting_policy = policy.to(self.device).eval().requires_grad_(False)
         return PpoTensorRollout(self.cfg, self.env, self._share, self.acting_policy, ppo_shape(self.cfg))
 
-    def play(self, step: int) -> tuple[RolloutCounts, dict[str, np.ndarray]]:
-        """Plays the step's rollout, and computes advantages and returns. Returns the counts of transitions, and the report
-        of the episodes that ended.
+    @property
+    def may_mask_rows(self) -> bool:
+        """Returns whether the loss mask may leave out transitions: non-finite ones, and those after a slot's only episode."""
+        return skips(self.cfg) or not self.cfg.env.train.auto_reset
 
-        Raises:
-            NonFinite: A value is not finite, and `runner.on_nonfinite` is stop.
-        """
-        batch, is_bad, is_sound, report = self.play_rollout(step)
-        if is_sound:
-            self.batch = self.with_advantages(batch).flatten()
-            return batch.counts(batch.rewards.shape[0] * batch.rewards.shape[1]), report
-        # Non-finite numbers are rare, so the host decides what is dropped, by the rules of other runs.
-        prepared_batch, rollout_counts = self.prepare(self.mark_nonfinite(batch, is_bad, step))
-        self.batch = prepared_batch.flatten()
-        return rollout_counts, report
+    def play(self, step: int) -> None:
+        """Plays the step's rollout, and computes advantages and returns."""
+        results = self.play_rollout(step)
+        batch = results.batch
+        if self.has_rows_to_drop(results):
+            # Non-finite numbers are rare, so the host decides what is dropped, by the rules of other runs.
+            prepared_batch, self._rollout_counts = self.prepare(self.mark_nonfinite(batch, results.is_bad, step))
+            self.batch = prepared_batch.flatten()
+            return
+        self.batch = self.with_advantages(batch).flatten()
+        self._rollout_counts = batch.counts(batch.rewards.shape[0] * batch.rewards.shape[1])
 
 
 class OffPolicyTensorRollout(TensorRollout[ActorCritic]):
@@ -446,30 +539,28 @@ class OffPolicyTensorActor(OffPolicyActor, SimulatingActor[SacConfig]):
             "with separate ranks"
         )
 
-    def play(self, step: int, random_steps: int = 0) -> tuple[RolloutCounts, dict[str, np.ndarray]]:
-        """Plays the step's rollout, and adds its transitions to the buffer. Returns the counts of transitions, and the report
-        of the episodes that ended.
+    def play(self, step: int, random_steps: int = 0) -> None:
+        """Plays the step's rollout, and adds its transitions to the buffer.
 
         Args:
             step: Global step.
             random_steps: Number of the run's first transitions whose actions are random.
-
-        Raises:
-            NonFinite: A value is not finite, and `runner.on_nonfinite` is stop.
         """
         self.rollout.set_num_random(num_random_left(self.cfg, random_steps, step))
-        batch, is_bad, is_sound, report = self.play_rollout(step)
+        results = self.play_rollout(step)
+        batch, has_rows_to_drop = results.batch, self.has_rows_to_drop(results)
         # Non-finite numbers are rare, so the host decides what is dropped, by the rules of other runs.
-        marked_batch = None if is_sound else self.mark_nonfinite(batch, is_bad, step)
-        if self.is_any(not is_sound):
+        marked_batch = self.mark_nonfinite(batch, results.is_bad, step) if has_rows_to_drop else None
+        if skips(self.cfg) and self.is_any(has_rows_to_drop):
             arrays = batch.map(lambda column: column.cpu().numpy()) if marked_batch is None else marked_batch
-            return self.store(arrays), report
+            self._rollout_counts = self.store(arrays)
+            return
         columns = batch.transition_columns()
         if self.positions is not None:
             assert batch.truncations is not None
             slot_starts = torch.from_numpy(self.positions.count_without_ends(batch.rewards.shape[1])).to(self.device)
             columns[POSITION] = slot_starts + (batch.terminations | batch.truncations)
-        return batch.counts(self.add_transitions(columns)), report
+        self._rollout_counts = batch.counts(self.add_transitions(columns))
 
     def draws(self, count: int, *, demos_only: bool) -> Iterator[MixtureDraw[Tensor]]:
         """Yields the batches of the next updates (`OffPolicyActor.draws`)."""

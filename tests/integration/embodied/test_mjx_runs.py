@@ -41,7 +41,7 @@ def test_a_run_and_its_continuation(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "complete/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and rows[-1]["rollout/env_steps"] == 4 * 8 * 6
-    assert rows[-1]["train/episodes"] >= 6 and 0 < rows[-1]["train/return_mean"] <= 5
+    assert rows[-1]["train/episodes"] >= 6 and 0 < rows[-1]["train/episode_return"] <= 5
     checkpoints = tmp_path / "complete/checkpoints"
     done = train(tmp_path, "continued", f"runner.resume_dir={checkpoints / 'global_step_2'}")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
@@ -205,4 +206,40 @@ def test_a_batch_of_one_row_shares_the_graph_of_others(
         torch.testing.assert_close(*outputs)
         torch.testing.assert_close(*(torch.autograd.grad(output.square().sum(), states)[0] for output in outputs))
     assert counters["stats"]["unique_graphs"] == num_graphs and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("scores_by_training_graph", [True, False])
+def test_scoring_takes_the_graph_of_training(monkeypatch: pytest.MonkeyPatch, scores_by_training_graph: bool) -> None:
+    """Also of a first layer, whose input needs no gradient. Otherwise training and scoring have graphs of their own."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+
+        def forward(self, states: torch.Tensor) -> tuple[torch.Tensor]:
+            return (states + self.inner(states).tanh(),)
+
+    monkeypatch.setattr(torch_adapter, "_COMPILER", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = Block()
+    plain = copy.deepcopy(compiled)
+    torch_adapter.compile_forward(compiled, lambda error: error, scores_by_training_graph=scores_by_training_graph)
+    for rows, has_gradient in ((3, False), (5, True), (2, False)):
+        states, gradients = torch.randn(rows, 4), []
+        for module in (compiled, plain):
+            module.eval()
+            with torch.no_grad():
+                (scored,) = module(states)
+            module.train()
+            (trained,) = module(states.clone().requires_grad_(has_gradient))
+            torch.testing.assert_close(scored, trained)
+            assert not scored.requires_grad and scored.grad_fn is None and module.training
+            gradients.append(torch.autograd.grad(trained.square().sum(), [*module.parameters()]))
+        torch.testing.assert_close(*gradients)
+    assert counters["stats"]["unique_graphs"] == (1 if scores_by_training_graph else 3)
     torch._dynamo.reset()

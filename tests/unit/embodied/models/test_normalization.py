@@ -43,12 +43,20 @@ def observed(policies: list[Any], steps: list[tuple[np.ndarray, np.ndarray]]) ->
                 obs=torch.from_numpy(obs[part]).flatten(0, 1), mask=torch.from_numpy(mask[part]).float().flatten(0, 1)
             )
             calls.append((actor, flat))
-        gathered: list[Any] = []
-        for actor, flat in calls:  # first what each says, then with what all say
+            actor.slots = SimpleNamespace(num_envs=SLOTS)
+        total = torch.zeros(SLOTS, 1 + 2 * obs.shape[-1], dtype=torch.float64)
+        for actor, flat in calls:  # first what each says, then with the sum of all
             seen = flat.obs.reshape(len(actor.share), STEPS, -1)
-            gathered.append(actor.policy.normaliser.moments(seen, flat.mask.reshape(len(actor.share), STEPS) > 0))
+            moments = actor.policy.normaliser.moments(seen, flat.mask.reshape(len(actor.share), STEPS) > 0)
+            total[actor.share.start : actor.share.stop] = moments
         for actor, flat in calls:
-            actor.all_gather_object = lambda own, every=gathered: every
+
+            def all_reduce(own: torch.Tensor, share: range = actor.share) -> torch.Tensor:
+                assert torch.equal(own[share.start : share.stop], total[share.start : share.stop])  # noqa: B023 (at once)
+                assert own.count_nonzero() == own[share.start : share.stop].count_nonzero()
+                return total.clone()  # noqa: B023
+
+            actor.all_reduce = all_reduce
             actor._update_normaliser(flat)
 
 

@@ -17,7 +17,8 @@ from rlhpc.embodied.data.mixture import INTERVENED
 from rlhpc.embodied.envs.tensor_env import TensorEnv
 from rlhpc.embodied.envs.tensor_tasks import CartPole, Pendulum
 from rlhpc.embodied.rollout.slot_map import SlotMap
-from rlhpc.embodied.workers.tensor_actor import OffPolicyTensorActor, TensorActor
+from rlhpc.embodied.rollout.step_outcomes import next_values
+from rlhpc.embodied.workers.tensor_actor import OffPolicyTensorActor, PpoTensorRollout, TensorActor, _next_values
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training.captured_passes import CapturedPasses
@@ -65,10 +66,19 @@ def actor(*overrides: str) -> TensorActor:
     return worker
 
 
+def step_of(worker: Any, step: int, **options: int) -> Any:
+    """Plays and trains a step, and reads its results."""
+    worker.play(step, **options)
+    worker.train(step)
+    return worker.read_step()
+
+
 def test_transitions_are_those_of_the_environment() -> None:
     worker = actor()
-    counts, report = worker.play(1)
+    worker.play(1)
     batch = worker.batch
+    worker.train(1)
+    counts, report, _ = worker.read_step()
     assert batch is not None and len(batch) == counts.num_received == SLOTS * STEPS and counts.version == 0
     obs, rewards = batch.obs.reshape(SLOTS, STEPS, 4), batch.returns
     starts = obs[:, 0].abs().max(1).values <= 0.05
@@ -85,17 +95,67 @@ def test_what_is_not_finite_ends_the_run_or_is_dropped_with_its_slot(quantity: s
     words = (f"env.train.env_id={__name__}:Spoiled", f"env.train.kwargs.quantity={quantity}")
     worker = actor(*words)
     with pytest.raises(NonFinite, match=r"step 1, decision 3: .* of slot 4 of .*Spoiled \(actor-0\) is not finite"):
-        worker.play(1)
+        step_of(worker, 1)
     worker = actor(*words, "runner.on_nonfinite=skip")
-    counts, _ = worker.play(1)
+    worker.play(1)
     batch = worker.batch
+    worker.train(1)
+    counts, _, metrics = worker.read_step()
     assert batch is not None and counts.dropped[DropReason.NONFINITE] == STEPS
     mask = batch.mask.reshape(SLOTS, STEPS)
     assert not mask[4].any() and mask[[0, 1, 2, 3, 5]].all()
     assert all(tensor.isfinite().all() for tensor in batch.tensors())
-    assert worker.update(1)["grad_norm"] > 0
-    counts, _ = worker.play(2)
-    assert not counts.dropped and worker.batch is not None and worker.batch.mask.all()
+    assert metrics["grad_norm"] > 0
+    worker.play(2)
+    assert worker.batch is not None and worker.batch.mask.all()
+    worker.train(2)
+    assert not worker.read_step()[0].dropped
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), ("env.train.env_id=pendulum", "actor.model.num_action_chunks=2", "algorithm.logprob_type=action_level",
+          "algorithm.reward_type=action_level", "actor.model.value_per_action=true", "env.train.max_episode_steps=5")],
+    ids=["decisions", "actions"],
+)  # fmt: skip
+def test_transitions_need_no_number_of_ended_episodes(words: tuple[str, ...]) -> None:
+    """As on an accelerator, where values are computed for as many last observations as there are decisions."""
+    counting, others = actor(*words), actor(*words)
+    assert isinstance(others.rollout, PpoTensorRollout)
+    others.rollout.counts_ends = False
+    for step in (1, 2, 3):
+        rollouts = []
+        for worker in (counting, others):
+            worker.play(step)
+            assert worker._results is not None
+            rollouts.append(worker._results)
+        columns = [rollout.batch.columns() for rollout in rollouts]
+        assert all(torch.equal(columns[0][name], column) for name, column in columns[1].items())
+        ended, values = rollouts[0].statistics["ended"], columns[0]["values"]
+        assert ended.any() and not ended.all()
+        following = columns[0]["next_values"]
+        if not words:
+            goes_on = ~ended[:, :-1]
+            assert torch.equal(following[:, :-1][goes_on], values[:, 1:][goes_on])
+            assert not torch.equal(following[:, :-1][ended[:, :-1]], values[:, 1:][ended[:, :-1]])
+        for worker in (counting, others):
+            worker.train(step)
+            worker.read_step()
+
+
+@pytest.mark.parametrize("chunk", [(), (3,)], ids=["decisions", "actions"])
+def test_next_values_by_mask_are_those_by_index(chunk: tuple[int, ...]) -> None:
+    """Also of episodes that end within a chunk."""
+    generator = torch.Generator().manual_seed(0)
+    values, end_values = (torch.randn(4, 6, *chunk, generator=generator) for _ in range(2))
+    last_values, has_ended = torch.randn(4, *chunk, generator=generator), torch.rand(4, 6, generator=generator) < 0.4
+    is_executed = None
+    if chunk:
+        lengths = torch.randint(1, 4, (4, 6), generator=generator)
+        is_executed = torch.arange(3) < torch.where(has_ended, lengths, 3)[..., None]
+    slots, steps = has_ended.nonzero(as_tuple=True)
+    expected = next_values(values, last_values, slots, steps, end_values[slots, steps], is_executed)
+    assert torch.equal(_next_values(values, last_values, has_ended, end_values, is_executed), expected)
 
 
 def test_a_checkpoint_continues_the_episodes(tmp_path: Path) -> None:
@@ -198,7 +258,10 @@ def columns_of_buffer(worker: OffPolicyTensorActor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_buffer_has_the_transitions_of_the_environment(make: Any, algorithm: str) -> None:
     worker = make(algorithm, "algorithm.n_step=2")
-    counts, report = worker.play(1, random_steps=2 * SAC_SLOTS)
+    worker.play(1, random_steps=2 * SAC_SLOTS)
+    before = {name: tensor.clone() for name, tensor in worker.acting_policy.state_dict().items()}
+    worker.train(1)
+    counts, report, metrics = worker.read_step()
     assert (
         counts.num_received == SAC_SLOTS * SAC_STEPS
         and counts.version == 0
@@ -211,8 +274,6 @@ def test_the_buffer_has_the_transitions_of_the_environment(make: Any, algorithm:
     assert not torch.equal(next_obs[5], obs[6]) and not columns["terminations"].any()
     assert (columns["position"] & 1 == 1).nonzero()[:, 0].tolist() == [5] * SAC_SLOTS
     assert actions.abs().max() <= 2 and actions[:2].std() > 0.5
-    before = {name: tensor.clone() for name, tensor in worker.acting_policy.state_dict().items()}
-    metrics = worker.update(1)
     assert metrics["updates"] == 4 and metrics["buffer_size"] == SAC_SLOTS * SAC_STEPS
     worker.play(2)
     trained = dict(worker.policy.acting_weights())
@@ -226,13 +287,13 @@ def test_what_is_not_finite_ends_the_run_or_is_left_out(make: Any) -> None:
     with pytest.raises(
         NonFinite, match=r"step 1, decision 1: .* of slot 3 of .*SpoiledPendulum \(actor-0\) is not finite"
     ):
-        make("sac", *words).play(1)
+        step_of(make("sac", *words), 1)
     worker = make("sac", *words, "runner.on_nonfinite=skip")
-    counts, _ = worker.play(1)
+    counts, _, _ = step_of(worker, 1)
     assert counts.dropped[DropReason.NONFINITE] == 1 and counts.num_received == SAC_SLOTS * (SAC_STEPS - 1)
     assert len(worker.replay) == SAC_SLOTS * (SAC_STEPS - 1)
-    counts, _ = worker.play(2)
-    assert not counts.dropped and worker.update(2)["updates"] == 7
+    counts, _, metrics = step_of(worker, 2)
+    assert not counts.dropped and metrics["updates"] == 7
     assert all(column.isfinite().all() for column in columns_of_buffer(worker).values() if column.is_floating_point())
 
 

@@ -151,12 +151,60 @@ def test_lengths_below_and_above_a_window_need_no_graphs_of_their_own(tmp_path: 
     assert 2 <= counters["stats"]["unique_graphs"] <= 3
 
 
-def test_layers_of_two_kinds_need_a_graph_of_each_kind(tmp_path: Path) -> None:
-    """With windows in every other layer, rectangles of any length: layers without a window still get no mask."""
-    folder = saved(
-        tmp_path / "model", READ["gemma 3"][0],
-        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
-    )  # fmt: skip
+#: A window in every other layer; the first layer's input needs no gradient with LoRA.
+TWO_KINDS = {
+    "sliding_window": 9, "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"lora__rank": 2, "model__gradient_checkpointing": True},
+        pytest.param({"use_remove_padding": False}, marks=pytest.mark.long),
+        pytest.param({"lora__rank": 2}, marks=pytest.mark.long),
+        pytest.param({"use_remove_padding": False, "model__gradient_checkpointing": True}, marks=pytest.mark.long),
+    ],
+    ids=lambda changes: ", ".join(changes) or "all weights",
+)
+def test_layers_of_two_kinds_need_a_graph_of_each_kind(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Micro-batches of many lengths and numbers of samples, trained and scored: scoring takes the graphs of training."""
+    folder = saved(tmp_path / "model", READ["gemma 3"][0], TWO_KINDS)
+    plain, compiled = trainer_of(folder, **changes), trainer_of(folder, compile="blocks", **changes)
+    for first in range(0, 20 if changes else 50, 10):
+        batches = [batch_of(seed, 1 + seed % 7) for seed in range(first, first + 10)]
+        scored = [trainer.forward(batches[0]).logprobs for trainer in (compiled, plain)]
+        torch.testing.assert_close(*scored, rtol=1e-5, atol=1e-5)
+        assert not scored[0].requires_grad
+        assert_equal(step(compiled, batches), step(plain, batches))
+        for trainer in (compiled, plain):
+            trainer.optimizer_step(1e-3)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+def test_layers_of_two_kinds_with_dropout_score_without_it(tmp_path: Path) -> None:
+    """Training and scoring then compute different things, so that scoring has graphs of its own."""
+    dropout = {"attention_dropout": 0.5, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+    folder = saved(tmp_path / "model", READ["gemma 3"][0], dropout)
+    trainers = []
+    for section in ("off", "blocks"):
+        cfg = OmegaConf.structured(GrpoConfig)
+        cfg.actor.model.model_path, cfg.actor.compile = str(folder), section
+        trainers.append(TokenTrainer(cfg, Worker(), has_values=False, has_dropout=True))
+    plain, compiled = trainers
+    batch = batch_of(0, 3)
+    scored = [trainer.forward(batch).logprobs for trainer in (compiled, plain)]
+    torch.testing.assert_close(*scored, rtol=1e-5, atol=1e-5)
+    losses = [step(compiled, [batch])[0][0] for _ in range(2)]
+    assert losses[0] != losses[1]
+    assert not counters["graph_break"]
+
+
+def test_layers_without_a_window_get_no_mask(tmp_path: Path) -> None:
+    """With windows in every other layer, rectangles of any length."""
+    folder = saved(tmp_path / "model", READ["gemma 3"][0], TWO_KINDS)
     plain, compiled = (
         trainer_of(folder, use_remove_padding=False, **changes) for changes in ({}, {"compile": "blocks"})
     )
@@ -169,7 +217,7 @@ def test_layers_of_two_kinds_need_a_graph_of_each_kind(tmp_path: Path) -> None:
         ids = [torch.arange(1, longest + 1 - sample) for sample in range(1 + number % 3)]
         batch = TokenBatch.of(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids])
         assert_equal(step(compiled, [batch]), step(plain, [batch]))
-    assert masks and masks == [True, False] * (len(masks) // 2)
+    assert masks and masks == [True, False, True] * (len(masks) // 3)
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
