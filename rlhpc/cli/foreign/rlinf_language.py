@@ -446,7 +446,14 @@ def _normalization(config: ForeignConfig) -> str:
     if str(config("algorithm.adv_type")).lower() == "reinpp":
         config.omit("algorithm.normalize_advantages", "the estimator normalizes", False)
         return "none"
-    return "batch" if config("algorithm.normalize_advantages", False) else "none"
+    if not config("algorithm.normalize_advantages", False):
+        return "none"
+    if _minibatches(config) > 1 and not _is_colocated(config):
+        config.omit(
+            "algorithm.normalize_advantages",
+            "with actor and rollout apart RLinf normalizes each minibatch by itself; rlhpc all responses of a step",
+        )
+    return "batch"
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------

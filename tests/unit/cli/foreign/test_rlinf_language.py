@@ -43,6 +43,19 @@ def changed(made: Translation) -> dict[str, str]:
     return {key: reason for key, (reason, differs) in made.omitted.items() if differs}
 
 
+@pytest.mark.parametrize(
+    ("layout", "normalizes", "minibatches", "differs"),
+    [(APART, True, 4, True), (APART, True, 1, False), (APART, False, 4, False), ({}, True, 4, False)],
+)
+def test_where_training_overlaps_with_rollouts_rlinf_normalizes_each_minibatch(
+    layout: Any, normalizes: bool, minibatches: int, differs: bool
+) -> None:
+    own = {"adv_type": "grpo", "normalize_advantages": normalizes, "n_minibatches": minibatches}
+    result = translated(layout, {"algorithm": own})
+    assert result.ours["algorithm.normalize_advantages"] == ("batch" if normalizes else "none")
+    assert ("algorithm.normalize_advantages" in changed(result)) is differs
+
+
 def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _, report = imported(put(tmp_path, "sums.yaml", LANGUAGE), capsys)
     assert report.endswith("rlhpc plan also looks at the files that they name\n")
