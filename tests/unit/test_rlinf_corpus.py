@@ -48,7 +48,7 @@ OFF_POLICY = {
         "replay_buffer": {"sample_window_size": 50, "min_buffer_size": 1},
         "entropy_tuning": {"alpha_type": "softplus", "initial_alpha": 0.1, "optim": {"lr": 3e-4}},
     },
-    "actor": {"critic_optim": {"lr": 3e-4, "clip_grad": 1.0}},
+    "actor": {"optim": {"clip_grad": 10.0}, "critic_optim": {"lr": 3e-4, "clip_grad": 10.0}},
 }  # fmt: skip
 CROSSQ = {"algorithm": {"q_head_type": "crossq"}, "actor": {"model": {"q_head_type": "crossq"}}}
 GROUPS = {
