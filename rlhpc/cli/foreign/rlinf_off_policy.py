@@ -144,7 +144,8 @@ _TORCH_ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}
 def _clip_grad(config: ForeignConfig) -> Any:
     config.omit(
         "actor.optim.clip_grad",
-        "RLinf limits the norm of all gradients, with those that the last update of the other networks left behind",
+        "RLinf limits the norm of all gradients, with those that the last update of the other networks left behind, and takes "
+        "the mean of the critics' losses, not their sum",
     )
     return config("actor.optim.clip_grad", UNSET)
 

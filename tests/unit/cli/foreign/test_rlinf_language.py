@@ -226,7 +226,8 @@ def test_another_estimator_is_never_taken_silently() -> None:
     assert (made.ours["algorithm.adv_type"], made.ours["algorithm.loss_agg"]) == ("grpo", "seq-mean-token-mean")
     assert not {"algorithm.adv_type", "algorithm.loss_scales", "algorithm.loss_agg_func"} & set(changed(made))
     turns = translated(episodes, {"algorithm": {"advantage_mode": "turn"}})
-    assert turns.ours["algorithm.adv_type"] == "grpo_dynamic" and "algorithm.advantage_mode" in changed(turns)
+    assert (turns.ours["algorithm.adv_type"], turns.ours["algorithm.credit"]) == ("grpo", "all_turns")
+    assert "algorithm.advantage_mode" not in turns.omitted and "algorithm.credit" not in translated().ours
     assert translated({"algorithm": {"adv_type": "unheard_of"}}).ours["algorithm.adv_type"] == "unheard_of"
 
 
