@@ -195,7 +195,7 @@ def test_what_a_receiver_does_not_take_in_is_noticed(
         if to.data_ptr() != receiver.module.get_buffer("k").data_ptr():
             copy_update(to, what)
 
-    monkeypatch.setattr(target, "put", forgetful)
+    monkeypatch.setattr(target, "copy_update", forgetful)
     trainer.step()
     published(publisher, 1, trainer.named(), [receiver])
     with pytest.raises(WeightsDiffer, match="weights of version 1: k are others than those that"):
