@@ -164,7 +164,8 @@ def _language_machine(translation: Translation, scratch: Path) -> list[str]:
         overrides.append(f"actor.model.model_path={model}")
     if "data.train.path" not in ours and translation.training:
         overrides.append(f"data.train.path={write_problems(scratch, images_key)}")
-        overrides.append("data.train.source=jsonl")
+        columns = {"source": "jsonl", "prompt_key": "prompt", "answer_key": "answer"}
+        overrides += [f"data.train.{name}={value}" for name, value in columns.items()]
     if ours.get("runner.max_steps") == MISSING:  # the data are elsewhere
         overrides.append("runner.max_steps=1")
     if ours.get("judge.rollout_backend"):

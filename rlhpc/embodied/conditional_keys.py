@@ -114,7 +114,8 @@ PPO = (
     _RECORDING_CONDITION,
     *_POLICY_CONDITIONS,
     Condition(
-        ("algorithm.tis_cap", "algorithm.behave_weight_threshold"), lambda cfg: cfg.algorithm.loss_type == "decoupled_ppo",
+        ("algorithm.tis_cap", "algorithm.behave_weight_threshold", "algorithm.proximal_policy"),
+        lambda cfg: cfg.algorithm.loss_type == "decoupled_ppo",
         "by algorithm.loss_type=decoupled_ppo",
     ),
     *estimator_conditions(),

@@ -109,7 +109,7 @@ def of_mlp(tensors_by_name: dict[str, Tensor]) -> dict[str, Tensor]:
 def trained(policy: nn.Module, batch: TrainBatch, steps: int = 1, **options: Any) -> dict[str, float]:
     """Runs one optimizer step of a minibatch of all rows; the gradients stay in the parameters."""
     algorithm = PpoAlgorithmConfig(
-        update_epochs=1, normalize_advantages="none", clip_ratio_high=0.28, value_coef=1.0, **options
+        **{"update_epochs": 1, "normalize_advantages": "none", "clip_ratio_high": 0.28, "value_coef": 1.0, **options}
     )
     optim = OptimConfig(clip_grad=None)
     update = PolicyUpdate(
@@ -151,6 +151,31 @@ def test_a_huber_loss_matters_in_the_recorded_batch() -> None:
     assert quadratic["value_loss"] == wide["value_loss"] > 1.2 * narrow["value_loss"]
     assert warming["policy_loss"] == 0 and warming["value_loss"] == narrow["value_loss"]
     assert set(warming["gradients"]) == {name for name in narrow["gradients"] if "value_head" in name}
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_the_loss_of_asynchronous_ppo_is_rlinfs(index: int) -> None:
+    """With dual clip, around a proximal policy between the one that acted and the trained one. RLinf's mean is over the tokens
+    that `behave_weight_threshold` keeps, rlhpc's over the minibatch."""
+    recorded = numbers("asynchronous")
+    case, rows = recorded["cases"][index], tensors(recorded["batch"])
+    zeros = torch.zeros(len(rows["states"]))
+    batch = TrainBatch(
+        obs=rows["states"], actions=rows["action"][:, None], logprobs=rows["old_logprobs"].sum(1), values=zeros,
+        advantages=rows["advantages"][:, 0], returns=zeros, mask=torch.ones_like(zeros), lags=rows["lags"].float(),
+    )  # fmt: skip
+    policy = mlp(tensors(recorded["weights"]))
+    options = {name: case[name] for name in ("clip_ratio_c", "behave_weight_threshold")}
+    metrics = trained(
+        policy, batch, loss_type="decoupled_ppo", proximal_policy="interpolated", **options, value_coef=0.0
+    )
+    assert metrics["policy_loss"] == pytest.approx(case["kept"] * case["loss"], rel=1e-5)
+    same_gradients(policy, tensors(case["gradients"]), case["kept"])
+
+
+def test_dual_clip_and_the_threshold_matter_in_the_recorded_batch() -> None:
+    plain, dual, kept = numbers("asynchronous")["cases"]
+    assert plain["loss"] > dual["loss"] + 0.01 and plain["kept"] == dual["kept"] == 1 and 0 < kept["kept"] < 1
 
 
 @pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean-token-mean"])

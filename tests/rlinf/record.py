@@ -218,6 +218,55 @@ def ppo() -> dict[str, Any]:
     return results
 
 
+def asynchronous() -> dict[str, Any]:
+    """Loss of asynchronous PPO, whose proximal policy is interpolated by the age of the weights, and its gradients."""
+    from rlinf.algorithms.registry import policy_loss
+
+    policy, rows, version = mlp_policy(add_value_head=True, add_q_head=False), 8, 5
+    batch = {
+        "states": normal(rows, 3),
+        "action": normal(rows, 2),
+        "old_logprobs": normal(rows, 2) - 2,
+        "advantages": normal(rows, 1),
+        "lags": torch.arange(rows) % 4,
+    }
+    results: dict[str, Any] = {"weights": weights(policy), "batch": batch, "cases": []}
+    for options in (
+        {"clip_ratio_c": None, "behave_weight_threshold": None},
+        {"clip_ratio_c": 1.3, "behave_weight_threshold": None},
+        {"clip_ratio_c": 1.3, "behave_weight_threshold": 2.0},
+    ):
+        outputs = policy.default_forward({"states": batch["states"], "action": batch["action"]}, compute_values=False)
+        loss, metrics = policy_loss(
+            task_type="embodied",
+            loss_type="decoupled_actor_critic",
+            logprob_type="chunk_level",
+            reward_type="chunk_level",
+            single_action_dim=2,
+            logprobs=outputs["logprobs"],
+            values=torch.zeros(rows, 1),
+            old_logprobs=batch["old_logprobs"],
+            proximal_logprobs=None,
+            versions=(version - batch["lags"])[:, None].expand(-1, 2),
+            current_version=version + 1,
+            advantages=batch["advantages"],
+            returns=torch.zeros(rows, 1),
+            prev_values=torch.zeros(rows, 1),
+            value_clip=1.0,
+            huber_delta=1.0,
+            clip_ratio_low=0.2,
+            clip_ratio_high=0.28,
+            loss_mask=None,
+            loss_mask_sum=None,
+            max_episode_steps=None,
+            **options,
+        )
+        loss.backward()
+        kept = 1.0 - metrics["actor/behav_clip_fraction"]
+        results["cases"].append({**options, "kept": kept, "loss": loss.detach(), "gradients": gradients(policy)})
+    return results
+
+
 def grpo() -> dict[str, Any]:
     """GRPO of episodes that end early: filtered groups, advantages, and the loss in which episodes count alike."""
     from rlinf.algorithms.registry import calculate_adv_and_returns, policy_loss
@@ -589,9 +638,9 @@ def main() -> None:
     import rlinf.algorithms  # noqa: F401 (registers the formulas)
 
     records = {
-        "gae": gae, "ppo": ppo, "grpo": grpo, "sac": lambda: off_policy("sac"), "crossq": lambda: off_policy("crossq"),
-        "optimizer": optimizer, "schedule": schedule, "language": language, "turns": turns, "sampling": sampling,
-        "aloha": aloha,
+        "gae": gae, "ppo": ppo, "asynchronous": asynchronous, "grpo": grpo, "sac": lambda: off_policy("sac"),
+        "crossq": lambda: off_policy("crossq"), "optimizer": optimizer, "schedule": schedule, "language": language,
+        "turns": turns, "sampling": sampling, "aloha": aloha,
     }  # fmt: skip
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, record in records.items():

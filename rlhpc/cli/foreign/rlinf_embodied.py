@@ -95,7 +95,34 @@ def _embodied_normalization(config: ForeignConfig) -> str:
     if is_grpo(config):
         config.omit("algorithm.normalize_advantages", "group estimators divide by the group's spread in both", False)
         return "none"
-    return "batch" if config.flag("algorithm.normalize_advantages") else "none"
+    if config.flag("runner.use_training_pipeline") and not config.flag("algorithm.normalize_advantages"):
+        return "none"
+    key = "algorithm.normalize_advantages"
+    if not config.flag(key):
+        config.omit(key, "RLinf's embodied GAE normalizes whatever it says", False)
+    if not _has_one_actor(config):
+        config.omit(
+            key if key in config.configured_keys else "algorithm.adv_type",
+            "each of RLinf's actors normalizes over its own part of a rollout; rlhpc over all ranks",
+        )
+    return "batch"
+
+
+def _has_one_actor(config: ForeignConfig) -> bool:
+    ranks = [
+        str(value)
+        for names, value in config.section("cluster.component_placement").items()
+        if "actor" in [name.strip() for name in names.split(",")]
+    ]
+    return bool(ranks) and re.fullmatch(r"(\d+)(-\1)?", ranks[-1]) is not None
+
+
+def _gamma(config: ForeignConfig) -> Any:
+    """Returns the discount, which RLinf's group estimators do not use: they take an episode's sum of rewards."""
+    if not is_grpo(config):
+        return config("algorithm.gamma")
+    config.omit("algorithm.gamma", "RLinf's group estimators do not discount", False)
+    return UNSET if config.leaves.get("algorithm.adv_type") == "grpo" else 1.0
 
 
 def _decoupled(key: str) -> Rule:
@@ -129,6 +156,9 @@ def _omit_unused(config: ForeignConfig) -> Any:
     """Omits keys that have no effect in this configuration but may have an effect in another one."""
     if config.leaves.get("actor.optim.value_lr") == config.leaves.get("actor.optim.lr"):
         config.omit("actor.optim.value_lr", "policy and critic have the same learning rate", False)
+    precision = config.leaves.get("rollout.model.precision")
+    if str(precision) != str(config.leaves.get("actor.model.precision")):
+        config.omit("rollout.model.precision", "acting computes in actor.model.dtype, as training does")
     if is_grpo(config):
         for key in _CRITIC_KEYS:
             config.omit(key, "for a critic, which group estimators do without", False)
@@ -279,13 +309,28 @@ def _behave_weight_threshold(config: ForeignConfig) -> Any:
         return config.omit(key, "RLinf reads it with decoupled_actor_critic", False)
     if (threshold := config(key)) is None:
         return UNSET
+    if _loss_agg(config) == "token-mean":
+        config.omit(key, "RLinf averages over the tokens that it keeps, rlhpc over all of the minibatch")
     return float(threshold)
+
+
+def _is_asynchronous(config: ForeignConfig) -> bool:
+    return bool(config("algorithm.loss_type") == "decoupled_actor_critic")
+
+
+def _dual_clip(config: ForeignConfig) -> Any:
+    """Returns dual clip's constant, which RLinf's asynchronous PPO alone passes to its loss (async_ppo_fsdp_worker.py)."""
+    key = "algorithm.clip_ratio_c"
+    if not _is_asynchronous(config) or (key in config.configured_keys and is_null(config.leaves[key])):
+        return UNSET
+    return config.number(key, 3.0)
 
 
 _PPO: Rows = [
     ("", _omit_unused),
     ("algorithm.adv_type", choice("algorithm.adv_type", ADVANTAGES)),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
+    ("algorithm.gamma", _gamma),
     ("algorithm.gae_lambda", lambda config: UNSET if is_grpo(config) else config("algorithm.gae_lambda")),
     ("algorithm.normalize_advantages", _embodied_normalization),
     ("algorithm.clip_ratio_low", "algorithm.clip_ratio_low"),
@@ -298,7 +343,10 @@ _PPO: Rows = [
     ("algorithm.update_epochs", lambda config: config.integer("algorithm.update_epoch")),
     ("algorithm.logprob_type", "algorithm.logprob_type"),
     ("algorithm.reward_type", "algorithm.reward_type"),
+    ("algorithm.clip_ratio_c", _dual_clip),
     ("algorithm.behave_weight_threshold", _behave_weight_threshold),
+    # RLinf's asynchronous PPO does not recompute log-probs (async_ppo_embodied_runner.py).
+    ("algorithm.proximal_policy", lambda config: "interpolated" if _is_asynchronous(config) else UNSET),
     ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
     ("algorithm.rollout_parts", lambda config: rollout_epochs(config) if has_rollout_parts(config) else UNSET),
     ("env.train.group_size", _group_size),
@@ -426,6 +474,8 @@ def _openvla_options(config: ForeignConfig, head: str) -> dict[str, Any]:
 def _sampling(config: ForeignConfig) -> dict[str, Any]:
     """Returns the options of sampling action tokens, by the names of rlhpc; RLinf's 0 or -1 turns an option off."""
     options: dict[str, Any] = {}
+    if not config.flag("rollout.sampling_params.do_sample", True):
+        config.omit("rollout.sampling_params.do_sample", "training samples action tokens")
     for name, neutral in (("temperature_train", 1.0), ("temperature_eval", 0.0), ("top_k", -1)):
         key = f"rollout.sampling_params.{name}"
         value = max(config.number(key, neutral), 0.0)

@@ -270,6 +270,8 @@ def _libero_arguments(config: ForeignConfig, env_key: str) -> Any:
         kwargs["cameras"] = [_LIBERO_CAMERAS[0]]
     if (task_ids := config(f"{env_key}.task_id_filter")) is not None:
         kwargs["task_ids"] = task_ids
+    if config(f"{env_key}.specific_reset_id") is not None:
+        kwargs["initial_state"] = config.integer(f"{env_key}.specific_reset_id")
     # RLinf's environment idles for 15 steps after a reset (envs/libero/libero_env.py).
     gripper = "open" if config.flag(f"{env_key}.reset_gripper_open", True) else "still"
     kwargs |= {"settling_steps": 15, "settling_gripper": gripper}

@@ -418,20 +418,17 @@ def _advantage(config: ForeignConfig) -> Any:
         )
         return "raw"
     if name == _DYNAMIC and name not in ESTIMATORS.names():
-        return _episode_estimator(config)
+        return "grpo"
     return name if name in ESTIMATORS.names() else choice("algorithm.adv_type", ADVANTAGES)(config)
 
 
-def _episode_estimator(config: ForeignConfig) -> str:
-    """Returns the estimator of episodes of several turns: RLinf's `trajectory` compares a problem's episodes, as GRPO does."""
-    if config("algorithm.advantage_mode", "turn") != "trajectory":
-        config.omit(
-            "algorithm.advantage_mode",
-            "turn compares all turns of a problem's episodes with each other, so that long episodes weigh more; grpo compares "
-            "the episodes, as advantage_mode: trajectory does",
-        )
-        return _DYNAMIC  # rlhpc plan refuses it: another estimator is the user's decision
-    return "grpo"
+def _credit(config: ForeignConfig) -> Any:
+    """Returns the credit of turns: RLinf's `turn` compares all turns of a problem's episodes with each other, so that long
+    episodes count more, and `trajectory` the episodes, as GRPO does.
+    """
+    if str(config("algorithm.adv_type")).lower() != _DYNAMIC or _DYNAMIC in ESTIMATORS.names():
+        return UNSET
+    return "episode" if config("algorithm.advantage_mode", "turn") == "trajectory" else "all_turns"
 
 
 def _gamma(config: ForeignConfig) -> Any:
@@ -446,7 +443,14 @@ def _normalization(config: ForeignConfig) -> str:
     if str(config("algorithm.adv_type")).lower() == "reinpp":
         config.omit("algorithm.normalize_advantages", "the estimator normalizes", False)
         return "none"
-    return "batch" if config("algorithm.normalize_advantages", False) else "none"
+    if not config("algorithm.normalize_advantages", False):
+        return "none"
+    if _minibatches(config) > 1 and not _is_colocated(config):
+        config.omit(
+            "algorithm.normalize_advantages",
+            "with actor and rollout apart RLinf normalizes each minibatch by itself; rlhpc all responses of a step",
+        )
+    return "batch"
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------
@@ -539,6 +543,7 @@ ENGINE: Rows = [
 _TRAINING: Rows = [
     ("", _shuffle_rollout),
     ("algorithm.adv_type", _advantage),
+    ("algorithm.credit", _credit),
     ("algorithm.gamma", _gamma),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
     ("algorithm.loss_agg", _loss_agg),

@@ -173,7 +173,13 @@ LANGUAGE_KEYS = [
         (None, ""),
         missing_feature=r"custom_chat_template|model\.chat_template",
     ),
-    UnsupportedKeys("rollout.*", "left to the engine; only speed, memory and logs", True),
+    UnsupportedKeys(
+        "rollout.model.* rollout.distributed_executor_backend rollout.disable_log_stats rollout.detokenize rollout.padding "
+        "rollout.eos rollout.weight_reload rollout.validate_weight* rollout.validate_save_dir rollout.print_outputs "
+        "rollout.cuda_graph_max_bs rollout.seed rollout.is_eval rollout.group_name",
+        "left to the engine; only speed, memory and logs",
+        True,
+    ),
     UnsupportedKeys("data.type", "the columns say whether prompts have pictures", ("math", "vlm")),
     UnsupportedKeys("data.solution_key", "RLinf's reward does not read it", True),
     UnsupportedKeys("data.lazy_loading", "only memory", True),

@@ -127,7 +127,27 @@ def _omit_unused(config: ForeignConfig) -> Any:
             config.omit(key, "actor and critics have the same value", False)
     if config.flag("env.train.ignore_terminations"):
         config.omit("algorithm.bootstrap_type", "episodes run to their limit", False)
+    if not _has_pictures(config.leaves):
+        config.omit("algorithm.target_update_type", "the critics have no encoder", False)
+    for name, default in _TORCH_ADAM.items():
+        if _trains_temperature(config) and config.number(f"actor.optim.{name}") != default:
+            config.omit(
+                f"actor.optim.{name}", "the temperature is trained with it, too; RLinf trains it with torch's default"
+            )
     return UNSET
+
+
+#: Defaults of torch's Adam, with which RLinf trains the temperature (workers/actor/fsdp_sac_policy_worker.py).
+_TORCH_ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8}
+
+
+def _clip_grad(config: ForeignConfig) -> Any:
+    config.omit(
+        "actor.optim.clip_grad",
+        "RLinf limits the norm of all gradients, with those that the last update of the other networks left behind, and takes "
+        "the mean of the critics' losses, not their sum",
+    )
+    return config("actor.optim.clip_grad", UNSET)
 
 
 SAC: Rows = [
@@ -170,6 +190,7 @@ SAC: Rows = [
     ("actor.optim.name", lambda config: "adam"),
     ("actor.optim.value_lr", "actor.critic_optim.lr"),
     *optimizer_rows("actor"),
+    ("actor.optim.clip_grad", _clip_grad),
 ]
 
 

@@ -102,8 +102,11 @@ PPO_OPTIONAL = (
 
 #: Unsupported keys of SAC, CrossQ and IQL.
 OFF_POLICY = [
+    UnsupportedKeys("algorithm.tau algorithm.target_update_freq", "for target networks", True),
     UnsupportedKeys(
-        "algorithm.tau algorithm.target_update_freq algorithm.target_update_type", "for target networks", True
+        "algorithm.target_update_type",
+        "the target of an encoder follows it by tau, as those of the critics do",
+        ("all", None),
     ),
     UnsupportedKeys("algorithm.enable_drq actor.enable_drq", "in algorithm.random_shift", True),
     UnsupportedKeys(
@@ -168,7 +171,8 @@ OFF_POLICY = [
     UnsupportedKeys("actor.enable_offload rollout.enable_offload", "it only saves memory", True),
     UnsupportedKeys("actor.model.iql_config.log_std_m*", "the log-std is clamped to [-20, 2]", (2.0,)),
     UnsupportedKeys(
-        "actor.model.iql_config.* algorithm.hidden_dims algorithm.dropout_rate",
+        "actor.model.iql_config.type actor.model.iql_config.hidden_dims actor.model.iql_config.dropout_rate "
+        "actor.model.iql_config.state_dependent_std algorithm.hidden_dims algorithm.dropout_rate",
         "RLinf's heads of the same networks",
         True,
     ),
@@ -188,7 +192,18 @@ BC = [
         missing_feature=r"dagger.*beta|beta_schedule",
     ),
     UnsupportedKeys(
-        "algorithm.dagger.*", "rlhpc dagger writes the data of a round to a file, or to a LeRobot dataset (--to)", True
+        "algorithm.dagger.online_lerobot.enabled algorithm.dagger.online_lerobot.robot_type "
+        "algorithm.dagger.online_lerobot.fps algorithm.dagger.online_lerobot.finalize_interval "
+        "algorithm.dagger.online_lerobot.data_path "
+        "algorithm.dagger.online_lerobot.lerobot_num_workers",
+        "rlhpc dagger writes the data of a round to a file, or to a LeRobot dataset (--to)",
+        True,
+    ),
+    UnsupportedKeys(
+        "algorithm.dagger.only_save_expert algorithm.dagger.online_lerobot.only_success "
+        "algorithm.dagger.online_lerobot.rolling_lerobot_window_size algorithm.dagger.online_lerobot.min_frames",
+        "rlhpc dagger trains on all episodes of all rounds, with the expert's actions",
+        (False, None),
     ),
     UnsupportedKeys(
         "algorithm.replay_buffer.*",
@@ -232,7 +247,17 @@ BC = [
     ),
     UnsupportedKeys("runner.early_stop.*", "in runner.patience and runner.keep_best", True),
     UnsupportedKeys("data.val_data_paths", "set demos.holdout: a part of the episodes is held out"),
-    UnsupportedKeys("data.*", "the runner loads demonstrations in its own order, by runner.seed", True),
+    UnsupportedKeys(
+        "data.num_workers data.prefetch_factor data.lazy_load data.parquet_cache_size data.video_backend data.*tolerance_s",
+        "the runner loads demonstrations in its own order, by runner.seed; only speed and memory",
+        True,
+    ),
+    UnsupportedKeys(
+        "data.tasks data.task_subtasks.* data.use_skill data.fine_grained_level data.modalities data.sampling_mode "
+        "data.macro_stride data.video_in_chunk_offsets data.repo_id data.behavior_dataset_root",
+        "part of RLinf's data set, of which rlhpc reads the episodes alone",
+        (None,),
+    ),
     UnsupportedKeys(
         "actor.model.pretrained", "the encoder starts from random weights", (False,), r"resnet18"
     ),
@@ -240,7 +265,13 @@ BC = [
     UnsupportedKeys("actor.model.normalize", "the encoder scales pictures itself", True),
     UnsupportedKeys("actor.model.freeze_vit actor.model.use_flash_attention", "for transformers", True),
     UnsupportedKeys("runner.val_check_interval", "the held-out loss is computed at every step", True),
-    UnsupportedKeys("rollout.*", "only actors train on demonstrations", True),
+    UnsupportedKeys(
+        "rollout.group_name rollout.*backend rollout.recompute_logprobs rollout.unnorm_key rollout.enable_* rollout.model.* "
+        "rollout.pipeline_stage_num rollout.collect_* rollout.sync_weight_*",
+        "only actors train on demonstrations",
+        True,
+    ),
+    UnsupportedKeys("rollout.expert_model.precision rollout.expert_model.model_path", "the expert is --expert's", True),
     UnsupportedKeys("actor.eval_batch_size", "the held-out loss is a mean over all rows", True),
     UnsupportedKeys("runner.enable_decoupled_mode", "rlhpc dagger plays and trains in turns", True),
 ]  # fmt: skip
@@ -259,7 +290,9 @@ EMBODIED = [
         "algorithm.clip_log_ratio_min algorithm.clip_log_ratio_max",
         "RLinf's embodied loss uses it with GR00T N1.6 and N1.7 only", True
     ),
-    UnsupportedKeys("algorithm.clip_ratio_c", "RLinf's embodied loss uses it with GR00T N1.6 and N1.7 only", True),
+    UnsupportedKeys(
+        "algorithm.clip_ratio_c", "RLinf's synchronous embodied loss uses it with GR00T N1.6 and N1.7 only", True
+    ),
     UnsupportedKeys("algorithm.kl_beta algorithm.kl_penalty", "RLinf's embodied losses do not use it", True),
     UnsupportedKeys(
         "algorithm.value_clip algorithm.gae_lambda", "for a critic, which group estimators do without", True
@@ -294,7 +327,11 @@ EMBODIED = [
         True,
     ),
     UnsupportedKeys("actor.optim.total_training_steps", "a schedule ends with the run", True),
-    UnsupportedKeys("actor.optim.*", "RLinf's optimizer of such runs does not read it", True),
+    UnsupportedKeys(
+        "actor.optim.weight_decay actor.optim.value_lr actor.optim.critic_warmup_steps actor.optim.lr_warmup_steps*",
+        "RLinf's optimizer of such runs does not read it",
+        True,
+    ),
     UnsupportedKeys("env.*enable_offload env.*.enable_init_offload", "it only saves memory", True),
     UnsupportedKeys("actor.enable_offload rollout.enable_offload", "each group has its own accelerators", True),
     UnsupportedKeys(
@@ -384,7 +421,7 @@ EMBODIED = [
         "rollout.backend rollout.generation_backend", "policies act by their forward pass", ("huggingface",)
     ),
     UnsupportedKeys(
-        "rollout.sampling_params.temperature_* rollout.sampling_params.top_k",
+        "rollout.sampling_params.temperature_* rollout.sampling_params.top_k rollout.sampling_params.do_sample",
         "RLinf reads it with action tokens",
         True,
     ),
@@ -394,13 +431,18 @@ EMBODIED = [
         (1, 1.0, None),
         r"^(embodied|option) .*top_p",
     ),
-    UnsupportedKeys("rollout.sampling_params.*", "RLinf's policies do not read it", True),
+    UnsupportedKeys(
+        "rollout.sampling_params.repetition_penalty rollout.sampling_params.max_new_tokens rollout.sampling_params.add_BOS",
+        "RLinf's policies do not read it",
+        True,
+    ),
     UnsupportedKeys(
         "rollout.enable_torch_compile rollout.enable_cuda_graph rollout.enforce_eager rollout.gpu_memory_utilization",
         "only speed",
         True,
     ),
-    UnsupportedKeys("rollout.collect_* rollout.recompute_logprobs", "the runner knows what it needs", True),
+    UnsupportedKeys("rollout.collect_*", "the runner knows what it needs", True),
+    UnsupportedKeys("rollout.recompute_logprobs", "RLinf recomputes none in such runs", (False, None)),
     UnsupportedKeys("rollout.unnorm_key", "RLinf's policies read actor.model.unnorm_key", True),
     UnsupportedKeys(
         "rollout.expert_model.* rollout.rlt_feature_model.*", "of a second policy in the rollout, such as an expert"
@@ -430,14 +472,11 @@ EMBODIED = [
         (True, None),
         r"^option .*gripper_open",
     ),
+    UnsupportedKeys("env.train.use_ordered_reset_state_ids", "states are drawn by the seed", (False, None)),
     UnsupportedKeys(
-        "env.train.use_ordered_reset_state_ids env.train.specific_reset_id", "states are drawn by the seed", (False, None)
+        "env.eval.use_ordered_reset_state_ids", "evaluation plays the states of a suite in order", (True, False, None)
     ),
-    UnsupportedKeys(
-        "env.eval.use_ordered_reset_state_ids env.eval.specific_reset_id",
-        "evaluation plays the states of a suite in order",
-        (True, False, None),
-    ),
+    UnsupportedKeys("env.*.specific_reset_id", "episodes start from all states", (None,)),
     UnsupportedKeys("env.*.use_step_penalty", "LIBERO's reward is 1 at success and 0 before it", (False, None)),
     UnsupportedKeys(
         "env.eval.env_type env.eval.seed env.eval.auto_reset env.eval.use_rel_reward env.eval.reward_mode "
@@ -452,8 +491,6 @@ EMBODIED = [
         "env.train.rollout_epoch env.train.max_steps_per_rollout_epoch", "in algorithm.rollout_steps", True
     ),
     UnsupportedKeys("env.train.*  env.eval.*", "RLinf's environment reads it"),
-    UnsupportedKeys("env.*", "RLinf's environment reads it", True),
     UnsupportedKeys("reward.use_reward_model", "in env.train.reward_model", True),
     UnsupportedKeys("reward.*", "RLinf reads it with a reward model; here its folder has it", True),
-    UnsupportedKeys("data.*", "RLinf's embodied runs read no data set", True),
 ]  # fmt: skip

@@ -173,6 +173,14 @@ class UnsupportedKeys:
         """Returns whether one of the patterns matches a key."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys.split())
 
+    def is_harmless(self, value: Any) -> bool:
+        """Returns whether a value can be omitted without a change of training. A boolean is not a number: the reset state 0 is
+        not the absence of one.
+        """
+        return self.harmless is True or any(
+            value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in self.harmless
+        )
+
 
 @dataclass(frozen=True)
 class OptionalRow:
@@ -341,8 +349,7 @@ def apply_rules(
             translation.omitted[key] = ("with this value, what rlhpc does anyway", False)
         elif key not in used_keys:
             entry = _find_unsupported(key, unsupported)
-            is_harmless = entry.harmless is True or config_value in list(entry.harmless)
-            translation.omitted[key] = (entry.reason, not is_harmless)
+            translation.omitted[key] = (entry.reason, not entry.is_harmless(config_value))
             if entry.missing_feature:
                 translation.missing_feature[key] = entry.missing_feature
     return translation

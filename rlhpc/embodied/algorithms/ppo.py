@@ -219,6 +219,7 @@ class PolicyUpdate:
         if self.decoupled:
             self._loss_options["behave_weight_cap"] = algorithm.tis_cap
         self._behave_weight_threshold = algorithm.behave_weight_threshold if self.decoupled else None
+        self._interpolates = self.decoupled and algorithm.proximal_policy == "interpolated"
 
     def run(
         self,
@@ -265,7 +266,7 @@ class PolicyUpdate:
             call it, before any weight leaves a rank.
         """
         device = batch.logprobs.device
-        if self.decoupled:
+        if self.decoupled and not self._interpolates:
             batch = replace(batch, proximal_logprobs=self._compute_proximal_logprobs(batch))
             if self._behave_weight_threshold is not None:
                 batch = _without_stale_tokens(batch, self._behave_weight_threshold)
@@ -529,8 +530,13 @@ class PolicyUpdate:
         options = {"compute_logprobs": True, "compute_entropy": True, "compute_values": has_value_loss}
         outputs = _forward(module, (rows.policy_inputs(), options))
         mask = rows.mask.reshape(num_rows, -1)
-        token_weights, value_weights = self._compute_sequence_weights(rows, tokens, mask)
         extra_inputs: dict[str, Any] = {}
+        policy_tokens = tokens
+        if self._interpolates:
+            proximal_logprobs = interpolate_logprobs(rows, outputs["logprobs"])
+            extra_inputs["proximal_logprobs"] = proximal_logprobs
+            policy_tokens = self._without_stale(tokens, proximal_logprobs - rows.logprobs.reshape(num_rows, -1))
+        token_weights, value_weights = self._compute_sequence_weights(rows, policy_tokens, mask)
         if rows.proximal_logprobs is not None:
             extra_inputs["proximal_logprobs"] = rows.proximal_logprobs.reshape(num_rows, -1)
         # For the loss, a decision is a sequence of one or several tokens: [M, ...] → [M, tokens].
@@ -539,7 +545,7 @@ class PolicyUpdate:
             logprobs=outputs["logprobs"].reshape(num_rows, -1),
             old_logprobs=rows.logprobs.reshape(num_rows, -1),
             advantages=spread(advantages, tokens.shape[1]),
-            loss_mask=tokens,
+            loss_mask=policy_tokens,
             global_tokens=totals.tokens,
             weights=token_weights,
             **self._loss_options,
@@ -576,6 +582,15 @@ class PolicyUpdate:
             }
         return loss, {"stats": metric_values, **additional_metrics}
 
+    def _without_stale(self, tokens: torch.Tensor, log_ratios: torch.Tensor) -> torch.Tensor:
+        """Returns the loss mask without the tokens whose ratio of proximal to behaviour policy exceeds
+        `algorithm.behave_weight_threshold`. The mean over the minibatch counts them, with a loss of 0.
+        """
+        from rlhpc.algorithms.correction_types import TokenRejection
+
+        threshold = self._behave_weight_threshold
+        return tokens if threshold is None else tokens * TokenRejection(high=threshold).keeps(log_ratios.exp())
+
     def _compute_sequence_weights(
         self, rows: TrainBatch, tokens: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -584,6 +599,21 @@ class PolicyUpdate:
             return None, None
         token_sizes, value_sizes = rows.sequence_sizes.split(1, dim=1)
         return tokens / (token_sizes * self.batch_size), mask / (value_sizes * self.batch_size)
+
+
+def interpolate_logprobs(rows: TrainBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """Returns log-probs of the proximal policy `[M, tokens]`, without a gradient: d / (d + 1) of the way from the policy that
+    acted to the trained one, for weights that acted d versions ago (RLinf's asynchronous PPO).
+
+    Args:
+        rows: Rows of a micro-batch, with `lags`.
+        logprobs: Log-probs under the weights in training.
+    """
+    assert rows.lags is not None
+    behaviour_logprobs = rows.logprobs.reshape(len(rows), -1)
+    lags = rows.lags.reshape(len(rows), 1).to(behaviour_logprobs.dtype)
+    trained_logprobs = logprobs.detach().reshape(len(rows), -1)
+    return behaviour_logprobs + lags / (lags + 1) * (trained_logprobs - behaviour_logprobs)
 
 
 def _forward(module: nn.Module, request: tuple[dict[str, Any], dict[str, bool]]) -> dict[str, torch.Tensor]:

@@ -281,6 +281,10 @@ class PpoAlgorithmConfig:
     off."""
     behave_weight_threshold: Annotated[float | None, POSITIVE] = None
     """`decoupled_ppo`: importance ratio (as in `tis_cap`) above which a token is left out of the policy loss; null is off."""
+    proximal_policy: Annotated[str, Choices("recomputed", "interpolated")] = "recomputed"
+    """`decoupled_ppo`: policy around which ratios are clipped: `recomputed`, the weights before the update; `interpolated`,
+    between the log-probabilities of the policy that acted and of the trained one, the nearer to the latter the older the
+    weights that acted, which saves a forward pass (RLinf's asynchronous PPO)."""
     update_epochs: Annotated[int, COUNT] = 4
     """Passes over each rollout."""
     rollout_steps: Annotated[int, COUNT] = 128

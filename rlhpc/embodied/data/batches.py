@@ -35,6 +35,7 @@ _TRAILING_COLUMNS = {
     "lost": "missing",
     "intervened": "intervened",
     "marks": "marks",
+    "lags": "lags",
 }
 
 
@@ -138,6 +139,8 @@ class RolloutBatch(Generic[Array]):
         missing: Transitions that are missing because a rank left the run, bool; None if no rank left.
         intervened: Transitions in which a source of interventions chose an action, bool; None if there is no source.
         marks: A person's verdicts on episodes, int8 (`MARK_CODES`); None unless a success classifier is trained.
+        lags: Numbers of versions by which the weights that acted are older than those before the update; None if the loss does
+            not need them.
         extras: Additional columns by name: the model's `inputs.*`, and in off-policy runs `next_obs.*`.
         version: Oldest version of the weights that acted; None if unknown.
         drops: Transitions that `drop` masked out, bool; None if no transition was dropped.
@@ -159,6 +162,7 @@ class RolloutBatch(Generic[Array]):
     missing: Array | None = None
     intervened: Array | None = None
     marks: Array | None = None
+    lags: Array | None = None
     extras: Mapping[str, Array] = field(default_factory=dict)
     version: int | None = None
     drops: np.ndarray | None = None
@@ -229,6 +233,11 @@ class RolloutBatch(Generic[Array]):
             for name, example in like.items()
         }
         return RolloutBatch.from_columns({**columns, "lost": np.ones((num_slots, num_decisions), bool)})
+
+    def with_lags(self: RolloutBatch[np.ndarray], version: int) -> RolloutBatch[np.ndarray]:
+        """Returns the batch with `lags`, for weights of `version` before the update. Missing transitions have no lag."""
+        lag = 0 if self.version is None else max(version - self.version, 0)
+        return replace(self, lags=np.full(self.rewards.shape[:2], lag, np.float32))
 
     def truncate_last_decision(self: RolloutBatch[np.ndarray]) -> RolloutBatch[np.ndarray]:
         """Returns the batch with unfinished episodes marked as truncated at the last decision."""
@@ -389,6 +398,7 @@ class RolloutBatch(Generic[Array]):
             mask=sequence.valid.reshape(shape).float(),
             token_mask=None if is_executed is None else token_mask(is_executed, self.logprobs),
             policy_mask=None if self.intervened is None else (~self.intervened).float(),
+            lags=self.lags,
         )
 
 
@@ -447,6 +457,8 @@ class TrainBatch:
             script chose an action, which is not a sample of the policy. Its reward counts in returns and its value is trained,
             so that the actions before it are valued by what followed. None if the policy chose all actions.
         proximal_logprobs: Log-probabilities under the weights before the update; None if the loss does not need them.
+        lags: Numbers of versions by which the weights that acted are older than those before the update, `[N]`; None if the
+            loss does not need them.
         sequence_sizes: Numbers of trained tokens, and of trained values of `mask`, in the row's sequence, `[N, 2]`; None if
             losses are not aggregated by sequence.
     """
@@ -463,6 +475,7 @@ class TrainBatch:
     entropy_mask: Tensor | None = None
     policy_mask: Tensor | None = None
     proximal_logprobs: Tensor | None = None
+    lags: Tensor | None = None
     sequence_sizes: Tensor | None = None
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from rlhpc.embodied.envs.base import similar_ids_hint
 from rlhpc.embodied.envs.observations import encode_text, orient, text_bytes
 from rlhpc.embodied.envs.sync_vector_env import SlotStep, SuiteVectorEnv
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.key_metadata import COUNT, ORIENTATIONS, Choices
+from rlhpc.runtime.key_metadata import COUNT, NOT_NEGATIVE, ORIENTATIONS, Choices
 
 if TYPE_CHECKING:
     from rlhpc.embodied.config import EnvSideConfig
@@ -47,6 +47,9 @@ class LiberoOptions:
     start_order: Annotated[str, Choices("random", "shuffled")] = "random"
     """Order of the initial states in training: `random`, drawn for each episode; `shuffled`, in which each state of the suite
     is played once before any is played again."""
+    initial_state: Annotated[int | None, NOT_NEGATIVE] = None
+    """Initial state from which all episodes start, counted from 0 through the states of the suite's tasks, in place of
+    `task_ids`; null for all."""
 
 
 #: Step limits as in OpenVLA's evaluation: length of a suite's longest demonstration, rounded up, without the settling steps.
@@ -83,7 +86,8 @@ class LiberoVectorEnv(SuiteVectorEnv):
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, stage: str = "train") -> None:
         options = read_options(LiberoOptions, cfg.kwargs, "env.train.kwargs", "env_type libero")
         self._tasks = _load_tasks(cfg.env_id, options.package)
-        task_ids = list(range(len(self._tasks))) if options.task_ids is None else options.task_ids
+        takes_all_tasks = options.task_ids is None or options.initial_state is not None
+        task_ids = list(range(len(self._tasks))) if takes_all_tasks else options.task_ids
         if not task_ids or not all(0 <= i < len(self._tasks) for i in task_ids):
             raise ConfigError(
                 f"env.train.kwargs.task_ids is {task_ids}; {cfg.env_id} has tasks 0 to {len(self._tasks) - 1}"
@@ -94,6 +98,8 @@ class LiberoVectorEnv(SuiteVectorEnv):
         self._settling_steps = options.settling_steps
         self._idle_action = np.array([0, 0, 0, 0, 0, 0, _SETTLING_COMMANDS[options.settling_gripper]])
         self._initial_states = {task: self._tasks[task].initial_states() for task in dict.fromkeys(task_ids)}
+        if options.initial_state is not None:
+            self._initial_states = _single_state(self._initial_states, options.initial_state)
         super().__init__(
             cfg,
             num_envs,
@@ -162,6 +168,20 @@ class LiberoVectorEnv(SuiteVectorEnv):
         """Renders a slot with the first camera (`SlotwiseVectorEnv.picture`)."""
         frame: np.ndarray = self._last_obs[slot]["rgb"][..., :3]
         return frame
+
+
+def _single_state(initial_states: dict[int, np.ndarray], number: int) -> dict[int, np.ndarray]:
+    """Returns the task that has the state of this number, with that state alone.
+
+    Raises:
+        ConfigError: The suite has fewer states.
+    """
+    first = 0
+    for task, states in initial_states.items():
+        if number < first + len(states):
+            return {task: states[number - first :][:1]}
+        first += len(states)
+    raise ConfigError(f"env.train.kwargs.initial_state is {number}; the suite has states 0 to {first - 1}")
 
 
 def _step_limit(suite: str) -> int:

@@ -324,10 +324,12 @@ class TrajectoryReceiver:
         cfg: Configuration.
         slots: Slot map.
         rank: Actor rank.
+        needs_lags: Whether the transitions have to know the age of the weights that acted (`RolloutBatch.lags`).
     """
 
-    def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int) -> None:
+    def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int, *, needs_lags: bool = False) -> None:
         self.share, self._rank, self._skips_nonfinite = slots.actor_share(rank), rank, skips(cfg)
+        self._needs_lags = needs_lags
         #: Batches of later turns that arrived early, by key and turn number.
         self._early_batches: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
         #: Empty columns with the shapes and dtypes of the last message, from which missing batches are built.
@@ -348,27 +350,33 @@ class TrajectoryReceiver:
         self._discard(slots, source.useless_keys)
         rollout_numbers = [played_turn.turn.number for played_turn in source.played_turns]
         turns = [
-            self._receive_turn(acted, source.later_turns.union(rollout_numbers[index + 1 :]))
+            self._receive_turn(acted, source.later_turns.union(rollout_numbers[index + 1 :]), step)
             for index, acted in enumerate(source.played_turns)
         ]
         if source.units is not None:
             turns.append(
-                [self._receive_unit(slots, source.units[unit_index]) for unit_index in slots.units_of(self._rank)]
+                [self._receive_unit(slots, source.units[unit_index], step) for unit_index in slots.units_of(self._rank)]
             )
         batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in turns], axis=1)
         batch = mark_nonfinite(batch, step, self.share, self._rank, skips=self._skips_nonfinite)
         return batch if batch.version is not None else replace(batch, version=step - 1)
 
-    def _receive_turn(self, played_turn: PlayedTurn, later_turns: frozenset[int]) -> list[RolloutBatch[np.ndarray]]:
+    def _receive_turn(
+        self, played_turn: PlayedTurn, later_turns: frozenset[int], step: int
+    ) -> list[RolloutBatch[np.ndarray]]:
         """Receives the rollout ranks' transitions of a turn, in slot order."""
         turn_sources = played_turn.slots.sources_of(self._rank)
         batches = [
             (slots, self._receive_from(played_turn, later_turns, stage, rank)) for stage, rank, slots in turn_sources
         ]
-        return [
+        received = [
             self._build_missing_batch(len(slots), played_turn.turn.num_decisions) if batch is None else batch
             for slots, batch in batches
         ]
+        return [self._add_lags(batch, step) for batch in received]
+
+    def _add_lags(self, batch: RolloutBatch[np.ndarray], step: int) -> RolloutBatch[np.ndarray]:
+        return batch.with_lags(step - 1) if self._needs_lags else batch
 
     def _receive_from(
         self, played_turn: PlayedTurn, later_turns: frozenset[int], stage: int, rank: int
@@ -423,10 +431,11 @@ class TrajectoryReceiver:
             )
         return RolloutBatch.blank(self._empty_columns, num_slots, num_decisions)
 
-    def _receive_unit(self, slots: SlotMap, shard_keys: Sequence[int]) -> RolloutBatch[np.ndarray]:
+    def _receive_unit(self, slots: SlotMap, shard_keys: Sequence[int], step: int) -> RolloutBatch[np.ndarray]:
         """Receives and concatenates the shards of a unit for this rank's slots."""
         messages = [self._shards.get(key=slots.shard_key(key, self._rank)) for key in shard_keys]
-        return RolloutBatch.join([RolloutBatch.from_columns(message) for message in messages], axis=1)
+        shards = [self._add_lags(RolloutBatch.from_columns(message), step) for message in messages]
+        return RolloutBatch.join(shards, axis=1)
 
     def _discard(self, slots: SlotMap, keys: Sequence[int]) -> None:
         """Removes unused shards from the channel if the shards have arrived."""

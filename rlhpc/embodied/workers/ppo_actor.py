@@ -49,7 +49,8 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         self.set_up_device()
         self.slots, self.steps, self.share = slots, cfg.algorithm.rollout_steps, slots.actor_share(self.rank)
         self.parts = num_parts_of(cfg)
-        self.receiver = TrajectoryReceiver(cfg, slots, self.rank)
+        needs_lags = cfg.algorithm.proximal_policy == "interpolated"
+        self.receiver = TrajectoryReceiver(cfg, slots, self.rank, needs_lags=needs_lags)
         self.backend = self.build_backend(
             cfg.actor,
             (observation_space, action_space),

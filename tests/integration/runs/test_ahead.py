@@ -40,9 +40,11 @@ def test_environments_that_are_killed_start_again_alone(reference, tmp_path, mon
     assert_identical(run, reference, 12)
 
 
-def test_decoupled_ppo_clips_around_the_policy_of_before_the_update(tmp_path):
+@pytest.mark.parametrize("proximal", ["recomputed", "interpolated"])
+def test_decoupled_ppo_clips_around_the_policy_of_before_the_update(tmp_path, proximal):
     """Where the weights that act are those of before the update its weight is 1; a version behind it is not."""
-    run = TinyRun(tmp_path, *AHEAD, "runner.max_steps=4", "algorithm.loss_type=decoupled_ppo")
+    loss = ("algorithm.loss_type=decoupled_ppo", f"algorithm.proximal_policy={proximal}")
+    run = TinyRun(tmp_path, *AHEAD, "runner.max_steps=4", *loss)
     run.train()
     first, *later = [row["train/behave_weight"] for row in run.rows()]
     assert first == pytest.approx(1, abs=1e-5) and all(abs(weight - 1) > 1e-5 for weight in later)

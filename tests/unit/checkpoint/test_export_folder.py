@@ -15,7 +15,7 @@ from rlhpc.checkpoint.export_folder import (
     checkpoint_results,
     default_output,
     filled_folder,
-    head,
+    format_card_header,
     read_object,
     require_free,
 )
@@ -100,7 +100,7 @@ def test_results_are_those_of_the_checkpoints_step(paths: RunPaths, tmp_path: Pa
 
 
 def card(**changes: Any) -> dict[str, Any]:
-    text = head(
+    text = format_card_header(
         **{
             "library": "rlhpc",
             "task": "reinforcement-learning",

@@ -243,7 +243,7 @@ ALONE = {
     "dpo": "actor.model.freeze_vision",
     "embodied": (
         "algorithm.clip_ratio_c algorithm.tis_cap algorithm.rollout_parts algorithm.*_type algorithm.max_staleness "
-        "algorithm.rewards_*_bound algorithm.behave_weight_threshold "
+        "algorithm.rewards_*_bound algorithm.behave_weight_threshold algorithm.proximal_policy "
         "actor.lora.* "
         "actor.model.value_per_action actor.model.normalize_observations actor.model.add_value_head actor.model.dtype "
         "actor.model.gradient_checkpointing actor.model.attn_implementation actor.model.trust_remote_code"

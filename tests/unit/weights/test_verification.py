@@ -16,7 +16,7 @@ from rlhpc.weights import receiver as target
 from rlhpc.weights import sender as publish
 from rlhpc.weights import verification as proof
 from rlhpc.weights.base import NamedUpdates, Update, VersionDigests
-from rlhpc.weights.delta import Elements, put
+from rlhpc.weights.delta import Elements, copy_update
 from rlhpc.weights.sender import Publisher
 from rlhpc.weights.verification import COST, Cost, UpdateVerification, WeightsDiffer, digest, digests
 
@@ -193,9 +193,9 @@ def test_what_a_receiver_does_not_take_in_is_noticed(
 
     def forgetful(to: torch.Tensor, what: torch.Tensor | Elements) -> None:
         if to.data_ptr() != receiver.module.get_buffer("k").data_ptr():
-            put(to, what)
+            copy_update(to, what)
 
-    monkeypatch.setattr(target, "put", forgetful)
+    monkeypatch.setattr(target, "copy_update", forgetful)
     trainer.step()
     published(publisher, 1, trainer.named(), [receiver])
     with pytest.raises(WeightsDiffer, match="weights of version 1: k are others than those that"):

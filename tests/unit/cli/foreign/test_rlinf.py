@@ -108,7 +108,7 @@ def test_every_key_is_used_or_named_with_a_reason(project: Path, capsys: pytest.
     left = report.split("training will differ")[1]
     assert "the importer does not know this key\n    algorithm.of_a_later_version.deep: 1" in left
     assert "its reference cannot be followed" in left and "actor.model.obs_dim: ${env.nothing.here}" in left
-    assert "RLinf's embodied loss uses it with GR00T" in left and "algorithm.clip_ratio_c: 3.0" in left
+    assert "RLinf's synchronous embodied loss uses it with GR00T" in left and "algorithm.clip_ratio_c: 3.0" in left
 
 
 def test_environment_variables_are_not_read(

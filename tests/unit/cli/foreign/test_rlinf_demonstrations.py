@@ -66,6 +66,28 @@ def test_dagger_becomes_rounds_of_cloning(project: Path, capsys: pytest.CaptureF
     assert "embodied losses" not in left and "algorithm.clip_ratio_low" not in left
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "differs"),
+    [
+        ("algorithm.dagger.only_save_expert", False, False),
+        ("algorithm.dagger.only_save_expert", True, True),
+        ("algorithm.dagger.online_lerobot.only_success", True, True),
+        ("algorithm.dagger.online_lerobot.rolling_lerobot_window_size", 50, True),
+        ("algorithm.dagger.online_lerobot.fps", 10, False),
+    ],
+)
+def test_what_rlinfs_dagger_trains_on_is_named(key: str, value: Any, differs: bool) -> None:
+    """RLinf can leave out the labels of what the clone visits, episodes without success, and old rounds."""
+    assert translation({**embodied(DAGGER), key: value}).omitted[key][1] is differs
+
+
+@pytest.mark.parametrize(
+    ("key", "differs"), [("num_workers", False), ("prefetch_factor", False), ("tasks", True), ("sampling_mode", True)]
+)
+def test_a_choice_among_demonstrations_is_named(key: str, differs: bool) -> None:
+    assert translation({**leaves_of(FINE_TUNING), f"data.{key}": "x"}).omitted[f"data.{key}"][1] is differs
+
+
 def test_fine_tuning_of_pi0_becomes_cloning_into_lerobots() -> None:
     result = translation(leaves_of(FINE_TUNING))
     assert {key: result.ours[key] for key in ("runner.task_type", "actor.model.model_type", "demos.path")} == {

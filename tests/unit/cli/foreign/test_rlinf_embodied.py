@@ -119,6 +119,79 @@ def test_asynchronous_ppo_sends_weights_after_every_step() -> None:
         assert not result.omitted.get("runner.weight_sync_interval", ("", False))[1]
 
 
+@pytest.mark.parametrize(("value", "expected"), [(3.0, 3.0), (5, 5.0), (None, None), ("absent", 3.0)])
+def test_asynchronous_ppo_clips_twice_around_an_interpolated_policy(value: Any, expected: Any) -> None:
+    """RLinf's asynchronous PPO passes `clip_ratio_c` on, which is 3 if the file leaves it out, and recomputes no log-probs."""
+    leaves = {**flat(KINDS["embodied"][0]), "rollout.recompute_logprobs": False, "algorithm.clip_ratio_c": value}
+    if value == "absent":
+        del leaves["algorithm.clip_ratio_c"]
+    result = translation({**leaves, "algorithm.loss_type": "decoupled_actor_critic"})
+    assert result.ours.get("algorithm.clip_ratio_c") == expected
+    assert result.ours["algorithm.proximal_policy"] == "interpolated"
+    synchronous = translation({**leaves, "algorithm.loss_type": "actor_critic"})
+    assert not {"algorithm.clip_ratio_c", "algorithm.proximal_policy"} & synchronous.ours.keys()
+    assert not synchronous.omitted["rollout.recompute_logprobs"][1]
+
+
+def test_the_mean_of_asynchronous_ppo_is_over_the_tokens_that_the_threshold_keeps() -> None:
+    threshold = {"algorithm.loss_type": "decoupled_actor_critic", "algorithm.behave_weight_threshold": 2.0}
+    for resets, differs in ((True, True), (False, False)):
+        own = {"env.train.auto_reset": resets, "env.train.ignore_terminations": False}
+        result = translation({**flat(KINDS["embodied"][0]), **threshold, **own})
+        assert result.ours["algorithm.behave_weight_threshold"] == 2.0
+        assert ("algorithm.behave_weight_threshold" in result.omitted) is differs
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, ("batch", None)),
+        ({"algorithm.normalize_advantages": False}, ("batch", False)),  # RLinf's workers do not pass it on
+        ({"runner.use_training_pipeline": True, "algorithm.normalize_advantages": False}, ("none", None)),
+        ({"cluster.component_placement.actor, env, rollout": "0-1"}, ("batch", True)),
+        ({"cluster.component_placement.actor, env, rollout": "all"}, ("batch", True)),
+        ({"algorithm.adv_type": "grpo", "algorithm.loss_type": "actor"}, ("none", False)),
+    ],
+)
+def test_advantages_are_normalized_where_rlinfs_are(change: Any, expected: Any) -> None:
+    one = {"cluster.component_placement.actor, env, rollout": "3-3"}
+    result = translation({**flat(KINDS["embodied"][0]), **one, **change})
+    found = result.omitted.get("algorithm.normalize_advantages")
+    assert (result.ours["algorithm.normalize_advantages"], None if found is None else found[1]) == expected
+    leaves = {**flat(KINDS["embodied"][0]), **one, **change}
+    del leaves["algorithm.normalize_advantages"]
+    if expected == ("batch", True):
+        assert "over its own part of a rollout" in translation(leaves).omitted["algorithm.adv_type"][0]
+
+
+@pytest.mark.parametrize(("estimator", "gamma"), [("gae", 0.8), ("grpo", None), ("raw", 1.0), ("reinpp", 1.0)])
+def test_group_estimators_do_not_discount(estimator: str, gamma: float | None) -> None:
+    leaves = {**flat(KINDS["embodied"][0]), "algorithm.adv_type": estimator, "algorithm.gamma": 0.8}
+    result = translation({**leaves, "algorithm.loss_type": "actor_critic" if estimator == "gae" else "actor"})
+    assert result.ours.get("algorithm.gamma") == gamma
+    assert result.omitted.get("algorithm.gamma", ("", False))[1] is False
+
+
+@pytest.mark.parametrize(("acting", "differs"), [("32", False), (32, False), ("bf16", True)])
+def test_another_precision_of_acting_is_named(acting: Any, differs: bool) -> None:
+    precision = {"rollout.model.precision": acting, "actor.model.precision": "32"}
+    result = translation({**flat(KINDS["embodied"][0]), **precision})
+    assert result.omitted["rollout.model.precision"][1] is differs
+
+
+def test_greedy_training_of_action_tokens_is_named() -> None:
+    sampling = {"rollout.sampling_params.do_sample": False}
+    for model, differs in (("openvla", True), ("openvla_oft", True), ("mlp_policy", False)):
+        result = translation({**flat(KINDS["embodied"][0]), **sampling, "actor.model.model_type": model})
+        assert result.omitted["rollout.sampling_params.do_sample"][1] is differs
+    sampled = {
+        **flat(KINDS["embodied"][0]),
+        "actor.model.model_type": "openvla",
+        "rollout.sampling_params.do_sample": True,
+    }
+    assert not translation(sampled).omitted.get("rollout.sampling_params.do_sample", ("", False))[1]
+
+
 def test_sac_counts_updates_by_transitions(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _, report = imported(put(project, "push.yaml", merged(PPO, SAC)), capsys)
     assert report.endswith("rlhpc plan also looks at the files that they name\n")

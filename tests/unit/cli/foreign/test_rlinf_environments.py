@@ -100,6 +100,18 @@ def test_states_that_rlinf_goes_through_in_a_shuffled_order_are() -> None:
     )
 
 
+@pytest.mark.parametrize("number", [0, 7])
+def test_episodes_start_from_the_state_that_rlinfs_file_names(number: int) -> None:
+    result = translated({}, {**LIBERO, "specific_reset_id": number})
+    for side in ("train", "eval"):
+        assert result.ours[f"env.{side}.kwargs"]["initial_state"] == number
+        assert f"env.{side}.specific_reset_id" not in result.omitted
+    absent = translated({}, {**LIBERO, "specific_reset_id": None})
+    assert "initial_state" not in absent.ours["env.train.kwargs"]
+    elsewhere = translated({}, {**CUBE, "specific_reset_id": number})
+    assert elsewhere.omitted["env.train.specific_reset_id"] == ("episodes start from all states", True)
+
+
 def test_metaworld_rewards_success_and_sees_from_rlinfs_camera() -> None:
     env = {**LIBERO, "env_type": "metaworld", "task_suite_name": "metaworld_50", "reward_coef": 2.0}
     result = translated({"actor": {"model": OPENPI}}, env)

@@ -43,6 +43,19 @@ def changed(made: Translation) -> dict[str, str]:
     return {key: reason for key, (reason, differs) in made.omitted.items() if differs}
 
 
+@pytest.mark.parametrize(
+    ("layout", "normalizes", "minibatches", "differs"),
+    [(APART, True, 4, True), (APART, True, 1, False), (APART, False, 4, False), ({}, True, 4, False)],
+)
+def test_where_training_overlaps_with_rollouts_rlinf_normalizes_each_minibatch(
+    layout: Any, normalizes: bool, minibatches: int, differs: bool
+) -> None:
+    own = {"adv_type": "grpo", "normalize_advantages": normalizes, "n_minibatches": minibatches}
+    result = translated(layout, {"algorithm": own})
+    assert result.ours["algorithm.normalize_advantages"] == ("batch" if normalizes else "none")
+    assert ("algorithm.normalize_advantages" in changed(result)) is differs
+
+
 def test_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cfg, _, report = imported(put(tmp_path, "sums.yaml", LANGUAGE), capsys)
     assert report.endswith("rlhpc plan also looks at the files that they name\n")
@@ -213,7 +226,8 @@ def test_another_estimator_is_never_taken_silently() -> None:
     assert (made.ours["algorithm.adv_type"], made.ours["algorithm.loss_agg"]) == ("grpo", "seq-mean-token-mean")
     assert not {"algorithm.adv_type", "algorithm.loss_scales", "algorithm.loss_agg_func"} & set(changed(made))
     turns = translated(episodes, {"algorithm": {"advantage_mode": "turn"}})
-    assert turns.ours["algorithm.adv_type"] == "grpo_dynamic" and "algorithm.advantage_mode" in changed(turns)
+    assert (turns.ours["algorithm.adv_type"], turns.ours["algorithm.credit"]) == ("grpo", "all_turns")
+    assert "algorithm.advantage_mode" not in turns.omitted and "algorithm.credit" not in translated().ours
     assert translated({"algorithm": {"adv_type": "unheard_of"}}).ours["algorithm.adv_type"] == "unheard_of"
 
 

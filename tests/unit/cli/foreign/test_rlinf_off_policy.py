@@ -161,3 +161,19 @@ def test_a_data_set_without_an_environment_is_refused() -> None:
         translation(flat(merged(IQL, {"data": {"task_name": "antmaze-large-play-v0"}})))
     with pytest.raises(ConfigError, match="dropout"):
         translation(flat(merged(IQL, {"algorithm": {"dropout_rate": 0.1}})))
+
+
+def test_what_rlinfs_limit_of_gradients_and_its_temperature_do_otherwise_is_named() -> None:
+    optim = {"adam_beta1": 0.5, "adam_beta2": 0.999, "clip_grad": 2.0}
+    tuning = {"entropy_tuning": {"alpha_type": "softplus"}}
+    result = translation(sac({"actor": {"optim": optim}, "algorithm": tuning}))
+    assert result.ours["actor.optim.clip_grad"] == 2.0 and result.omitted["actor.optim.clip_grad"][1]
+    assert result.omitted["actor.optim.adam_beta1"][1] and "actor.optim.adam_beta2" not in result.omitted
+
+
+@pytest.mark.parametrize(("model", "kind", "differs"), [
+    ("cnn_policy", "q_head_only", True), ("cnn_policy", "all", False), ("mlp_policy", "q_head_only", False),
+])  # fmt: skip
+def test_targets_of_encoders_follow_as_in_rlinf_or_are_named(model: str, kind: str, differs: bool) -> None:
+    own = {"algorithm": {"target_update_type": kind}, "actor": {"model": {"model_type": model}}}
+    assert translation(sac(own)).omitted["algorithm.target_update_type"][1] is differs

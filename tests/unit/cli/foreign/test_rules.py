@@ -57,6 +57,13 @@ def test_defaults_of_the_foreign_project_stand_in_for_missing_keys() -> None:
     assert result.origin["actor.steps"] == ["algo.epochs"] and result.defaults["actor.steps"] == ["algo.batches"]
 
 
+def test_a_boolean_is_not_a_number_that_can_be_omitted() -> None:
+    entry = UnsupportedKeys("env.first_state", "states are drawn", (False, None, 1.0))
+    assert [entry.is_harmless(value) for value in (False, None, 1, 1.0)] == [True] * 4
+    assert [entry.is_harmless(value) for value in (0, 0.0, True, "False")] == [False] * 4
+    assert translate({"algo.kl": False}).omitted["algo.kl"][1] and not translate({"algo.kl": 0.0}).omitted["algo.kl"][1]
+
+
 def test_null_counts_as_missing() -> None:
     config = ForeignConfig({"a": None, "b": "None", "c": 0}, {"a": 1})
     assert config("a", 5) == 1 and config("b", 5) == 5 and config("c", 5) == 0 and config("d", 5) == 5

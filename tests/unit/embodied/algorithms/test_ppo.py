@@ -245,8 +245,8 @@ def test_tokens_that_the_policy_has_left_far_behind_are_not_trained_on():
     module = Tiny()
     backend = replicated(module, OPTIM, lambda tensor: tensor, 1)
     options = algorithm(
-        loss_type="decoupled_ppo", tis_cap=None, behave_weight_threshold=1.3, update_epochs=1, value_coef=0.0,
-        entropy_coef=0.0, normalize_advantages="none",
+        loss_type="decoupled_ppo", tis_cap=None, behave_weight_threshold=1.3, proximal_policy="recomputed",
+        update_epochs=1, value_coef=0.0, entropy_coef=0.0, normalize_advantages="none",
     )  # fmt: skip
     update = PolicyUpdate(options, backend, batch_size=TOTAL, micro_batch=None, seed=7, reduce=lambda t: t, num_ranks=1)
     batch = rollout(masked=True)

@@ -198,6 +198,18 @@ def test_training_draws_task_and_state_anew_at_each_reset() -> None:
     np.testing.assert_array_equal(fixed.reset()[0]["state"], fixed.reset()[0]["state"])
 
 
+@pytest.mark.parametrize("number", [0, 2, 3, 11, 15])
+def test_all_episodes_start_from_one_state(number: int) -> None:
+    kwargs = {"width": 4, "height": 3, "initial_state": number, "task_ids": [1], "start_order": "shuffled"}
+    env: Any = make_env(section(num_envs=2, group_size=1, kwargs=kwargs), 2, seed=3)
+    starts = {tuple(row) for _ in range(5) for row in env.reset()[0]["state"][:, :2].astype(int)}
+    assert starts == {PAIRS[number]} and env.slot_tasks.tolist() == [PAIRS[number][0]] * 2
+    del kwargs["start_order"]
+    assert evaluated(2, 6, kwargs=kwargs) == {PAIRS[number]: 6}
+    with pytest.raises(ConfigError, match=r"initial_state is 16; the suite has states 0 to 15"):
+        make_env(section(kwargs={**kwargs, "initial_state": 16}), 1)
+
+
 def test_suites_of_several_suites() -> None:
     env: Any = make_env(section("libero_130", num_envs=2), 2, stage="eval")
     names = [

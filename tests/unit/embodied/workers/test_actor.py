@@ -35,7 +35,7 @@ def transitions(slots: int, decisions: int) -> dict[str, np.ndarray]:
     return {"actions": np.zeros((*shape, 1)), "terminations": np.zeros(shape, bool), "nonfinite": np.zeros(shape, bool)}
 
 
-def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
+def sent(*turns: tuple[int, int], decisions: int = 3, needs_lags: bool = False) -> tuple[Any, Sent]:
     """An receiver, and what it is sent by ranks of turns."""
     box = Sent()
     for rank, number in turns:
@@ -45,7 +45,7 @@ def sent(*turns: tuple[int, int], decisions: int = 3) -> tuple[Any, Sent]:
             "obs": np.full((2, decisions, 5), number, np.uint8),
         }
         box[SLOTS.to_actor_key(0, rank, 0)].append({**columns, "version": number - 1, "turn": number})
-    receiver: Any = TrajectoryReceiver(SacConfig(), SLOTS, 0)
+    receiver: Any = TrajectoryReceiver(SacConfig(), SLOTS, 0, needs_lags=needs_lags)
     receiver.connect(box, box)
     return receiver, box
 
@@ -68,6 +68,18 @@ def test_what_a_rank_brought_counts_for_its_step_alone() -> None:
     found = receiver.receive(9, source((9,), set()))
     assert found.version == 8 and (found.rewards == 9).all() and found.missing is None
     assert not any(box.values())
+
+
+def test_transitions_know_how_old_the_weights_are_that_acted() -> None:
+    """Turns and shards of a step may be of different ages; what is missing has no age."""
+    receiver, box = sent((0, 4), (1, 4), (0, 6), decisions=2, needs_lags=True)
+    shard = {**transitions(4, 2), "rewards": np.zeros((4, 2)), "obs": np.zeros((4, 2, 5), np.uint8)}
+    for key, version in ((4, 3), (5, 5)):
+        box[SLOTS.shard_key(key, 0)].append({**shard, "version": version})
+    found = receiver.receive(6, source((4, 6), set(), 2, units=[[4, 5]]))
+    old, new, shards = [2.0, 2.0], [0.0, 0.0], [2.0, 2.0, 0.0, 0.0]
+    assert found.lags.tolist() == [[*old, *new, *shards]] * 4 and found.version == 3
+    assert found.missing[:, 2:4].tolist() == [[False] * 2] * 2 + [[True] * 2] * 2
 
 
 def test_a_step_is_what_turns_and_parts_bring_one_after_the_other() -> None:
