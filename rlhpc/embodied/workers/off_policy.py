@@ -285,6 +285,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         self.incomplete = IncompleteRows(slots.num_envs, self.receiver.share)
         self.transitions = self.updates_due = 0
         self._update_start_s = 0.0
+        self._classifier_metrics: dict[str, float] = {}
         self.open_sync(slots, cfg.rollout)
         num_parameters = sum(parameter.numel() for parameter in self.policy.parameters() if parameter.requires_grad)
         self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
@@ -458,6 +459,10 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
             self.off_policy.set_lr(decay_factor(self.cfg.actor.optim, 1.0 - progress))
         for draw in self.draws(num_updates, demos_only=is_offline):
             self.off_policy.step(_to_batch(draw))
+        self._classifier_metrics = {}
+        if self.classifier is not None and not is_offline:
+            assert isinstance(self.replay, ReplayBuffer)
+            self._classifier_metrics = self.classifier.update(self.replay)
 
     def read_metrics(self) -> dict[str, float]:
         """Reads the metrics of the last updates, which `update` returns; all ranks must call it.
@@ -469,10 +474,7 @@ class OffPolicyActor(PolicyTrainer[SacConfig]):
         metrics["update_s"] = time.perf_counter() - self._update_start_s
         if self.interventions is not None:
             metrics["demo_buffer_size"] = float(self._mixture.num_demos)
-        if self.classifier is not None and not is_offline:
-            assert isinstance(self.replay, ReplayBuffer)
-            metrics |= self.classifier.update(self.replay)
-        return metrics
+        return metrics | self._classifier_metrics
 
     def draws(self, count: int, *, demos_only: bool) -> Iterator[MixtureDraw[torch.Tensor]]:
         """Yields the batches of the next updates, on the device; `demos_only` draws from the demonstrations only."""
