@@ -155,6 +155,8 @@ GROUPS = [
 ]  # fmt: skip
 
 
+#: Only where a loss is scaled.
+_HALF = ["actor.model.dtype=float16", "runner.val_check_interval=-1"]
 #: Further runs of this kind, by other algorithms: overrides.
 ANOTHER: dict[str, list[list[str]]] = {
     "embodied": [
@@ -164,7 +166,28 @@ ANOTHER: dict[str, list[list[str]]] = {
             "algorithm.rewards_upper_bound=1e9", "env.train.auto_reset=false", "env.train.group_size=2",
             "algorithm.rollout_parts=1", "runner.val_check_interval=-1",
         ],
+        [
+            "runner.name=led", "env.train.intervene.source=read_keys:Marks", "env.train.num_envs=1",
+            "actor.training_backend=local", "actor.global_batch_size=4", "algorithm.rollout_parts=1",
+            "runner.val_check_interval=-1",
+        ],
     ],
+    "reasoning": [
+        [
+            "runner.name=half", "actor.model.dtype=float16", "critic.model.dtype=float16", "algorithm.name=policy_gradient",
+            "actor.model.value_head=false", "cluster.component_placement={actor: 0, rollout: 0, critic: 0}",
+            "algorithm.tis_cap=null", "algorithm.corrections=[{name: token_tis, kwargs: {cap: 2.0}}]",
+            "runner.val_check_interval=-1",
+        ],
+        [
+            "runner.name=taught", "data.train.level_key=part", "runner.val_check_interval=-1",
+            "teacher.by_task=[{name: sums, tasks: [sum], model: {model_path: 'builtin:tiny', kwargs: {hidden: 32, layers: 1, "
+            "heads: 2}}}]",
+        ],
+    ],
+    "sft": [["runner.name=half-sft", *_HALF]],
+    "dpo": [["runner.name=half-dpo", *_HALF]],
+    "reward_model": [["runner.name=half-reward_model", *_HALF]],
     "off_policy": [
         ["runner.name=annealed", "algorithm.anneal_lr=true", "runner.val_check_interval=-1"],
         ["runner.name=td3", "algorithm.name=td3", "actor.model.model_type=td3", "runner.val_check_interval=-1"],
