@@ -161,9 +161,9 @@ class Worker(Instrumented, RoutedMessages):
 
     @property
     def told_to_leave(self) -> bool:
-        """True if this rank has received a notice to leave the run; the rank may finish work first (`before_leaving`)."""
+        """True if this rank has received a notice to leave the run, and finishes work first (`before_leaving`)."""
         context = installed_context()
-        return context is not None and context.graceful_leave.has_notice
+        return context is not None and context.graceful_leave.may_finish
 
     # -- channels -------------------------------------------------------------------------------------------------
 

@@ -48,14 +48,21 @@ class GracefulLeave:
         """True if the rank has to leave and takes no further calls."""
         return self.has_notice and not self._is_staying
 
+    @property
+    def may_finish(self) -> bool:
+        """True if the rank has to leave and ends itself. A rank that had no action when the notice arrived is ended by another
+        thread at any moment, so it must not begin to hand anything back: half of that may be done when it ends.
+        """
+        return self.has_notice and self._ends_itself
+
     def notify(self) -> bool:
         """Notifies the rank that it has to leave. Slurm's signal and the parent process may both call this.
 
         Returns:
             True if the main thread ends the rank after an action; False if the caller may end the rank at once.
         """
-        self.has_notice = True
         self._ends_itself = self._ends_itself or self._action is not None
+        self.has_notice = True
         if self._ends_itself:
             self.wake()
         return self._ends_itself

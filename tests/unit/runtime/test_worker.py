@@ -140,6 +140,15 @@ def test_a_rank_acts_before_it_leaves(pair: tuple[Robot, Robot], contexts: tuple
     assert actions == ["saved"]
 
 
+def test_a_rank_that_is_ended_at_once_begins_nothing(pair: tuple[Robot, Robot], contexts: tuple[Context, Context]) -> None:
+    """Another thread ends it: of prompts that it began to hand back then, some would come back twice."""
+    worker, leave = pair[0], contexts[0].graceful_leave
+    worker.before_leaving(None)
+    assert not leave.notify() and leave.is_over and not worker.told_to_leave
+    worker.before_leaving(lambda: None)  # too late: the end is on its way
+    assert not worker.told_to_leave
+
+
 def test_a_rank_that_stays_is_in_the_run_until_it_is_let_go(
     pair: tuple[Robot, Robot], contexts: tuple[Context, Context]
 ) -> None:
