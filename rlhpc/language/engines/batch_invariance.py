@@ -26,8 +26,9 @@ from rlhpc.language.models.vision import sub_attention
 _NAME = "rlhpc_batch_invariant"
 #: Multiple to which the number of tokens is padded, because vectorized functions compute a remainder differently.
 TILE = 32
-#: Multiple to which the rows of a matrix product are padded.
-_PRODUCT_TILE = 8
+#: Multiple to which the rows of a matrix product are padded: libraries add up products of fewer rows in another order (on an
+#: AMD EPYC those of fewer than 8, on an Intel Xeon from a width of 256 on those of fewer than 16).
+_PRODUCT_TILE = 16
 #: Alignment in bytes at which libraries use the same kernel for all rows.
 _ALIGNMENT_BYTES = 64
 #: Layer types of configurations that this attention supports.

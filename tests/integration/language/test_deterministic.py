@@ -31,11 +31,13 @@ VOCABULARY = string.printable[:60]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The tiny Llama, and a tiny mixture of experts with a sliding window in one of its layers."""
+    """The tiny Llama, one so wide that libraries add up products of few rows in another order, and a tiny mixture of experts
+    with a sliding window in one of its layers."""
     import transformers
 
     folder = tmp_path_factory.mktemp("models")
     make_tiny_model(folder / "tiny", vocabulary=VOCABULARY, hidden=32, layers=2, context=128)
+    make_tiny_model(folder / "wide", vocabulary=VOCABULARY, hidden=256, layers=1, context=128)
     tokenizer = character_tokenizer(VOCABULARY, 128)
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(  # type: ignore[call-arg]
@@ -45,7 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "mixture")
     tokenizer.save_pretrained(folder / "mixture")
-    return {name: folder / name for name in ("tiny", "mixture")}
+    return {name: folder / name for name in ("tiny", "wide", "mixture")}
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,7 @@ def test_without_it_some_bits_differ(ranks, models) -> None:
         ("tiny", "local", 1, {"model.dtype": "bfloat16"}),
         ("tiny", "fsdp", 2, {"model.dtype": "bfloat16"}),
         ("tiny", "fsdp", 2, {"model.dtype": "float16", "model.gradient_checkpointing": True}),
+        ("wide", "local", 1, {}),
         ("mixture", "local", 1, {}),
         ("mixture", "fsdp", 2, {}),
     ],

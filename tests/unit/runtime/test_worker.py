@@ -140,7 +140,9 @@ def test_a_rank_acts_before_it_leaves(pair: tuple[Robot, Robot], contexts: tuple
     assert actions == ["saved"]
 
 
-def test_a_rank_that_is_ended_at_once_begins_nothing(pair: tuple[Robot, Robot], contexts: tuple[Context, Context]) -> None:
+def test_a_rank_that_is_ended_at_once_begins_nothing(
+    pair: tuple[Robot, Robot], contexts: tuple[Context, Context]
+) -> None:
     """Another thread ends it: of prompts that it began to hand back then, some would come back twice."""
     worker, leave = pair[0], contexts[0].graceful_leave
     worker.before_leaving(None)

@@ -71,8 +71,8 @@ def test_a_linear_layer_computes_only_the_rows_in_use() -> None:
     with pass_shapes(Decoding(cache.length[: cache.rows], 32, torch.float32, CPU)), torch.no_grad():
         outputs = layer(inputs)
         assert torch.equal(layer(inputs[:5]), F.linear(inputs[:5], layer.weight, layer.bias))  # of other rows
-    assert torch.equal(outputs[:8], F.linear(inputs[:8], layer.weight, layer.bias))
-    assert not outputs[8:].any() and outputs.shape == (32, 1, 5)
+    assert torch.equal(outputs[:16], F.linear(inputs[:16], layer.weight, layer.bias))
+    assert not outputs[16:].any() and outputs.shape == (32, 1, 5)
 
 
 def test_experts_give_each_token_the_weighted_sum_of_its_experts() -> None:

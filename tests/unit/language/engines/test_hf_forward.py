@@ -18,6 +18,7 @@ from torch import nn
 from rlhpc.language.engines.batch_invariance import DecodingLinear
 from rlhpc.language.engines.hf_forward import Forward
 from rlhpc.language.hugging_face import transformers
+from rlhpc.language.models.tiny import make_tiny_model
 
 PROMPTS = [[5, 9, 3], [7, 7, 1, 2, 8, 4, 6], [11], [3, 5, 8, 13, 2]]
 TOKENS = torch.tensor([[4, 6, 2, 9], [1, 3, 5, 7]])
@@ -59,6 +60,14 @@ def test_a_row_has_the_same_logits_alone_and_in_a_batch_of_any_size(model: Any) 
         assert all(
             torch.equal(step[0], step_expected[row]) for step, step_expected in zip(logits, expected, strict=True)
         )
+
+
+@pytest.mark.parametrize("hidden", [64, 128, 256, 512])
+def test_rows_of_wider_models_are_computed_together(tmp_path: Path, hidden: int) -> None:
+    """Libraries choose the order of a product's terms by its rows and its width."""
+    make_tiny_model(tmp_path, hidden=hidden, layers=1, heads=2, context=64)
+    module = transformers().AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert make_forward(module.eval().requires_grad_(False), max_rows=8).is_batched
 
 
 def test_rows_of_one_prompt_share_its_prefill(model: Any) -> None:
