@@ -278,9 +278,7 @@ class SacChecks(PlayingChecks[SacConfig]):
         checks.check_off_policy(cfg, fail)
         self._check_intervene(cfg, fail)
         if cfg.algorithm.success_classifier.train:
-            from rlhpc.embodied.interventions.sources import check_success_classifier
-
-            check_success_classifier(cfg, fail)
+            _check_success_classifier(cfg, fail)
         if training:
             checks.check_slots(cfg, fail)
 
@@ -540,3 +538,26 @@ BC = TaskType(
     ),
     planning=Planning(account=_ACCOUNT),
 )
+
+
+def _check_success_classifier(cfg: SacConfig, fail: Fail) -> None:
+    """Checks that a run that trains a success classifier (`algorithm.success_classifier`) can do so.
+
+    Raises:
+        ConfigError: Nobody can mark episodes, or the classifier's rewards do not fit the run; the message names the key.
+    """
+    key, train_env = "algorithm.success_classifier.train", cfg.env.train
+    if train_env.intervene.source in (None, "scripted"):
+        raise fail(
+            "env.train.intervene.source",
+            f"{key} learns from a person's marks: take keyboard, gamepad, spacemouse or a source with signals",
+        )
+    if train_env.num_envs > 1:
+        raise fail("env.train.num_envs", f"a person marks the episodes of one slot ({key}): take 1")
+    if train_env.reward_model is not None:
+        raise fail(
+            "env.train.reward_model",
+            f"{key} would replace its rewards: take null, and name it in algorithm.success_classifier.init_from",
+        )
+    if train_env.use_rel_reward:
+        raise fail("env.train.use_rel_reward", f"{key} rewards the state after a step, not its change: take false")

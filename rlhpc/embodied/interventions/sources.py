@@ -30,7 +30,6 @@ __all__ = [
     "Signals",
     "build_intervention",
     "check_intervene",
-    "check_success_classifier",
     "find_intervention",
     "named_intervention",
     "register_intervention",
@@ -202,30 +201,6 @@ def check_intervene(cfg: PpoConfig | SacConfig, fail: Fail) -> None:
             f"algorithm.adv_type {algorithm.adv_type} compares whole episodes, so that the policy would be praised for "  # type: ignore[union-attr]
             "what a person did: take null, or adv_type gae",
         )
-
-
-def check_success_classifier(cfg: SacConfig, fail: Fail) -> None:
-    """Checks that a run can train a success classifier (`algorithm.success_classifier`).
-
-    Raises:
-        ConfigError: Nobody can mark episodes, or the classifier's rewards do not fit the run; the message names the key.
-    """
-    key, train_env = "algorithm.success_classifier.train", cfg.env.train
-    if not cfg.algorithm.success_classifier.train:
-        return
-    if train_env.intervene.source in (None, "scripted"):
-        raise fail(
-            KEY, f"{key} learns from a person's marks: take keyboard, gamepad, spacemouse or a source with signals"
-        )
-    if train_env.num_envs > 1:
-        raise fail("env.train.num_envs", f"a person marks the episodes of one slot ({key}): take 1")
-    if train_env.reward_model is not None:
-        raise fail(
-            "env.train.reward_model",
-            f"{key} would replace its rewards: take null, and name it in algorithm.success_classifier.init_from",
-        )
-    if train_env.use_rel_reward:
-        raise fail("env.train.use_rel_reward", f"{key} rewards the state after a step, not its change: take false")
 
 
 class Scripted(Intervention):

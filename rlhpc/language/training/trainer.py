@@ -363,13 +363,8 @@ class ModelTrainer:
                 raise ConfigError(f"{key}=blocks is for models without experts: set it to off")
             for model in self.backend.models:
                 mask_windows(model)
-                compile_layers(
-                    model,
-                    blueprint.decoder_layers(model),
-                    key,
-                    has_variable_batch=not self.packed,
-                    has_dropout=blueprint.dropout,
-                )
+                layers, is_padded = blueprint.decoder_layers(model), not self.packed
+                compile_layers(model, layers, key, has_variable_batch=is_padded, has_dropout=blueprint.dropout)
 
     @property
     def device(self) -> torch.device:

@@ -35,6 +35,7 @@ OTHER_TABLES = {
         f"rlhpc/language/conditional_keys.py:{name}"
         for name in ("ANSWERING", "DPO", "REASONING", "SUPERVISED", "TRAINED")
     ),
+    "rlhpc/language/evaluation/layer_mismatch.py:_TRAINER_SETTINGS",
     "rlhpc/language/planning/workload.py:(MICRO, BATCH)",
     "rlhpc/language/planning/workload.py:(STALENESS, OFFLOAD)",
     *(f"rlhpc/runs/conditional_keys.py:{name}" for name in ("CLIPPED", "COMMON")),

@@ -23,7 +23,7 @@ runner.alerts.command runner.alerts.webhook
 runner.trace.steps runner.trace.profile.groups runner.trace.profile.nsys
 groups cluster.* workflow.eval_job.* workflow.convert_job.* workflow.eval_suites workflow.suites workflow.sft
 workflow.eval_start workflow.demos_expert workflow.record_episodes
-env.train.intervene.source algorithm.minibatches_per_step
+env.train.intervene.source algorithm.minibatches_per_step algorithm.success_classifier.train
 
 runner.task_type runner.name runner.run_dir runner.seed runner.tf32 runner.max_steps runner.save_interval runner.async_save
 runner.keep_checkpoints runner.keep_best runner.patience runner.resume_dir runner.segments
