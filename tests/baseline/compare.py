@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: What runs have since the recordings: metrics and their charts, and the position within a pass in states of cloning.
 ADDED = re.compile(
     r"mismatch_unequal(\.svg)?$|mismatch_(abs|share)([/_][a-z]+|\.svg)|^/?(pass_rows|passes|rows)( .*)?$|^drawn$"
+    r"|^/ds_config/fp16/enabled$"
 )
 #: Options of models that were added since, in a checkpoint's description of its model.
 ADDED_OPTIONS = re.compile(r"/model\.json/model/(kwargs/base_spec/model/)?(num_q_heads|kwargs/lora/(init|path))$")

@@ -100,14 +100,19 @@ class Notice:
         with self._lock:
             if self._id:
                 remove_if(self._path, self._is_own)
-                remove_if(self._resume_path, self._is_own)
+                remove_if(self._resume_path, self._withdraws_no_later_notice)
             self._id = 0
 
     def _is_own(self, path: Path) -> bool:
-        """Returns whether a file is this process's notice, or withdraws it."""
+        """Returns whether a file is this process's notice."""
+        with suppress(OSError, ValueError, AttributeError):
+            return bool(read_json(path.read_bytes()).get("id") == self._id)
+        return False
+
+    def _withdraws_no_later_notice(self, path: Path) -> bool:
+        """Returns whether a file withdraws this process's notice or an earlier one; ids are times."""
         with suppress(OSError, ValueError):
-            content = read_json(path.read_bytes())
-            return bool((content.get("id") if isinstance(content, dict) else content) == self._id)
+            return int(path.read_text()) <= self._id
         return False
 
 

@@ -19,7 +19,9 @@ FREE = (
     # Names of vLLM's parsers, and which it has is known where it is imported: on the ranks, which refuse others.
     "agent.python", "agent.tool_parser", "agent.reasoning_parser",
     "reward.model.model_path", "judge.model.model_path", "judge.rubric", "judge.reply_start",
-    "algorithm.demo_buffer.load_path", "algorithm.value_model", "env.train.reward_model", "actor.lora.path",
+    "algorithm.demo_buffer.load_path", "algorithm.success_classifier.init_from",
+    "algorithm.value_model", "env.train.reward_model",
+    "actor.lora.path",
     "data.train.", "data.holdout.",
 )  # fmt: skip
 #: Keys of those sections that do name something, and which lists have words that do.

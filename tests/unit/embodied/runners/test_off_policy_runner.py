@@ -27,7 +27,7 @@ def make_alone(tmp_path: Path) -> Any:
         cfg: Any = typed(SacConfig, load_config(CONFIGS / "embodied/pendulum_sac.yaml", words, check=False))
         calls: list[str] = []
         counts = RolloutCounts(0, SLOTS * DECISIONS, dict.fromkeys(DropReason, 0))
-        played = {"play": (counts, report([3.0])), "update": {"q_loss": 0.5}, **answers}
+        played = {"read_step": (counts, report([3.0]), {"q_loss": 0.5}), **answers}
         group = Group("actor", calls, **played)
         runner: Any = off_policy_runner(cfg, actor=group)
         runner.build()
@@ -67,7 +67,10 @@ def test_actors_that_act_know_which_actions_are_random(make_alone: Any) -> None:
     assert isinstance(runner, OffPolicyTensorRunner)
     assert "rollout/version" not in runner.one_step() and runner.calls == ["actor.update_offline"]
     row = runner.one_step()
-    assert runner.calls[1:] == ["actor.play", "actor.update"] and row["rollout/env_steps"] == SLOTS * DECISIONS
+    assert (
+        runner.calls[1:] == ["actor.play", "actor.train", "actor.read_step"]
+        and row["rollout/env_steps"] == SLOTS * DECISIONS
+    )
     assert [args[1:] for args in runner.group.arguments if args[0] == "play"] == [(2, 40 + SLOTS * DECISIONS)]
 
 

@@ -27,7 +27,7 @@ def make(tmp_path: Path, *overrides: str, **answers: Any) -> Any:
     calls: list[str] = []
     counts = RolloutCounts(0, SLOTS * DECISIONS, dict.fromkeys(DropReason, 0))
     answers = {
-        "play": (counts, report([3.0, 5.0])), "update": {"policy_loss": 0.5, "update_s": 2.0}, "has_restored_episodes": True,
+        "read_step": (counts, report([3.0, 5.0]), {"policy_loss": 0.5, "update_s": 2.0}), "has_restored_episodes": True,
         "evaluate": [{"return": 7.0, "length": 3.0}], **answers,
     }  # fmt: skip
     group: Any = Group("actor", calls, **answers)
@@ -44,7 +44,11 @@ def test_a_step_plays_and_trains_on_the_actors_alone(tmp_path: Path) -> None:
     assert isinstance(runner, TensorRunner) and list(runner.groups) == ["actor"]
     assert runner.calls == ["actor.build"] and runner.group.arguments[0][1].num_actor_ranks == 2
     first, second = runner.one_step(), runner.one_step()
-    assert runner.calls[1:] == [*["actor.play", "actor.update"] * 2, "actor.evaluate", "actor.evaluate"]
+    assert runner.calls[1:] == [
+        *["actor.play", "actor.train", "actor.read_step"] * 2,
+        "actor.evaluate",
+        "actor.evaluate",
+    ]
     assert [args[1:] for args in runner.group.arguments if args[0] == "evaluate"] == [(0, 2), (1, 2)]
     assert first["rollout/env_steps"] == SLOTS * DECISIONS and second["train/episodes"] == 4
     assert first["train/episode_return"] == 4.0 and second["eval/return_mean"] == 7.0
