@@ -17,6 +17,7 @@ from rlhpc.checkpoint.state import load_state, load_tensors, save_state, save_te
 from rlhpc.runtime import os_resources
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.runtime.trace_recorder import recorder
+from tests.unit.runtime.test_trace_recorder import spans
 
 LARGE = 5 << 20  # elements: 20 MB
 
@@ -114,15 +115,16 @@ def test_free_memory_is_what_the_narrowest_control_group_leaves(
 
 
 def test_a_trace_says_which_files_were_written_at_once_and_whether_they_are_large(tmp_path: Path) -> None:
-    recorder.start(str(tmp_path / "g-0.jsonl"), {"group": "g", "rank": 0, "host": "h", "host_id": "h", "pid": 1})
+    trace = tmp_path / "g-0.jsonl"  # its own thread writes what is recorded
+    recorder.start(str(trace), {"group": "g", "rank": 0, "host": "h", "host_id": "h", "pid": 1})
     try:
         writes = Writes(tmp_path)
         with writes.collect():
             save_tensors(tmp_path / "small", {"w": torch.zeros(4)})
             save_tensors(tmp_path / "large", {"w": torch.zeros(4 << 20)})
-        rows = {new.name: new for new in recorder.spans if new.category == "save"}
+        rows = {name: args for name, category, *_, args in spans(trace) if category == "save"}
     finally:
         recorder.stop(flush=True)
         recorder.reset()
-    assert {name: row.args["is_large"] for name, row in rows.items()} == {"small": False, "large": True}
-    assert rows["large"].args["bytes"] == (tmp_path / "large").stat().st_size
+    assert {name: args["is_large"] for name, args in rows.items()} == {"small": False, "large": True}
+    assert rows["large"]["bytes"] == (tmp_path / "large").stat().st_size
