@@ -217,7 +217,7 @@ def test_nothing_stays_on_the_nodes(slurm: SlurmCluster, shared: Path) -> None:
         for job in batch:
             job.wait_ended()
             until(lambda job=job: ENDS[job.how] or not found(slurm, job.up["token"]),
-                  f"job {job.id} ({job.how}) leaves nothing\n{found(slurm)}\n{job.account()}", 20)  # fmt: skip
+                  f"job {job.id} ({job.how}) leaves nothing\n{found(slurm)}\n{job.account()}", 60)  # fmt: skip
             if left := found(slurm, job.up["token"]):
                 late += [f"{job.how}: {name}" for name in left]
     print(f"\n{COUNT} ends ({', '.join(hows)}); left until the user's next start: {late or 'nothing'}")
