@@ -19,6 +19,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test star
 
 from rlhpc.runtime import env_references
 from tests import warm
+from tests.extras import RANK_VARIABLES
 from tests.warm import engines
 
 gc.disable()  # until everything is imported
@@ -86,8 +87,7 @@ def no_values_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_ranks_of_other_tests() -> Iterator[None]:
     """A file whose tests are ranks in this process (DeepSpeed reads these variables) leaves none for the next: Accelerate
     would wait for the others of its group."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    before = {name: os.environ.get(name) for name in names}
+    before = {name: os.environ.get(name) for name in RANK_VARIABLES}
     yield
     for name, setting in before.items():
         if setting is None:

@@ -22,6 +22,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 #: Where programs are found: daemons lie outside an ordinary user's path.
 PROGRAM_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+#: Variables that make a process a rank of a process group for torch and what builds on it.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Set in CI, where tests/install.sh has installed all programs: a missing one fails the tests that need it.
 PROGRAMS_REQUIRED = "RLHPC_TESTS_PROGRAMS_REQUIRED"
 #: Extras that have the same packages in other builds.

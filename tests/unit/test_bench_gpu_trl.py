@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.extras import need_extra
+from tests.extras import RANK_VARIABLES, need_extra
 
 need_extra("llm", "trl")
 
@@ -47,8 +47,7 @@ print(json.dumps({
 
 def environment() -> dict[str, str]:
     """This process's environment, of which no rank's variables are left."""
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: setting for name, setting in os.environ.items() if name not in ranks}
+    return {name: setting for name, setting in os.environ.items() if name not in RANK_VARIABLES}
 
 
 @pytest.fixture(scope="module")
