@@ -115,8 +115,11 @@ def test_the_next_takes_the_place_of_one_that_fails(tmp_path: Path) -> None:
     go.set()
     first.join(60)
     second.join(60)
-    assert ranks.events[:3] == ["first begins", "first ends", "first fails"] or ranks.events[1] == "first ends"
-    assert ranks.events[-1] == "second ends" and ranks.events.index("second begins") > ranks.events.index("first ends")
+    # The lease is free before the first thread has said that it failed.
+    of_the_lease = [event for event in ranks.events if event != "first fails"]
+    assert (
+        of_the_lease == ["first begins", "first ends", "second begins", "second ends"] and "first fails" in ranks.events
+    )
 
 
 def test_the_next_takes_the_place_of_one_that_is_killed(tmp_path: Path) -> None:

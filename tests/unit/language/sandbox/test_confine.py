@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,24 +16,29 @@ from typing import Any
 import pytest
 
 from rlhpc.language.rewards.expected_values import decode
-from rlhpc.language.sandbox import confine, harness
+from rlhpc.language.sandbox import confine
 from rlhpc.language.sandbox.python import build_seccomp_filter, readable_paths
 
 LIMITS = {"cpu_s": 30, "memory": 1 << 40, "file_size": 1 << 26, "open_files": 64, "disk": 1 << 23, "processes": 1}
 NONCE = "n"
+KEEPER = """
+import sys
+from rlhpc.language.sandbox import confine, harness
+confine.main(harness, *map(int, sys.argv[1:]))
+"""
 
 
 @dataclass
 class Keeper:
-    """Keeper of a program, in a fork of this process.
+    """Keeper of a program, in an interpreter of its own: a fork of this process would end with this process's exit functions.
 
     Attributes:
-        pid: Its process.
+        process: Its process.
         result: Descriptor from which the harness's records are read.
         status: Descriptor from which the report of the program's exit is read.
     """
 
-    pid: int
+    process: subprocess.Popen[bytes]
     result: int
     status: int
 
@@ -49,7 +55,7 @@ class Keeper:
         while chunk := self.read_result():
             text += chunk
         status = os.read(self.status, 1 << 16)
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        code = self.process.wait(timeout=60)
         for descriptor in (self.result, self.status):
             os.close(descriptor)
         records = dict[str, Any]()
@@ -93,24 +99,14 @@ def start(source: str, folder: Path, *values: str, caller: int | None = None, **
     os.write(job_fd, json.dumps(job).encode())
     os.lseek(job_fd, 0, os.SEEK_SET)
     (result, result_write), (status, status_write) = os.pipe(), os.pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if not pid:
-        try:
-            null = os.open(os.devnull, os.O_RDWR)
-            for descriptor in (0, 1, 2):
-                os.dup2(null, descriptor)
-            # Descriptors of other tests would use up the program's 64; pytest's own are the first ones.
-            high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1000) for descriptor in (job_fd, result_write, status_write)]
-            os.closerange(32, 1000)
-            job_fd, result_write, status_write = (fcntl.fcntl(descriptor, fcntl.F_DUPFD, 3) for descriptor in high)
-            os.closerange(1000, 1003)
-            confine.main(harness, job_fd, result_write, status_write, parent if caller is None else caller)
-        finally:
-            os._exit(9)
-    for descriptor in (job_fd, result_write, status_write):
+    descriptors = (job_fd, result_write, status_write)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KEEPER, *map(str, descriptors), str(os.getpid() if caller is None else caller)],
+        pass_fds=descriptors, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    for descriptor in descriptors:
         os.close(descriptor)
-    return Keeper(pid, result, status)
+    return Keeper(process, result, status)
 
 
 def run(source: str, folder: Path, *values: str, **changes: Any) -> Outcome:
@@ -170,7 +166,7 @@ def test_a_keeper_whose_caller_has_ended_starts_nothing(tmp_path: Path) -> None:
 def test_a_program_ends_with_its_keeper(tmp_path: Path, mechanisms: Sequence[str]) -> None:
     keeper = start("import time; time.sleep(600)", tmp_path, mechanisms=mechanisms)
     assert keeper.read_result().startswith(f"{NONCE} have ".encode())
-    os.kill(keeper.pid, signal.SIGKILL)
+    keeper.process.kill()
     outcome = keeper.wait()
     assert outcome.records == {} and outcome.code == -signal.SIGKILL
 
