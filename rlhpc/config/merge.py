@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from rlhpc.runtime.text import cut, first_line, short_repr
 
 #: Function that returns a message about a key of another task type; empty if no task type has the key.
 ForeignKeyExplainer = Callable[[str], str]
+#: Index of a list's element in a dotted key: `[2]`; it may also be written `.2`.
+_LIST_INDEX = re.compile(r"\[(\d+)\]")
 
 
 class ConfigLayers:
@@ -119,10 +122,19 @@ class ConfigLayers:
     def _nest_key_value(self, key: str, override_value: Any, source: str) -> dict[str, Any]:
         """Returns a nested mapping with the value at the key.
 
-        Within a mapping whose keys the user chooses (`env.train.kwargs.x=1`), returns that mapping with one entry changed.
+        Within a mapping whose keys the user chooses (`env.train.kwargs.x=1`), returns that mapping with one entry changed;
+        within a list of sections (`reward.terms.0.weight=1`, `reward.terms[0].weight=1`), the list with one element changed.
         """
         parent = next((path for path in self.schema.open if key.startswith(f"{path}.")), None)
         if parent is None:
+            key_parts = _LIST_INDEX.sub(r".\1", key).split(".")
+            for depth, index_text in enumerate(key_parts):
+                list_key = ".".join(key_parts[:depth])
+                if index_text.isdecimal() and element_of(self.schema.type_of(list_key)) is not None:
+                    items = self._replace_in_list(
+                        list_key, int(index_text), key_parts[depth + 1 :], override_value, source
+                    )
+                    return _nest(key_parts[:depth], items)
             return _nest(key.split("."), override_value)
         subkey = key.removeprefix(f"{parent}.")
         if not all(key_part.strip() for key_part in subkey.split(".")):
@@ -142,6 +154,35 @@ class ConfigLayers:
                 component_branch = component_branch[key_part]
             component_branch[leaf_name] = override_value
         return _nest(parent.split("."), components)
+
+    def _replace_in_list(
+        self, list_key: str, index: int, subkey_parts: Sequence[str], new_value: Any, source: str
+    ) -> list[Any]:
+        """Returns the elements of a list of sections, as far as they are set, with one value of one element changed.
+
+        Raises:
+            ConfigError: The list has no element with this index.
+        """
+        element_keys = self.element_keys.get(list_key, [])
+        if index >= len(element_keys):
+            raise ConfigError(
+                f"{source}: {list_key} has no element {index}; it has {len(element_keys)}, counted from 0; set the complete "
+                f"list with '{list_key}=[{{…}}, …]'"
+            )
+        complete_items: Any = OmegaConf.to_container(OmegaConf.select(self.cfg, list_key))
+        items = [
+            {key: item_value for key, item_value in item.items() if key in keys}
+            for item, keys in zip(complete_items, element_keys, strict=True)
+        ]
+        if not subkey_parts:
+            return [*items[:index], new_value, *items[index + 1 :]]
+        branch = items[index]
+        for key_part in subkey_parts[:-1]:
+            if not isinstance(branch.get(key_part), dict):
+                branch[key_part] = {}
+            branch = branch[key_part]
+        branch[subkey_parts[-1]] = new_value
+        return items
 
     def _check_content(self, layer_content: Any, cls: type, prefix: str, source: str) -> None:
         """Refuses unknown keys, with a hint at the most similar key, and values whose form does not fit their key."""

@@ -24,6 +24,7 @@ line comes last. `runner.task_type` names the task type, and each has its own ke
 "runs" says which, where it is not all. Keys that are unknown, or of another kind, are errors, and so are
 numbers outside the interval that stands behind their type: `[` includes the bound, `(` does not; `or -1 (null)`
 is a further number, which may be written as null.
+An override may change one element of a list of sections: `reward.terms.0.weight=2`, counted from 0.
 A default such as `${env.train.env_id}` is the value of that other key; any value may be written so.
 
 Values have the type of their key: `runner.name=1_2344`, `1e5`, `1.10` and `yes` stay texts, in files,

@@ -326,9 +326,12 @@ class Schema:
         self.open = frozenset(key for key in self.keys if key.endswith(_OPEN_MAPPINGS))
 
     def type_of(self, path: str) -> Any:
-        """Returns the type of a key or section; None if the key does not exist. List elements are written `[]` or `[2]`."""
+        """Returns the type of a key or section; None if the key does not exist. List elements are `[]`, `[2]` or `.2`."""
         field_type: Any = self.root
         for key_part in path.split("."):
+            if key_part.isdecimal() and (element := element_of(field_type)) is not None:
+                field_type = element
+                continue
             name, bracket, _ = key_part.partition("[")
             field_type = fields_of(field_type).get(name) if is_section(field_type) else None
             field_type = element_of(field_type) if bracket else field_type

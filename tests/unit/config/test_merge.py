@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from rlhpc.config.merge import ConfigLayers, parse_override
 from rlhpc.config.schema import Schema
@@ -49,6 +50,52 @@ def test_later_layers_win_and_are_the_source(layers: ConfigLayers) -> None:
         "runner.max_steps": "a.yaml",
         "runner.name": "a.yaml",
     }
+
+
+@pytest.fixture
+def terms() -> ConfigLayers:
+    layers = ConfigLayers(Schema(GrpoConfig))
+    layers.add(
+        {
+            "reward": {
+                "terms": [{"name": "exact"}, {"name": "a:b", "kwargs": {"x": {"y": 1}, "path": "${oc.env:HOME}"}}]
+            }
+        },
+        "a",
+    )
+    return layers
+
+
+@pytest.mark.parametrize("index", [".{}", "[{}]"])
+def test_an_override_changes_one_element_of_a_list(terms: ConfigLayers, index: str) -> None:
+    first, second = (f"reward.terms{index.format(number)}" for number in (0, 1))
+    for override_text in (f"{first}.weight=2", f"{second}.kwargs.x.z=3", f"{second}.name=10"):
+        terms.override(override_text)
+    assert OmegaConf.to_container(terms.cfg.reward.terms) == [
+        {"name": "exact", "weight": 2.0, "kwargs": {}},
+        {"name": "10", "weight": 1.0, "kwargs": {"x": {"y": 1, "z": 3}, "path": "${oc.env:HOME}"}},
+    ]
+    assert terms.element_keys["reward.terms"] == [{"name", "weight"}, {"name", "kwargs"}], "a default is not set by it"
+    terms.override(f"{second}={{name: other}}")
+    assert [term.name for term in terms.cfg.reward.terms] == ["exact", "other"] and terms.cfg.reward.terms[
+        1
+    ].kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("override_text", "message"),
+    [
+        ("reward.terms.2.name=x", r"reward\.terms has no element 2; it has 2, counted from 0"),
+        ("reward.process_terms[0].name=x", r"reward\.process_terms has no element 0; it has 0"),
+        ("reward.terms.0.nam=x", r"unknown key reward\.terms\[0\]\.nam; did you mean reward\.terms\[0\]\.name"),
+        ("reward.terms[1]=3", r"reward\.terms\[1\] is 3; it is a section"),
+        ("reward.terms[1].weight=x", r"reward\.terms\[1\]\.weight is 'x'; it must be float"),
+        ("reward.terms.x.name=y", r"reward\.terms is .*; it is a list"),
+    ],
+)
+def test_an_element_that_does_not_fit(terms: ConfigLayers, override_text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        terms.override(override_text)
 
 
 def test_a_mapping_of_a_later_file_replaces_an_override_changes_an_entry(layers: ConfigLayers) -> None:

@@ -56,6 +56,7 @@ def test_keys_are_those_of_all_sections() -> None:
 @pytest.mark.parametrize(
     ("path", "exists"),
     [("optim", True), ("optim.lr", True), ("optim.x", False), ("terms[]", True), ("terms[2].weight", True),
+     ("terms.2.weight", True), ("terms.0", True), ("terms.x", False), ("optim.0", False),
      ("terms[].x", False), ("optim[].lr", False), ("optim.lr.x", False)],
 )  # fmt: skip
 def test_elements_of_lists_are_keys_too(path: str, exists: bool) -> None:
