@@ -52,6 +52,7 @@ _EXAMPLES = {
 def _print_status(args: argparse.Namespace) -> int:
     from rlhpc.jobs.state import find_runs
     from rlhpc.jobs.status import render_runs, render_status
+    from rlhpc.metrics.provenance import read_provenance, resumes_with_changes
     from rlhpc.runs.headlines import run_headlines
 
     if args.test_alert:
@@ -63,7 +64,13 @@ def _print_status(args: argparse.Namespace) -> int:
     if folder.is_dir() and not args.overrides and not is_run(RunPaths(folder)) and any(find_runs(folder)):
         print(render_runs(folder, headlines=run_headlines))
         return 0
-    print(render_status(run_paths(args.run, args.overrides), headlines=run_headlines))
+    print(
+        render_status(
+            run_paths(args.run, args.overrides),
+            headlines=run_headlines,
+            changed_resumes=lambda paths: resumes_with_changes(read_provenance(paths)),
+        )
+    )
     return 0
 
 

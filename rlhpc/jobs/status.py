@@ -210,12 +210,18 @@ def _read_shared_memory(rows: list[dict[str, Any]]) -> tuple[int, int] | None:
     return (sum(held_bytes for held_bytes, _ in usage), sum(used_bytes for _, used_bytes in usage)) if usage else None
 
 
-def render_status(paths: RunPaths, *, headlines: _Headlines | None = None) -> str:
+def render_status(
+    paths: RunPaths,
+    *,
+    headlines: _Headlines | None = None,
+    changed_resumes: Callable[[RunPaths], Sequence[tuple[int, str]]] = lambda paths: (),
+) -> str:
     """Renders a summary of the run in several lines.
 
     Args:
         paths: The run.
         headlines: Returns the headline numbers of the run.
+        changed_resumes: Returns the step and the changes of each resume with another training configuration.
 
     Raises:
         UserError: The run does not exist.
@@ -231,6 +237,7 @@ def render_status(paths: RunPaths, *, headlines: _Headlines | None = None) -> st
         lines.append(f"progress     {', '.join(progress)}")
     if headlines is not None and (headline_cells := headlines([paths])):
         lines.append("results      " + ", ".join(f"{title} {cell}" for title, (cell,) in headline_cells.items()))
+    lines += [f"changed      from step {step} on: {changes}" for step, changes in changed_resumes(paths)]
     lines += _format_time_lines(status, run)
     done = paths.finished_segments()
     lines.append(f"segments     {', '.join(map(str, done)) + ' done' if done else 'none done'}")

@@ -44,6 +44,19 @@ def test_status_of_a_run_and_of_a_folder_of_runs(capsys: pytest.CaptureFixture[s
     assert "runs there: a, b" in capsys.readouterr().err
 
 
+def test_status_names_the_resumes_with_another_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    resumed = [
+        {},
+        {"step": 4, "changes": []},
+        {"step": 6, "changes": ["actor.optim.lr: 0.001 → 0.01\n\x1b[2J", "a: 1 → 2"]},
+    ]
+    run_of("a", 1.0).provenance.write_text(json.dumps({"segments": [{"resumed": record} for record in resumed]}))
+    assert main(["status", "runs/a"]) == 0
+    changed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed")]
+    assert len(changed) == 1 and changed[0].startswith("changed      from step 6 on: actor.optim.lr: 0.001 → 0.01")
+    assert changed[0].endswith("; a: 1 → 2") and "\x1b" not in changed[0]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
