@@ -50,7 +50,7 @@ KEY_CAUSES = (
         "how-to/edit-configurations.md",
         weak_patterns=(
             r"defaults( |:|`)",
-            r"override ",
+            r"override (?!.*: [a-z_]+(?:\.[\w\[\]]+)+ is )",
         ),
     ),
     Cause(
@@ -328,6 +328,7 @@ VALUE_CAUSES = (
         (
             r"which is taken",
             r"part of metrics' names",
+            r"has no value head",
             r"; it must (not )?be (true|false|null)\b",
             r"must divide",
             r"does not divide",

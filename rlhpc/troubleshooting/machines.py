@@ -610,7 +610,6 @@ SLURM_CAUSES = (
             r"metric's name",
             r"the list is empty",
             r"seeds in one of the two",
-            r"evaluations by a metric",
             r"write the whole key before",
         ),
         "The workflow runs training segments, evaluations and reports as rules; a sweep is a folder of such runs.",
