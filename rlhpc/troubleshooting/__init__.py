@@ -35,6 +35,8 @@ _ORDER = (
 _POINTER = "rlhpc explain "
 #: Maximum number of characters of a message that are compared.
 _MAX_CHARACTERS = 8000
+#: Source of a value in a message, which only repeats the key and the value after it.
+_OVERRIDE = re.compile(r"override (?:'[^']*'|\"[^\"]*\"): (?=[a-z_]+(?:\.[\w\[\]]+)+ is )")
 _POINTER_IN_TEXT = re.compile(rf"{_POINTER}([a-z0-9-]+)")
 
 
@@ -72,6 +74,7 @@ def find_by_message(message: str) -> Cause | None:
             return found_cause
     if len(message) > _MAX_CHARACTERS:  # a message with a long value or a traceback
         message = message[: _MAX_CHARACTERS // 2] + message[-_MAX_CHARACTERS // 2 :]
+    message = _OVERRIDE.sub("", message)
     for pattern_kind in ("patterns", "weak_patterns"):
         for found_cause in _ORDER:
             if getattr(found_cause, pattern_kind) and _compile(getattr(found_cause, pattern_kind)).search(message):

@@ -50,7 +50,7 @@ KEY_CAUSES = (
         "how-to/edit-configurations.md",
         weak_patterns=(
             r"defaults( |:|`)",
-            r"override (?!.*: [a-z_]+(?:\.[\w\[\]]+)+ is )",
+            r"override ",
         ),
     ),
     Cause(
@@ -362,7 +362,7 @@ VALUE_CAUSES = (
         "A value has the wrong type or is out of range",
         (
             r"it is a section with the keys",
-            rf"{_KEY} is .*; it must (not )?be ",
+            rf"{_KEY} is .*; it must (not )?(be|lie) ",
             rf"{_KEY} is .*; (.* )?allowed: ",
             rf"^[\w.]+: {_KEY} is .*; it is a section",
             r"a name in it has .* bytes",

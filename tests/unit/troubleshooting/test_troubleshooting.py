@@ -107,6 +107,7 @@ def test_no_pattern_fits_everything() -> None:
         ("the variable WANDB_API_KEY is not set", "secret-variable"),
         ("data.prompts_per_step(3) % actor ranks with other samples(2) != 0", "keys-disagree"),
         ("x.yaml: runner.segments is 8; there cannot be more segments than training steps (2)", "keys-disagree"),
+        ("override 'critic.deepspeed.zero_stage=8': critic.deepspeed.zero_stage is 8; it must lie …", "training-backend"),
         ("override 'runner.patience=2': runner.patience is 2; it counts evaluations by a metric", "keys-disagree"),
         ("x.yaml: actor.optim.critic_warmup_steps is 1; the actor has no value head: set …", "keys-disagree"),
         ("push needs credentials of the hub, and there are none: set HF_TOKEN to a token that may write", "sharing"),
