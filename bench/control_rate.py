@@ -55,8 +55,8 @@ def train(root: Path, options: argparse.Namespace) -> list[dict[str, float]]:
         "env.eval.env_id": "Pendulum-v1",
         "env.eval.kwargs": {},
     }
-    words = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
-    run_rlhpc("train", "configs/embodied/pendulum_sac.yaml", *words)
+    override_arguments = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    run_rlhpc("train", "configs/embodied/pendulum_sac.yaml", *override_arguments)
     lines = (root / "control_rate" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -38,17 +38,17 @@ CONTROLS = {
 NAMES = {"grpo": "GRPO", "shuffled": "shuffled rewards", "no_tool": "no tool"}
 
 
-def run_rlhpc(*words: str) -> None:
+def run_rlhpc(*arguments: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     result = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True, env=env
+        [sys.executable, "-m", "rlhpc.cli", *arguments], cwd=ROOT, capture_output=True, text=True, env=env
     )
     if result.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+        raise SystemExit(f"rlhpc {' '.join(arguments)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
 def export_last(run_folder: Path) -> Path:
@@ -60,10 +60,12 @@ def export_last(run_folder: Path) -> Path:
     return run_folder / "export" / last_checkpoint.name
 
 
-def measure_accuracy(model: Path, name: str, *words: str) -> dict[str, Any]:
+def measure_accuracy(model: Path, name: str, *arguments: str) -> dict[str, Any]:
     """Returns the accuracy of a model on the held-out questions."""
     output = model.parents[1] / "eval" / f"{name}.json"
-    run_rlhpc("eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *words)
+    run_rlhpc(
+        "eval", "--model", str(model), "--config", GRPO, "--suite", "held_out", "--output", str(output), *arguments
+    )
     eval_result: dict[str, Any] = json.loads(output.read_text())
     return {"accuracy": eval_result["accuracy"], "ci95": eval_result["accuracy_ci95"], "n": eval_result["n"]}
 
@@ -76,7 +78,7 @@ def read_curve(run_folder: Path) -> list[float]:
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs SFT, GRPO and its controls at one seed."""
-    started_at, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
+    start_time, folder = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     sft_name = f"demo-agent-{seed}-sft"
     run_rlhpc("train", SFT, *folder, f"runner.name={sft_name}")
     model = export_last(runs / sft_name)
@@ -89,7 +91,7 @@ def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
         run_rlhpc("train", GRPO, *run_overrides, f"runner.name={name}")
         row[run_kind] = measure_accuracy(export_last(runs / name), "held_out", *run_overrides)
         row["curves"][run_kind] = read_curve(runs / name)
-    return {**row, "seconds": time.perf_counter() - started_at}
+    return {**row, "seconds": time.perf_counter() - start_time}
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:

@@ -62,7 +62,7 @@ def save_model(folder: Path, family: str, seed: int) -> None:
 
 def run_seed(family: str, seed: int, runs: Path, steps: int, overrides: list[str]) -> dict[str, Any]:
     """Runs the workflow for a family at one seed."""
-    name, started_at = f"{family}-{seed}", time.perf_counter()
+    name, start_time = f"{family}-{seed}", time.perf_counter()
     save_model(runs / f"{name}-model", family, seed)
     sft_overrides = [
         f"runner.name={name}-sft", f"runner.run_dir={runs}", f"runner.seed={seed}",
@@ -85,7 +85,7 @@ def run_seed(family: str, seed: int, runs: Path, steps: int, overrides: list[str
     return {
         "family": family, "seed": seed, "sft": start["accuracy"], "grpo": end["accuracy"], "n": start["n"],
         "low": end["accuracy"] - start["accuracy"] - 1.96 * error, "steps": len(rows),
-        "mismatch": max(row["train/mismatch_abs"] for row in rows), "seconds": time.perf_counter() - started_at,
+        "mismatch": max(row["train/mismatch_abs"] for row in rows), "seconds": time.perf_counter() - start_time,
     }  # fmt: skip
 
 

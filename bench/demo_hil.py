@@ -8,7 +8,7 @@ same demonstrations of a script, and take the same number of environment steps a
 takes over at random moments for a while, as a person would (`env.train.intervene`). Success is measured over episodes without
 help.
 
-Prints the successes of each seed, writes bench/results/demo_hil.json, and a film of the helped policy with a person beside it
+Prints the successes of each seed, writes bench/results/demo_hil.json, and a video of the helped policy with a person beside it
 (`hil.mp4` in --runs): the border is orange while the person leads, and grey while the policy does.
 """
 
@@ -92,8 +92,8 @@ def run_seed(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def record_film(run_folder: Path, path: Path, num_episodes: int) -> int:
-    """Runs episodes of a policy with the scripted person, and writes a film whose border shows interventions. Returns the
+def record_video(run_folder: Path, path: Path, num_episodes: int) -> int:
+    """Runs episodes of a policy with the scripted person, and writes a video whose border shows interventions. Returns the
     number of pictures with an intervention.
     """
     from rlhpc.checkpoint.start import find_weights
@@ -155,7 +155,7 @@ def main() -> int:
             f"seed {row['seed']}: success {row['help']:.2f} with help in {row['led']:.0%} of the steps, "
             f"{row['none']:.2f} without"
         )
-    num_intervention_pictures = record_film(options.runs / "hil-help-1", options.runs / "hil.mp4", num_episodes=2)
+    num_intervention_pictures = record_video(options.runs / "hil-help-1", options.runs / "hil.mp4", num_episodes=2)
     print(f"{options.runs / 'hil.mp4'}: the script leads in {num_intervention_pictures} pictures")
     print(
         write("demo_hil", f"python -m bench.demo_hil --seeds {options.seeds}", {"steps": options.steps, "rows": rows})

@@ -26,13 +26,13 @@ CONFIG = "configs/reasoning/demo.yaml"
 
 def run_seed(seed: int, runs: Path, overrides: list[str]) -> dict[str, float]:
     """Runs the workflow at one seed."""
-    name, started_at = f"demo-llm-{seed}", time.perf_counter()
+    name, start_time = f"demo-llm-{seed}", time.perf_counter()
     run_overrides = [f"runner.seed={seed}", f"runner.name={name}", f"runner.run_dir={runs}", *overrides]
     subprocess.run(
         [sys.executable, "-m", "rlhpc.cli", "run", CONFIG, *run_overrides],
         cwd=ROOT, check=True,
     )  # fmt: skip
-    duration_s = time.perf_counter() - started_at
+    duration_s = time.perf_counter() - start_time
     result_files = sorted(
         (json.loads(path.read_text()) for path in (runs / name / "eval").glob("global_step_*/held_out.json")),
         key=lambda result: result["global_step"],

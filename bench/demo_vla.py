@@ -9,7 +9,7 @@ that no policy trained on.
 The criterion was fixed before the first run: the mean return over the seeds of PPO from the clone exceeds that of the clone
 and that of PPO from random weights, each by more than the largest of the three ranges from lowest to highest seed.
 
-Prints a line for each seed and writes bench/results/demo_vla.json, a drawing of the training curves, and films of the clone
+Prints a line for each seed and writes bench/results/demo_vla.json, a drawing of the training curves, and videos of the clone
 before and after PPO (demo_vla_before.mp4 and demo_vla_after.mp4 in --runs). Fails if the criterion does not hold. With one
 seed the ranges are 0, so any excess suffices.
 """
@@ -67,7 +67,7 @@ def read_curve(run_folder: Path) -> list[tuple[int, float]]:
 
 def run_seed(seed: int, runs: Path, num_episodes: int, overrides: list[str]) -> dict[str, Any]:
     """Runs demonstrations, behaviour cloning, PPO from the clone, and PPO from scratch at one seed."""
-    started_at, shared_overrides = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
+    start_time, shared_overrides = time.perf_counter(), [f"runner.run_dir={runs}", f"runner.seed={seed}"]
     demos, name = runs / f"demo-vla-{seed}.h5", f"demo-vla-{seed}"
     run_rlhpc("record", "--expert", "bench.demo_vla:compute_actions", "--config", BC, "--episodes", str(num_episodes),
           "--output", str(demos), *shared_overrides)  # fmt: skip
@@ -78,7 +78,7 @@ def run_seed(seed: int, runs: Path, num_episodes: int, overrides: list[str]) -> 
     row: dict[str, Any] = {"seed": seed, "demonstrations": compute_demo_return(demos)}
     row |= {run_kind: evaluate_newest(runs / f"{name}-{run_kind}") for run_kind in NAMES}
     row["curves"] = {run_kind: read_curve(runs / f"{name}-{run_kind}") for run_kind in ("tuned", "alone")}
-    return {**row, "seconds": time.perf_counter() - started_at}
+    return {**row, "seconds": time.perf_counter() - start_time}
 
 
 def compute_demo_return(path: Path) -> float:
@@ -89,16 +89,16 @@ def compute_demo_return(path: Path) -> float:
         return statistics.fmean(float(np.sum(file[name]["rewards"])) for name in file)
 
 
-def record_films(runs: Path, seed: int) -> list[Path]:
-    """Records films of four evaluation episodes before and after PPO; returns no film if rendering is not possible."""
-    film_paths = []
+def record_videos(runs: Path, seed: int) -> list[Path]:
+    """Records videos of four evaluation episodes before and after PPO; returns no video if rendering is not possible."""
+    video_paths = []
     for run_kind, name in {"clone": "before", "tuned": "after"}.items():
         output = runs / f"demo_vla_{name}.json"
         run_folder = runs / f"demo-vla-{seed}-{run_kind}"
         run_rlhpc("eval", "--run", str(run_folder), "--step", "latest", "--output", str(output),
               "env.eval.num_envs=4", "env.eval.num_episodes=4", "env.eval.video_episodes=4")  # fmt: skip
-        film_paths += [output.with_suffix(".mp4")] if output.with_suffix(".mp4").is_file() else []
-    return film_paths
+        video_paths += [output.with_suffix(".mp4")] if output.with_suffix(".mp4").is_file() else []
+    return video_paths
 
 
 def draw_curves(rows: list[dict[str, Any]], path: Path) -> None:
@@ -144,8 +144,8 @@ def main() -> int:
     draw_curves(rows, RESULTS / "demo_vla.svg")
     write("demo_vla", f"python -m bench.demo_vla --seeds {args.seeds}", {"rows": rows, "compared": comparison})
     print(json.dumps(comparison))
-    film_paths = " ".join(map(str, record_films(runs, 1)))
-    print(f"films: {film_paths or 'none, there is no renderer here'}")
+    video_paths = " ".join(map(str, record_videos(runs, 1)))
+    print(f"videos: {video_paths or 'none, there is no renderer here'}")
     if not comparison["holds"]:
         print("PPO from the clone is not above both by more than the spread of the seeds", file=sys.stderr)
     return int(not comparison["holds"])

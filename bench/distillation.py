@@ -33,11 +33,11 @@ DISTIL = (
 )  # fmt: skip
 
 
-def run_rlhpc(*words: str) -> None:
+def run_rlhpc(*arguments: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
-    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+        raise SystemExit(f"rlhpc {' '.join(arguments)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
 def train(config: str, folder: Path, name: str, num_steps: int, *overrides: str) -> Path:
@@ -75,14 +75,14 @@ def run_seed(seed: int, folder: Path, steps: dict[str, int], overrides: list[str
     row: dict[str, Any] = {"seed": seed}
     start = train(SFT, folder, f"sft-{seed}", steps["sft"], f"runner.seed={seed}")
     row["sft"] = read_figures(folder, f"sft-{seed}", start)
-    started_at = time.perf_counter()
+    start_time = time.perf_counter()
     model_override = f"actor.model.model_path={start}"
     teacher = train(GRPO, folder, f"grpo-{seed}", steps["grpo"], model_override, *seed_overrides)
-    row["grpo"] = {**read_figures(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - started_at}
-    started_at = time.perf_counter()
+    row["grpo"] = {**read_figures(folder, f"grpo-{seed}", teacher), "seconds": time.perf_counter() - start_time}
+    start_time = time.perf_counter()
     student_overrides = (model_override, f"teacher.model.model_path={teacher}", *DISTIL, *seed_overrides)
     student = train(GRPO, folder, f"distil-{seed}", steps["distil"], *student_overrides)
-    row["distilled"] = {**read_figures(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - started_at}
+    row["distilled"] = {**read_figures(folder, f"distil-{seed}", student), "seconds": time.perf_counter() - start_time}
     return row
 
 

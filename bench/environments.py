@@ -91,7 +91,9 @@ def time_rollout(
         ]))  # fmt: skip
         cluster = Cluster(cfg.cluster)
         placement = HybridComponentPlacement(cfg, cluster)
-        classes: dict[str, Any] = {role: load_attribute(name, role) for role, name in PPO.groups.roles_of(cfg).items()}
+        classes: dict[str, Any] = {
+            role: load_attribute(name, role) for role, name in PPO.groups.worker_classes_of(cfg).items()
+        }
         groups = {
             role: cls.create_group(cfg).launch(
                 cluster, placement_strategy=placement.get_strategy(role), name=role, wait=False
@@ -103,7 +105,7 @@ def time_rollout(
             runner.build()
             durations = []
             for step in range(ROLLOUTS + 1):
-                started_at, turn = time.perf_counter(), FullRollout(step, step, 0, num_steps)
+                start_time, turn = time.perf_counter(), FullRollout(step, step, 0, num_steps)
                 if isinstance(runner, TensorRunner):
                     handles = [runner.actor.play(step)]
                 else:
@@ -113,7 +115,7 @@ def time_rollout(
                     ]  # fmt: skip
                 for handle in handles:
                     handle.wait()
-                durations.append(time.perf_counter() - started_at)
+                durations.append(time.perf_counter() - start_time)
             return min(durations[1:])
         finally:
             for group in groups.values():

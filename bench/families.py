@@ -191,9 +191,9 @@ def try_family(family: str, dtype: str, num_seeds: int) -> dict[str, Any]:
 
 def try_in_process(family: str, dtype: str, num_seeds: int) -> dict[str, Any]:
     """Returns the result of `try_family` in another process, which an engine may crash."""
-    words = ["--json", "--families", family, "--dtypes", dtype, "--seeds", str(num_seeds)]
+    arguments = ["--json", "--families", family, "--dtypes", dtype, "--seeds", str(num_seeds)]
     process = subprocess.run(
-        [sys.executable, "-m", "bench.families", *words], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "bench.families", *arguments], capture_output=True, text=True, timeout=600
     )
     last_line = process.stdout.strip().rpartition("\n")[2]
     if process.returncode or not last_line.startswith("{"):

@@ -240,8 +240,8 @@ def run_task(name: str, runs: str, finished_tasks: set[str]) -> None:
     for command, product in task.commands:
         _run_command(["rlhpc", *shlex.split(command.format(runs=runs))], ROOT / runs / product)
     if task.config is not None:
-        for words, run_name in build_training_commands(name, runs):
-            _run_command(words, ROOT / runs / run_name / "gallery.json")
+        for argv, run_name in build_training_commands(name, runs):
+            _run_command(argv, ROOT / runs / run_name / "gallery.json")
         if task.curve is not None:
             write_points(name, runs)
             draw_chart(name)
@@ -253,7 +253,7 @@ def build_training_commands(name: str, runs: str = RUNS) -> list[tuple[list[str]
     task = TASKS[name]
     config = f"configs/algorithms/{task.config}.yaml"
     if task.rounds:
-        words = [
+        argv = [
             *shlex.split(task.rounds.format(runs=runs)),
             "--rounds",
             str(task.num_rounds),
@@ -261,7 +261,7 @@ def build_training_commands(name: str, runs: str = RUNS) -> list[tuple[list[str]
         ]
         return [
             (
-                ["rlhpc", "dagger", config, *words, f"runner.name={name}-{seed}", f"runner.seed={seed}"],
+                ["rlhpc", "dagger", config, *argv, f"runner.name={name}-{seed}", f"runner.seed={seed}"],
                 f"{name}-{seed}-round{task.num_rounds}",
             )
             for seed in task.seeds
@@ -272,21 +272,21 @@ def build_training_commands(name: str, runs: str = RUNS) -> list[tuple[list[str]
     return [([*command, f"runner.name={name}-{seed}", f"runner.seed={seed}"], f"{name}-{seed}") for seed in task.seeds]
 
 
-def _run_command(words: Sequence[str], product: Path) -> None:
+def _run_command(argv: Sequence[str], product: Path) -> None:
     """Runs a command unless its product exists; the product of a training, or of rounds, is a file with its duration."""
     if product.exists():
         return
-    print("+", shlex.join(words), flush=True)
-    started_at = time.perf_counter()
-    resume_words = ["runner.resume_dir=auto"] if words[1] == "train" else []
+    print("+", shlex.join(argv), flush=True)
+    start_time = time.perf_counter()
+    resume_overrides = ["runner.resume_dir=auto"] if argv[1] == "train" else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "rlhpc.cli", *words[1:], *resume_words]
+    command = [sys.executable, "-m", "rlhpc.cli", *argv[1:], *resume_overrides]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"{shlex.join(words)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
-    duration_s = time.perf_counter() - started_at
+        raise SystemExit(f"{shlex.join(argv)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
+    duration_s = time.perf_counter() - start_time
     print(f"  {duration_s:.0f} s", flush=True)
-    if words[1] in ("train", "dagger"):
+    if argv[1] in ("train", "dagger"):
         product.write_text(json.dumps({"seconds": round(duration_s), "machine": machine()}))
 
 
@@ -314,7 +314,7 @@ def write_points(name: str, runs: str) -> None:
         records.append(json.loads((folder / "gallery.json").read_text()))
     content = {
         "command": f"make curve-{name}",
-        "trained": [shlex.join(words) for words, _ in build_training_commands(name)],
+        "trained": [shlex.join(argv) for argv, _ in build_training_commands(name)],
         "settings": compute_settings_digest(name),
         "machine": records[-1]["machine"],
         "seconds": [record["seconds"] for record in records],

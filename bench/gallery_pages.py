@@ -27,9 +27,9 @@ PAGES = (*sorted((ROOT / "docs" / "algorithms").glob("*.md")), ROOT / "docs" / "
 _PART = re.compile(r"(<!-- (keys|config|curve|run|pictures) ([^>]*?) -->\n).*?(<!-- end -->)", re.S)
 
 
-def render_keys(words: str, page: Path) -> str:
+def render_keys(arguments: str, page: Path) -> str:
     """Returns a table of keys with their defaults and meanings, from the schema of a task type."""
-    name, _, paths = words.partition(":")
+    name, _, paths = arguments.partition(":")
     tree = task_type_keys(name.strip(), str(page)).by_path
     rows = []
     for path in paths.split():
@@ -41,16 +41,16 @@ def render_keys(words: str, page: Path) -> str:
     return "| key | default | meaning |\n|---|---|---|\n" + "".join(rows)
 
 
-def render_config(words: str, page: Path) -> str:
+def render_config(arguments: str, page: Path) -> str:
     """Returns a configuration of configs/algorithms as a block, with its path."""
-    path = CONFIGS / f"{words}.yaml"
+    path = CONFIGS / f"{arguments}.yaml"
     return f"`{path.relative_to(ROOT)}`:\n\n```yaml\n{path.read_text()}```\n"
 
 
-def render_curves(words: str, page: Path) -> str:
+def render_curves(arguments: str, page: Path) -> str:
     """Returns the pictures of charts, with a sentence about how each was made."""
     folder = os.path.relpath(CURVES, page.parent)
-    names = words.split()
+    names = arguments.split()
     pictures_text = "\n".join(f"![{_read_title(name)}]({folder}/{name}.svg)" for name in names)
     return f"{pictures_text}\n\n" + "\n".join(f"- {describe_origin(name)}" for name in names) + "\n"
 
@@ -79,7 +79,7 @@ def describe_origin(name: str) -> str:
     )
 
 
-def render_commands(words: str, page: Path) -> str:
+def render_commands(arguments: str, page: Path) -> str:
     """Returns the commands of a task and of the tasks that it needs, as a block."""
     lines: list[str] = []
 
@@ -91,16 +91,16 @@ def render_commands(words: str, page: Path) -> str:
             commands.append(shlex.join(build_training_commands(name)[0][0]))
         lines.extend(command for command in commands if command not in lines)
 
-    add(words)
+    add(arguments)
     return "```bash\n" + "\n".join(lines) + "\n```\n"
 
 
-def render_pictures(words: str, page: Path) -> str:
+def render_pictures(arguments: str, page: Path) -> str:
     """Returns the pictures of a run of the gallery, its commands, times and answers."""
-    path = IMAGES / f"{words}.json"
+    path = IMAGES / f"{arguments}.json"
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist: python -m bench.gallery_pictures {words}")
-    content, entry = json.loads(path.read_text()), ENTRIES[words]
+        raise ConfigError(f"{path} does not exist: python -m bench.gallery_pictures {arguments}")
+    content, entry = json.loads(path.read_text()), ENTRIES[arguments]
     folder = IMAGES.relative_to(ROOT / "docs")
     commands = "\n".join([f"make curve-{entry.task}", *content["commands"][1:]])
     lines = [f"```bash\n{commands}\n```\n"]
@@ -115,8 +115,8 @@ def render_pictures(words: str, page: Path) -> str:
         f"Training took {content['seconds']} s with its start, on {host['cores']} cores of {host['cpu']} that other programs "
         f"used, too. Evaluation: {figures}.\n"
     )
-    if entry.film:
-        lines.append(f"![A frame of the evaluation's film]({folder}/{words}_film.png)\n")
+    if entry.video:
+        lines.append(f"![A frame of the evaluation's video]({folder}/{arguments}_film.png)\n")
     if entry.samples:
         lines.append("| prompt | answer of the model | right answer | reward |\n|---|---|---|---|")
         lines += [
@@ -124,7 +124,7 @@ def render_pictures(words: str, page: Path) -> str:
             for row in content["samples"]
         ]
         lines.append("")
-    lines.append(f"![The upper part of the run's report]({folder}/{words}.png)")
+    lines.append(f"![The upper part of the run's report]({folder}/{arguments}.png)")
     return "\n".join(lines) + "\n"
 
 
@@ -141,8 +141,8 @@ def render_page(page: Path) -> str:
     """Returns a page with its generated parts written anew."""
 
     def replace(match: re.Match[str]) -> str:
-        start, kind, words, end = match.groups()
-        return f"{start}\n{_RENDERERS[kind](words, page)}\n{end}"
+        start, kind, arguments, end = match.groups()
+        return f"{start}\n{_RENDERERS[kind](arguments, page)}\n{end}"
 
     return _PART.sub(replace, page.read_text())
 

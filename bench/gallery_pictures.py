@@ -1,4 +1,4 @@
-"""Pictures of the gallery: reports of runs as a reader sees them, a frame of a film, answers of a language model.
+"""Pictures of the gallery: reports of runs as a reader sees them, a frame of a video, answers of a language model.
 
     python -m bench.gallery_pictures            # all; needs Chromium
     python -m bench.gallery_pictures ppo grpo
@@ -38,15 +38,15 @@ class Entry:
     Attributes:
         task: Task of `bench.gallery`, whose first run is shown.
         evaluation: Words of `rlhpc eval` after the run.
-        film: Whether the evaluation records a film, from which a frame is shown.
+        video: Whether the evaluation records a video, from which a frame is shown.
         samples: Whether answers are shown.
         height: Height of the picture of the report, in pixels.
-        frame: Time of the film's frame, as a fraction.
+        frame: Time of the video's frame, as a fraction.
     """
 
     task: str
     evaluation: str
-    film: bool = False
+    video: bool = False
     samples: bool = False
     height: int = 900
     frame: float = 0.5
@@ -54,9 +54,9 @@ class Entry:
 
 _FILM = "--episodes 10 --suite film env.eval.video_episodes=1"
 ENTRIES = {
-    "ppo": Entry("ppo", _FILM, film=True, height=1180),
-    "sac": Entry("sac", _FILM, film=True, height=1320, frame=0.9),
-    "bc": Entry("bc", _FILM, film=True, frame=0.9),
+    "ppo": Entry("ppo", _FILM, video=True, height=1180),
+    "sac": Entry("sac", _FILM, video=True, height=1320, frame=0.9),
+    "bc": Entry("bc", _FILM, video=True, frame=0.9),
     "grpo": Entry("grpo", "--suite held_out", samples=True),
     "dpo": Entry("dpo", "--suite held_out", samples=True),
     "reward_model": Entry("reward_model", "--suite held_out"),
@@ -66,9 +66,9 @@ ENTRIES = {
 def build_commands(name: str, runs: str = RUNS) -> list[str]:
     """Returns the commands that an entry's task needs, and then the commands of the entry."""
     entry = ENTRIES[name]
-    words, run_name = gallery.build_training_commands(entry.task, runs)[0]
+    argv, run_name = gallery.build_training_commands(entry.task, runs)[0]
     folder = f"{runs}/{run_name}"
-    return [shlex.join(words), f"rlhpc eval --run {folder} {entry.evaluation}", f"rlhpc report {folder}"]
+    return [shlex.join(argv), f"rlhpc eval --run {folder} {entry.evaluation}", f"rlhpc report {folder}"]
 
 
 def make_pictures(name: str, runs: str) -> None:
@@ -91,17 +91,17 @@ def make_pictures(name: str, runs: str) -> None:
         "machine": machine(),
         "result": {key: results[key] for key in ("accuracy", "n", "return_mean", "episodes") if key in results},
     }
-    if entry.film:
+    if entry.video:
         _write_png(_read_frame(result.with_suffix(".mp4"), entry.frame), IMAGES / f"{name}_film.png")
     if entry.samples:
         content["samples"] = _read_samples(result.parent / f"{suite}.samples.jsonl")
     (IMAGES / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _run_command(words: Sequence[str]) -> None:
-    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+def _run_command(argv: Sequence[str]) -> None:
+    result = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"{shlex.join(words)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
+        raise SystemExit(f"{shlex.join(argv)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
 
 
 def _take_screenshot(page: Path, height: int) -> bytes:
@@ -117,11 +117,11 @@ def _take_screenshot(page: Path, height: int) -> bytes:
         return output.read_bytes()
 
 
-def _read_frame(film: Path, fraction: float) -> bytes:
-    """Returns a frame of a film, as PNG."""
+def _read_frame(video: Path, fraction: float) -> bytes:
+    """Returns a frame of a video, as PNG."""
     import av
 
-    with av.open(str(film)) as container:
+    with av.open(str(video)) as container:
         frames = [frame.to_image() for frame in container.decode(video=0)]
     buffer = io.BytesIO()
     frames[min(int(fraction * len(frames)), len(frames) - 1)].save(buffer, "PNG")

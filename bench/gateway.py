@@ -42,11 +42,11 @@ class Counted:
             return attribute
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            started_at = time.thread_time()
+            start_time = time.thread_time()
             try:
                 return attribute(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - started_at
+                self.seconds += time.thread_time() - start_time
 
         return counted
 
@@ -106,12 +106,12 @@ def measure(num_episodes: int, num_turns: int, at_once: int) -> dict[str, float]
         return asyncio.run_coroutine_threadsafe(measure_memory(), gateway.loop).result(60)
 
     client_process.start()
-    num_drawn, started_at, half_memory = 0, 0.0, 0.0
+    num_drawn, start_time, half_memory = 0, 0.0, 0.0
     cpu_s = tokenizing_s = 0.0
     while num_drawn < num_episodes * num_turns:
         drawing: EngineRequest = gateway.engine_queue.get(timeout=60)
         if not num_drawn:
-            started_at, cpu_s, tokenizing_s = time.perf_counter(), clock(), tokenizer.seconds
+            start_time, cpu_s, tokenizing_s = time.perf_counter(), clock(), tokenizer.seconds
         num_drawn += 1
         drawing.answer(Completion(num_drawn, list(reply), [-1.0] * len(reply), [0] * len(reply), "stop"))
         while sessions and len(sessions[0].tree.turns) == num_turns:  # as a rank does with those that are over
@@ -122,7 +122,7 @@ def measure(num_episodes: int, num_turns: int, at_once: int) -> dict[str, float]
             half_memory = _read_peak_mib()
     client_process.join(60)
     duration_s, cpu_s, tokenizing_s = (
-        time.perf_counter() - started_at,
+        time.perf_counter() - start_time,
         clock() - cpu_s,
         tokenizer.seconds - tokenizing_s,
     )

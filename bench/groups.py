@@ -43,13 +43,13 @@ WAYS = {
 }  # fmt: skip
 
 
-def run_rlhpc(work_folder: Path, *words: str) -> None:
+def run_rlhpc(work_folder: Path, *arguments: str) -> None:
     """Runs an `rlhpc` command in the folder; raises if it fails."""
     result = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli", *words], cwd=work_folder, capture_output=True, text=True
+        [sys.executable, "-m", "rlhpc.cli", *arguments], cwd=work_folder, capture_output=True, text=True
     )
     if result.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+        raise SystemExit(f"rlhpc {' '.join(arguments)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
 def measure_accuracy(work_folder: Path, model: str, name: str) -> dict[str, Any]:

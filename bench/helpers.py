@@ -126,12 +126,12 @@ class HelperRun:
             f"rollout.max_new_tokens={TOKENS}", "data.prompts_per_step=32", "algorithm.group_size=4",
             "actor.global_batch_size=128", "rollout.probe_interval=0", "algorithm.kl_coef=0",
         )  # fmt: skip
-        self.started_at = time.time()
+        self.start_time = time.time()
         self._log = (folder / "said.txt").open("w")
         self.process = self._start("train", str(ROOT / "configs" / "reasoning" / "demo.yaml"), *overrides)
 
-    def _start(self, *words: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "rlhpc.cli", *words]
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "rlhpc.cli", *arguments]
         return subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=self._log, stderr=self._log)
 
     def wait_until(self, goal: str, condition: Callable[[], bool]) -> None:
@@ -172,15 +172,15 @@ def measure(folder: Path) -> dict[str, Any]:
     """Measures a run with helpers, and a run with the same number of ranks from the start."""
     static_run = HelperRun(folder / "static", 4)
     static_run.wait_until("first tokens", lambda: len(static_run.read_first_token_times()) == 4)
-    cold_s = static_run.read_first_token_times()[0] - static_run.started_at
+    cold_s = static_run.read_first_token_times()[0] - static_run.start_time
     static_s = static_run.read_step_times(2)
     static_run.end()
     joined_run = HelperRun(folder / "joined", 2)
     joined_run.wait_until("two steps", lambda: len(joined_run.read_rows()) >= 2)
     alone_s = [row["time/step_s"] for row in joined_run.read_rows()[1:]]
-    started_at, first_helper = joined_run.join()
+    start_time, first_helper = joined_run.join()
     joined_run.wait_until("the first helper", lambda: len(joined_run.read_first_token_times()) == 3)
-    warm_s = joined_run.read_first_token_times()[2] - started_at
+    warm_s = joined_run.read_first_token_times()[2] - start_time
     _, second_helper = joined_run.join()
     joined_run.wait_until("the second helper", lambda: len(joined_run.read_first_token_times()) == 4)
     first_s, *joined_s = joined_run.read_step_times(

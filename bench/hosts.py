@@ -139,48 +139,48 @@ class HostPeer(Worker):
         while offset < size:
             offset += self.tcp.recv_into(buffer[offset:])
 
-    def _time_turns(self, count: int, run_turn: Callable[[], Any]) -> list[float]:
+    def _time_round_trips(self, count: int, run_round_trip: Callable[[], Any]) -> list[float]:
         """Returns the one-way seconds of each of `count` round trips, after one warm-up."""
         one_way_times = []
         for _ in range(count + 1):
             start_s = time.perf_counter()
-            run_turn()
+            run_round_trip()
             one_way_times.append((time.perf_counter() - start_s) / 2)
         return one_way_times[1:]
 
     def raw(self, count: int, size: int, goes_first: bool) -> list[float]:
         payload = self.out.data[:size]
 
-        def turn() -> None:
+        def round_trip() -> None:
             if goes_first:
                 self.tcp.sendall(payload)
             self._fill(size)
             if not goes_first:
                 self.tcp.sendall(payload)
 
-        return self._time_turns(count, turn)
+        return self._time_round_trips(count, round_trip)
 
     def by_channel(self, count: int, item: Any, out: Channel, back: Channel, goes_first: bool) -> list[float]:
-        def turn() -> None:
+        def round_trip() -> None:
             if goes_first:
                 out.put(item, key="0")
                 back.get(key="0")
             else:
                 back.put(out.get(key="0"), key="0")
 
-        return self._time_turns(count, turn)
+        return self._time_round_trips(count, round_trip)
 
     def by_send(self, count: int, item: Any, goes_first: bool) -> list[float]:
         peer_name = "far" if goes_first else "near"
 
-        def turn() -> None:
+        def round_trip() -> None:
             if goes_first:
                 self.send(item, peer_name, 0)
                 self.recv(peer_name, 0)
             else:
                 self.send(self.recv(peer_name, 0), peer_name, 0)
 
-        return self._time_turns(count, turn)
+        return self._time_round_trips(count, round_trip)
 
     def join_gloo(self, rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
@@ -188,7 +188,7 @@ class HostPeer(Worker):
         self.tensor = torch.ones(64 * MIB, dtype=torch.uint8)
 
     def by_gloo(self, count: int, goes_first: bool) -> list[float]:
-        def turn() -> None:
+        def round_trip() -> None:
             if goes_first:
                 torch.distributed.send(self.tensor, 1)
                 torch.distributed.recv(self.tensor, 1)
@@ -196,7 +196,7 @@ class HostPeer(Worker):
                 torch.distributed.recv(self.tensor, 0)
                 torch.distributed.send(self.tensor, 0)
 
-        return self._time_turns(count, turn)
+        return self._time_round_trips(count, round_trip)
 
     def make(self, kind: str, size: int) -> None:
         self.item = make_tensors(size) if kind == "dict" else np.ones(size, np.uint8)
@@ -270,19 +270,22 @@ def measure(repeat: int, wrapper: str) -> None:
     rows: list[dict[str, float]] = []
     for repetition in range(repeat + 1):
         row: dict[str, float] = {}
-        for payload_text, transfer_kind, size, turns in (("1 KB", "array", 1000, 200), ("64 MiB", "array", 64 * MIB, 5),
-                                        ("256 MiB dict", "dict", 256 * MIB, 3)):  # fmt: skip
+        for payload_text, transfer_kind, size, num_round_trips in (
+            ("1 KB", "array", 1000, 200),
+            ("64 MiB", "array", 64 * MIB, 5),
+            ("256 MiB dict", "dict", 256 * MIB, 3),
+        ):
             for handle in (near_peer.make(transfer_kind, size), far_peer.make(transfer_kind, size)):
                 handle.wait()
             runs: dict[str, Callable[[], list[float]]] = {
-                "TCP": functools.partial(run_both_ends, near_peer, far_peer, "raw", turns, size),
+                "TCP": functools.partial(run_both_ends, near_peer, far_peer, "raw", num_round_trips, size),
                 "channel": functools.partial(
-                    run_both_ends, near_peer, far_peer, "channel", turns, out_channel, back_channel
+                    run_both_ends, near_peer, far_peer, "channel", num_round_trips, out_channel, back_channel
                 ),
-                "send/recv": functools.partial(run_both_ends, near_peer, far_peer, "messages", turns),
+                "send/recv": functools.partial(run_both_ends, near_peer, far_peer, "messages", num_round_trips),
             }
             if payload_text == "64 MiB":
-                runs["gloo"] = functools.partial(run_both_ends, near_peer, far_peer, "by_gloo", turns)
+                runs["gloo"] = functools.partial(run_both_ends, near_peer, far_peer, "by_gloo", num_round_trips)
             for name, run_contender in runs.items():
                 row[f"{name}, {payload_text} (ms)"] = float(np.median(run_contender())) * 1e3
             row[f"TCP again, {payload_text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3

@@ -21,10 +21,10 @@ def measure_vector_env(envs: Any, num_slots: int, num_steps: int) -> float:
     actions = [envs.action_space.sample() for _ in range(num_steps)]
     durations = []
     for _ in range(ROLLOUTS + 1):
-        started_at = time.perf_counter()
+        start_time = time.perf_counter()
         for action in actions:
             envs.step(action)
-        durations.append(time.perf_counter() - started_at)
+        durations.append(time.perf_counter() - start_time)
     envs.close()
     return num_slots * num_steps / min(durations[1:])
 

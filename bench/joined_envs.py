@@ -71,10 +71,10 @@ class SacRun(HelperRun):
         folder: Of its own.
         num_ranks: Env ranks from its start.
         updates_s: Seconds of a step's updates.
-        ahead: `algorithm.max_staleness`.
+        max_staleness: `algorithm.max_staleness`.
     """
 
-    def __init__(self, folder: Path, num_ranks: int, updates_s: float, ahead: int) -> None:
+    def __init__(self, folder: Path, num_ranks: int, updates_s: float, max_staleness: int) -> None:
         self.folder, self.root = folder, folder / "run"
         folder.mkdir(parents=True)
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -82,7 +82,7 @@ class SacRun(HelperRun):
             "runner.name=run", f"runner.run_dir={folder}", "runner.max_steps=1000", "runner.save_interval=-1",
             "runner.val_check_interval=-1",
             f"cluster.component_placement={{actor: '0', rollout: '0', env: '0:0-{num_ranks - 1}'}}",
-            f"algorithm.rollout_steps={DECISIONS}", f"algorithm.max_staleness={ahead}",
+            f"algorithm.rollout_steps={DECISIONS}", f"algorithm.max_staleness={max_staleness}",
             f"algorithm.update_to_data={UPDATES / SLOTS / DECISIONS}", "algorithm.critic_actor_ratio=1",
             "algorithm.replay_buffer={size: 100000, min_buffer_size: 4}",
             "env.train.env_type=bench.joined_envs:Sleeping", "env.train.env_id=sleep", f"env.train.num_envs={SLOTS}",
@@ -94,12 +94,12 @@ class SacRun(HelperRun):
         self.process = self._start("train", str(ROOT / "configs" / "embodied" / "pendulum_sac.yaml"), *overrides)
 
 
-def measure(folder: Path, updates_s: float, ahead: int) -> tuple[list[float], list[float]]:
+def measure(folder: Path, updates_s: float, max_staleness: int) -> tuple[list[float], list[float]]:
     """Returns the seconds of steps of both runs."""
-    static_run = SacRun(folder / "static", 2, updates_s, ahead)
+    static_run = SacRun(folder / "static", 2, updates_s, max_staleness)
     static_s = static_run.read_step_times(4)
     static_run.end()
-    joined_run = SacRun(folder / "joined", 1, updates_s, ahead)
+    joined_run = SacRun(folder / "joined", 1, updates_s, max_staleness)
     joined_run.wait_until("two steps", lambda: len(joined_run.read_rows()) >= 2)
     helper = joined_run._start("join", str(joined_run.root), "--group", "env")
     joined_run.wait_until("the helper", lambda: any("env/joined_transitions" in row for row in joined_run.read_rows()))

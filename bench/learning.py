@@ -140,7 +140,7 @@ def _select_spans(curve: Sequence[float | None], spans: Sequence[int]) -> list[f
 def learn(name: str, case: Case, num_seeds: int, num_steps: int, num_concurrent: int) -> None:
     """Runs a case and writes its result."""
     jobs = [(seed, side) for seed in range(1, num_seeds + 1) for side in SIDES]
-    started_at = time.perf_counter()
+    start_time = time.perf_counter()
     data_returns = write_data(DATA) if "data" in case.settings else []
 
     def one(job: tuple[int, str]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def learn(name: str, case: Case, num_seeds: int, num_steps: int, num_concurrent:
     arguments = f"--case {name} --seeds {num_seeds} --steps {num_steps} --together {num_concurrent}"
     print(write(f"learning_{name}", f"python -m bench.learning {arguments}", {
         "title": case.title, "task": case.env, "algorithm": case.algorithm, "env_steps": num_steps, "spans": case.spans,
-        "settings": case.settings, "seconds": time.perf_counter() - started_at, "compared": comparisons,
+        "settings": case.settings, "seconds": time.perf_counter() - start_time, "compared": comparisons,
         "runs": runs, **({"data_return": statistics.mean(data_returns)} if data_returns else {}),
     }))  # fmt: skip
 

@@ -4,8 +4,8 @@
 
 `step / sum` is 1 if the phases run one after the other, `step / longest` is 1 if the longest phase hides all others, and
 `step / busiest rank` is 1 if one rank is never idle. The actor scores and trains; the rollout rank generates. All modes train
-the same model on the same problems, in turn. The figures are medians over the turns of means over the steps. The actor and the
-rollout rank have one core each.
+the same model on the same problems, in turn. The figures are medians over the repetitions of means over the steps. The actor
+and the rollout rank have one core each.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MODES = {
 WARM = 5
 
 
-def measure(folder: Path, mode: str, num_steps: int, turn: int) -> dict[str, float]:
+def measure(folder: Path, mode: str, num_steps: int, repetition: int) -> dict[str, float]:
     """Returns medians over the steps of one run: seconds of the step and of its phases."""
-    name = f"{mode.split()[0]}-{turn}"
+    name = f"{mode.split()[0]}-{repetition}"
     overrides = [
         f"runner.run_dir={folder}", f"runner.name={name}", "runner.segments=1", f"runner.max_steps={num_steps}",
         "runner.save_interval=-1", "actor.model.model_path=builtin:tiny", "workflow.sft=null", "workflow.sft_overrides=[]",
@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     rows_by_mode: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(options.repeat):
-            for mode in MODES if turn % 2 else reversed(MODES):
-                row = measure(Path(folder), mode, options.steps, turn)
+        for repetition in range(options.repeat):
+            for mode in MODES if repetition % 2 else reversed(MODES):
+                row = measure(Path(folder), mode, options.steps, repetition)
                 phases = [row[phase] for phase in PHASES]
                 busiest_s = max(row["generate"], row["score"] + row["train"])
                 row |= {

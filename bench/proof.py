@@ -28,10 +28,10 @@ ENGINES = {
 }
 
 
-def measure_run(folder: Path, words: tuple[str, ...], num_steps: int) -> dict[str, Any]:
+def measure_run(folder: Path, overrides: tuple[str, ...], num_steps: int) -> dict[str, Any]:
     """Returns the processor seconds of a run's steps, and the share of the verification."""
     command = [
-        sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "reasoning" / "smollm2.yaml"), *words,
+        sys.executable, "-m", "rlhpc.cli", "train", str(ROOT / "configs" / "reasoning" / "smollm2.yaml"), *overrides,
         f"runner.run_dir={folder}", f"runner.max_steps={num_steps}", "runner.save_interval=-1",
         "runner.logger.logger_backends=[jsonl]",
     ]  # fmt: skip

@@ -27,9 +27,9 @@ CONFIGS = ROOT / "configs" / "reasoning"
 SUITE = 'data.eval=[{name: held_out, source: arithmetic, size: 500, eval_fraction: 0.2, kwargs: {digits: 2, operators: "+"}}]'
 
 
-def run_rlhpc(work_folder: Path, *words: str) -> None:
+def run_rlhpc(work_folder: Path, *arguments: str) -> None:
     """Runs an `rlhpc` command in the folder; raises if it fails."""
-    subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=work_folder, check=True)
+    subprocess.run([sys.executable, "-m", "rlhpc.cli", *arguments], cwd=work_folder, check=True)
 
 
 def make_data(work_folder: Path) -> dict[str, int]:

@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BC, PPO = "configs/embodied/push_cube_bc.yaml", "configs/embodied/push_cube_ppo.yaml"
 
 
-def run_rlhpc(*words: str) -> None:
+def run_rlhpc(*arguments: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
-    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
+        raise SystemExit(f"rlhpc {' '.join(arguments)} failed:\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}")
 
 
 def measure_success(run_folder: Path) -> float:
@@ -38,14 +38,14 @@ def measure_success(run_folder: Path) -> float:
     return float(json.loads(output.read_text())["success_once"])
 
 
-def train(folder: Path, config: str, name: str, *words: str) -> Path:
+def train(folder: Path, config: str, name: str, *arguments: str) -> Path:
     run_rlhpc(
         "train",
         config,
         f"runner.run_dir={folder}",
         f"runner.name={name}",
         "runner.logger.logger_backends=[jsonl]",
-        *words,
+        *arguments,
     )
     return folder / name
 

@@ -109,7 +109,7 @@ def measure_link(way: str, shows: Any, options: argparse.Namespace, folder: Path
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ssh", default="", help="words for an ssh that ends on this machine; none leaves it out")
+    parser.add_argument("--ssh", default="", help="arguments for an ssh that ends on this machine; none leaves it out")
     parser.add_argument("--hz", type=float, default=50.0)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--repeat", type=int, default=3)

@@ -119,10 +119,10 @@ def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repea
     rates: dict[str, list[float]] = {f"{name} (tokens/{unit})": [] for name in contenders for unit in ("s", "CPU s")}
     for turn in range(repeat + 1):
         for name in sorted(contenders, reverse=bool(turn % 2)):
-            started_s, start_cpu_s = time.perf_counter(), time.process_time()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             contenders[name]()
             if turn:  # the first one warms up
-                rates[f"{name} (tokens/s)"].append(sum(lengths) / (time.perf_counter() - started_s))
+                rates[f"{name} (tokens/s)"].append(sum(lengths) / (time.perf_counter() - start_s))
                 rates[f"{name} (tokens/CPU s)"].append(sum(lengths) / (time.process_time() - start_cpu_s))
     engine.close()
     figures = {name: spread(values) for name, values in rates.items()}

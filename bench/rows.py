@@ -130,8 +130,8 @@ def print_peak(folder: str, num_tokens: int, computes_entropy: bool) -> None:
     )
 
 
-def measure_in_process(folder: str, num_tokens: int, *words: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "bench.rows", "--peak", str(num_tokens), "--model", folder, *words]
+def measure_in_process(folder: str, num_tokens: int, *arguments: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "bench.rows", "--peak", str(num_tokens), "--model", folder, *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(result.stderr[-2000:])

@@ -1,9 +1,9 @@
 """SAC updates per second, compared with a single-process loop. (Learning curves: `bench.learning`.)
 
 Both draw batches of 256 from 20 000 transitions (17 numbers an observation, 6 an action) and train on them, MLPs of two layers
-of 256, one thread, in turns of half a second of CPU time.
+of 256, one thread, alternating every half a second of CPU time.
 
-    python -m bench.sac --turns 20
+    python -m bench.sac --rounds 20
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.machine import spread, write
 
-OBS, ACT, ROWS, TURN_S = 17, 6, 20_000, 0.5
+OBS, ACT, ROWS, SLICE_S = 17, 6, 20_000, 0.5
 
 
 def make_rlhpc_update() -> Callable[[], None]:
@@ -82,8 +82,8 @@ def make_plain_update() -> Callable[[], None]:
     return step
 
 
-def measure_updates(num_turns: int) -> dict[str, Any]:
-    """Returns updates per second of CPU time, in turns: CPU time that other processes use does not count."""
+def measure_updates(num_rounds: int) -> dict[str, Any]:
+    """Returns updates per second of CPU time; the loops alternate. CPU time of other processes does not count."""
     import torch
 
     torch.set_num_threads(1)
@@ -92,14 +92,14 @@ def measure_updates(num_turns: int) -> dict[str, Any]:
     for step in contenders.values():
         for _ in range(10):
             step()
-    for _ in range(num_turns):
+    for _ in range(num_rounds):
         for name, step in contenders.items():
-            started_s, num_updates = time.process_time(), 0
-            while time.process_time() - started_s < TURN_S:
+            start_s, num_updates = time.process_time(), 0
+            while time.process_time() - start_s < SLICE_S:
                 step()
                 step()  # the single process trains its actor every second time
                 num_updates += 2
-            rates[name].append(num_updates / (time.process_time() - started_s))
+            rates[name].append(num_updates / (time.process_time() - start_s))
     ratios = [a / b for a, b in zip(rates["rlhpc"], rates["single_process"], strict=True)]
     return {
         "updates_per_cpu_s": {name: spread(side_rates) for name, side_rates in rates.items()},
@@ -110,12 +110,12 @@ def measure_updates(num_turns: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark and writes its figures to `results/sac.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    update_rates = measure_updates(args.turns)
+    update_rates = measure_updates(args.rounds)
     print(json.dumps(update_rates), flush=True)
-    print(write("sac", f"python -m bench.sac --turns {args.turns}", update_rates))
+    print(write("sac", f"python -m bench.sac --rounds {args.rounds}", update_rates))
 
 
 if __name__ == "__main__":

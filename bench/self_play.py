@@ -55,7 +55,7 @@ def read_policy(checkpoint: Path) -> dict[tuple[str, str], tuple[float, float]]:
 
 def run_kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs self-play at one seed."""
-    started_at, name = time.perf_counter(), f"kuhn-{seed}"
+    start_time, name = time.perf_counter(), f"kuhn-{seed}"
     run_overrides = [
         f"runner.run_dir={runs}",
         f"runner.name={name}",
@@ -82,13 +82,13 @@ def run_kuhn_poker(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any
         "last": last_return,
         "curve": [round(kuhn.exploitability(policy), 4) for policy in policies],
         "policy": rounded_policy,
-        "seconds": time.perf_counter() - started_at,
+        "seconds": time.perf_counter() - start_time,
     }  # fmt: skip
 
 
 def run_guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
     """Runs the guessing game at one seed; returns a row with the share of guessed numbers over the last 20 steps."""
-    started_at, name = time.perf_counter(), f"guess-{seed}"
+    start_time, name = time.perf_counter(), f"guess-{seed}"
     run_rlhpc("train", GUESS, f"runner.run_dir={runs}", f"runner.name={name}", f"runner.seed={seed}", *overrides)
     found_shares = read_curve(runs / name)
     last_shares = found_shares[-20:]
@@ -96,7 +96,7 @@ def run_guess(seed: int, runs: Path, overrides: list[str]) -> dict[str, Any]:
         "seed": seed,
         "found": sum(last_shares) / len(last_shares),
         "curve": found_shares,
-        "seconds": time.perf_counter() - started_at,
+        "seconds": time.perf_counter() - start_time,
     }
 
 

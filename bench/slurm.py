@@ -70,15 +70,15 @@ def measure_once(site: str, folder: Path) -> dict[str, float]:
     finally:
         subprocess.run([sys.executable, "-m", "rlhpc.cli", "cancel", str(root)], capture_output=True)
         waiter.wait(60)
-    began_at, ended_at, resumed_at = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
+    start_time, end_time, resumed_at = attempts[0]["began"], attempts[0]["ended"], attempts[1]["began"]
     return {
-        "job start to driver (s)": first_times["driver"] - began_at,
-        "job start to all ranks (s)": first_times["ranks"] - began_at,
-        "job start to first rollout (s)": first_times["first_step"] - began_at,
-        "stop to saved and gone (s)": ended_at - stopped_at,
-        "queue (Slurm's own, s)": resumed_at - ended_at,
+        "job start to driver (s)": first_times["driver"] - start_time,
+        "job start to all ranks (s)": first_times["ranks"] - start_time,
+        "job start to first rollout (s)": first_times["first_step"] - start_time,
+        "stop to saved and gone (s)": end_time - stopped_at,
+        "queue (Slurm's own, s)": resumed_at - end_time,
         "requeued job start to first new step (s)": resumed_times["first_step"] - resumed_at,
-        "stop to first new step, net of the queue (s)": ended_at
+        "stop to first new step, net of the queue (s)": end_time
         - stopped_at
         + resumed_times["first_step"]
         - resumed_at,
@@ -94,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[dict[str, float]] = []
     for _ in range(args.repeat):
-        started_at = time.perf_counter()
+        start_time = time.perf_counter()
         subprocess.run([sys.executable, "-c", "import torch"], check=True)
-        limit_s = time.perf_counter() - started_at
+        limit_s = time.perf_counter() - start_time
         with tempfile.TemporaryDirectory(dir=os.environ.get("RLHPC_BENCH_DIR")) as folder:
             rows.append({"limit: import torch, one interpreter (s)": limit_s, **measure_once(args.site, Path(folder))})
         print(json.dumps(rows[-1]), flush=True)

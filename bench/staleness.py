@@ -45,11 +45,11 @@ METRICS = (
 )
 
 
-def run_rlhpc(*words: str) -> None:
+def run_rlhpc(*arguments: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
-    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+        raise SystemExit(f"rlhpc {' '.join(arguments)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
 def train_start(folder: Path) -> Path:
@@ -125,11 +125,11 @@ def main() -> None:
         figures[str(staleness)] = {name: spread(values) for name, values in rewards.items()}
         for name in list(rewards)[1:]:
             print(f"max_staleness {staleness}: {name} is {compare_rewards(rewards['none'], rewards[name])}")
-    words = (
+    arguments = (
         f"--seeds {args.seeds} --steps {args.steps} --staleness {' '.join(map(str, args.staleness))} "
         f"--corrections {' '.join(corrections)}"
     )
-    print(write("staleness", f"python -m bench.staleness {words}", {"figures": figures, "rows": rows}))
+    print(write("staleness", f"python -m bench.staleness {arguments}", {"figures": figures, "rows": rows}))
 
 
 if __name__ == "__main__":

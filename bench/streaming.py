@@ -120,13 +120,13 @@ def measure(folder: Path, memory_mb: int, limit: int | None, warm: int, num_mini
     from rlhpc.runs.configuration import load_config
 
     torch.set_num_threads(1)
-    words = [
+    overrides = [
         "runner.name=streaming", "runner.max_steps=1", "env.train.env_id=bench.streaming:TwoCameras-v0",
         f"demos.path={folder}", "demos.holdout=0", f"demos.memory_mb={memory_mb}", "actor.model.model_type=cnn",
         f"actor.global_batch_size={BATCH}", f"algorithm.minibatches_per_step={num_minibatches}",
         *([f"demos.limit={limit}"] if limit else []),
     ]  # fmt: skip
-    actor = BcActor(typed(BcConfig, load_config(ROOT / "configs" / "base" / "bc.yaml", words)))
+    actor = BcActor(typed(BcConfig, load_config(ROOT / "configs" / "base" / "bc.yaml", overrides)))
     before = read_peak_mib()
     actor.init_worker()
     open_peak_mib = read_peak_mib()
@@ -172,7 +172,7 @@ def main() -> None:
             {"memory_mb": 64, "limit": FEW, "warm": 320},
         ]
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-        words, results = " ".join(["python -m bench.streaming", *sys.argv[1:]]), []
+        command_line, results = " ".join(["python -m bench.streaming", *sys.argv[1:]]), []
         for arm in arms:
             command = [sys.executable, "-m", "bench.streaming", "--folder", str(folder), "--arm", json.dumps(arm)]
             command += ["--minibatches", str(args.minibatches)]
@@ -181,7 +181,7 @@ def main() -> None:
             )
             print({name: round(value, 2) for name, value in result.items()})
             results.append(result)
-            write("streaming", words, {"dataset_bytes": size, "runs": results})
+            write("streaming", command_line, {"dataset_bytes": size, "runs": results})
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class TailRollout(Worker):
         self.work, self.delivery_channel = self.connect_channel(WORK), self.connect_channel(DELIVERED)
         self.over = self.connect_channel(OVER)
 
-    def generate(self, num_steps: int, ahead: int, num_ranks: int, tool_s: float) -> None:
+    def generate(self, num_steps: int, max_staleness: int, num_ranks: int, tool_s: float) -> None:
         """Leases prompts of all steps as the driver offers them, until the driver sends the end."""
         leases = PromptLeases(PROMPTS, self.work, self.delivery_channel)
         leases.begin(0, num_ranks)
@@ -56,7 +56,7 @@ class TailRollout(Worker):
         remaining, next_step, now = dict[tuple[int, int], int](), 1, time.perf_counter()
         tool_calls, preempted_tokens = deque[tuple[float, tuple[int, int, int]]](), dict[tuple[int, int, int], int]()
         while next_step <= num_steps:
-            for step in range(next_step, min(num_steps, next_step + ahead) + 1):
+            for step in range(next_step, min(num_steps, next_step + max_staleness) + 1):
                 while (
                     len(running_tokens) + len(waiting_keys) < CAPACITY and (position := leases.lease(step)) is not None
                 ):
@@ -97,27 +97,29 @@ def compute_longest_s(step: int, tool_s: float) -> float:
     return num_tokens * TOKEN_S + (num_tokens - 1) // TURN * tool_s
 
 
-def compute_bound_s(step: int, num_ranks: int, ahead: int, tool_s: float) -> float:
+def compute_bound_s(step: int, num_ranks: int, max_staleness: int, tool_s: float) -> float:
     """Returns the lower bound of a step's seconds with moving ranks."""
-    return max(compute_ideal_s(step, num_ranks), compute_longest_s(step, tool_s) / (1 + ahead))
+    return max(compute_ideal_s(step, num_ranks), compute_longest_s(step, tool_s) / (1 + max_staleness))
 
 
-def measure_run(num_steps: int, ahead: int, num_ranks: int, cluster: Cluster, tool_s: float = 0.0) -> dict[str, float]:
+def measure_run(
+    num_steps: int, max_staleness: int, num_ranks: int, cluster: Cluster, tool_s: float = 0.0
+) -> dict[str, float]:
     """Measures one run; the first two steps and the last two, with less concurrent work, do not count."""
     ledger, over_channel = PromptTracker(PROMPTS), Channel.create(OVER)
     ledger.open(0)
     group = TailRollout.create_group().launch(
-        cluster, NodePlacementStrategy([0] * num_ranks), f"tail{num_ranks}{ahead}"
+        cluster, NodePlacementStrategy([0] * num_ranks), f"tail{num_ranks}{max_staleness}"
     )
     group.open().wait()
-    ledger.enqueue(1 + ahead)
-    making, step_times = group.generate(num_steps, ahead, num_ranks, tool_s), [time.perf_counter()]
+    ledger.enqueue(1 + max_staleness)
+    making, step_times = group.generate(num_steps, max_staleness, num_ranks, tool_s), [time.perf_counter()]
     for step in range(1, num_steps + 1):
         while not ledger.wait_complete(step, 1.0):
             if time.perf_counter() - step_times[-1] > 300:
                 raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
         time.sleep(compute_ideal_s(step, num_ranks))  # the actor
-        ledger.enqueue(min(num_steps, step + 1 + ahead))
+        ledger.enqueue(min(num_steps, step + 1 + max_staleness))
         for rank in range(num_ranks):
             over_channel.put(step + 1, key=str(rank))
         step_times.append(time.perf_counter())
@@ -128,9 +130,10 @@ def measure_run(num_steps: int, ahead: int, num_ranks: int, cluster: Cluster, to
     answer_s = statistics.fmean(compute_longest_s(step, tool_s) for step in measured_steps)
     tokens = statistics.fmean(float(draw_lengths(step).sum()) for step in measured_steps)
     step_s = (step_times[-3] - step_times[2]) / len(measured_steps)
-    min_step_s = statistics.fmean(compute_bound_s(step, num_ranks, ahead, tool_s) for step in measured_steps)
+    min_step_s = statistics.fmean(compute_bound_s(step, num_ranks, max_staleness, tool_s) for step in measured_steps)
     return {
-        "ranks": num_ranks, "max_staleness": ahead, "step_s": step_s, "bound_s": min_step_s, "gain": step_s / min_step_s,
+        "ranks": num_ranks, "max_staleness": max_staleness, "step_s": step_s, "bound_s": min_step_s,
+        "gain": step_s / min_step_s,
         "rollout ranks idle": 1 - busy_s / step_s, "answers if all were busy, s": busy_s, "longest answer, s": answer_s,
         "tokens_per_s": tokens / step_s,
     }  # fmt: skip
@@ -146,10 +149,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     session, cluster = Session.start(), Cluster.local(1, 0)
     rows = []
     for ranks in (4,) if args.episodes else RANKS:
-        for ahead in (0, 1, 2):
-            rows.append(measure_run(args.steps, ahead, ranks, cluster, TOOL_S if args.episodes else 0.0))
+        for max_staleness in (0, 1, 2):
+            rows.append(measure_run(args.steps, max_staleness, ranks, cluster, TOOL_S if args.episodes else 0.0))
             figures = rows[-1]
-            print(f"{ranks} ranks, {ahead} ahead: {figures['step_s']:.2f} s a step, at least {figures['bound_s']:.2f} s "
+            print(f"{ranks} ranks, {max_staleness} ahead: {figures['step_s']:.2f} s a step, "
+                  f"at least {figures['bound_s']:.2f} s "
                   f"({figures['gain']:.2f} times); rollout idle {figures['rollout ranks idle']:.0%}", flush=True)  # fmt: skip
     session.stop()
     name, options_text = ("tail_episodes", " --episodes") if args.episodes else ("tail", "")

@@ -50,9 +50,9 @@ class StageClock:
 
     def __call__(self, stage: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Returns the result of a call, and adds its processor time to the stage."""
-        started_at = time.process_time()
+        start_time = time.process_time()
         result = call(*args, **options)
-        self.seconds[stage] += time.process_time() - started_at
+        self.seconds[stage] += time.process_time() - start_time
         return result
 
 
@@ -202,9 +202,9 @@ def main() -> None:
         )
         print("beside / this checkout: " + ", ".join(f"{stage} {ratio:.2f}" for stage, ratio in ratios.items()))
     other_checkout = f"--beside {options.beside.name} " if options.beside else ""
-    words = f"{other_checkout}--repeat {options.repeat} --staleness {options.staleness}"
+    arguments = f"{other_checkout}--repeat {options.repeat} --staleness {options.staleness}"
     name = "token_cost" + ("_stale" if options.staleness else "")
-    print(write(name, f"python -m bench.token_cost {words}", {"figures": figures, "ratios": ratios}))
+    print(write(name, f"python -m bench.token_cost {arguments}", {"figures": figures, "ratios": ratios}))
 
 
 if __name__ == "__main__":

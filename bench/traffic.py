@@ -279,8 +279,13 @@ def count_steps(window_s: float = WINDOW_S) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as parent:
         root = Path(parent).resolve()
         paths = RunPaths(root / "run")
-        words = ["runner.name=run", f"runner.run_dir={root}", "runner.max_steps=100000", "runner.save_interval=100000"]
-        command = [sys.executable, "-m", "rlhpc.cli", "train", _STEP_RUN, *words]
+        overrides = [
+            "runner.name=run",
+            f"runner.run_dir={root}",
+            "runner.max_steps=100000",
+            "runner.save_interval=100000",
+        ]
+        command = [sys.executable, "-m", "rlhpc.cli", "train", _STEP_RUN, *overrides]
         driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
         def steps() -> int:

@@ -29,11 +29,11 @@ SFT, GRPO = "configs/reasoning/demo_sft.yaml", "configs/reasoning/demo.yaml"
 WARM = 10
 
 
-def run_rlhpc(*words: str) -> None:
+def run_rlhpc(*arguments: str) -> None:
     """Runs one `rlhpc` command; prints its output only if it fails."""
-    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *words], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-m", "rlhpc.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
     if result.returncode:
-        raise SystemExit(f"rlhpc {' '.join(words)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
+        raise SystemExit(f"rlhpc {' '.join(arguments)} failed:\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}")
 
 
 def measure_accuracy(model: Path, overrides: list[str]) -> float:

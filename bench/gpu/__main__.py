@@ -114,12 +114,12 @@ def run_part(
             str(num_cards),
             str(os.getpid()),
         ]
-        started_at, num_bytes = time.monotonic(), 0
+        start_time, num_bytes = time.monotonic(), 0
         with (Path(folder) / "stderr").open("w+") as stderr:
             process = subprocess.Popen(command, cwd=ROOT, stderr=stderr, start_new_session=True)
             try:
                 while (code := process.poll()) is None:
-                    if time.monotonic() - started_at > deadline:
+                    if time.monotonic() - start_time > deadline:
                         code = end(process)
                         report.fail(name, f"it took longer than {deadline:g} s")
                         break
@@ -127,7 +127,7 @@ def run_part(
                         raise KeyboardInterrupt
                     if report.file.stat().st_size != num_bytes:
                         num_bytes = report.file.stat().st_size
-                        keep({**collect(report.file), "seconds": time.monotonic() - started_at, "cut": True})
+                        keep({**collect(report.file), "seconds": time.monotonic() - start_time, "cut": True})
                     time.sleep(0.05)
                 else:
                     if code:
@@ -135,7 +135,7 @@ def run_part(
             except BaseException:  # a terminal's signal does not reach it
                 end(process)
                 raise
-            result = {**collect(report.file), "seconds": time.monotonic() - started_at}
+            result = {**collect(report.file), "seconds": time.monotonic() - start_time}
             if result["failed"]:
                 stderr.seek(0)
                 print(stderr.read()[-6000:], file=sys.stderr, flush=True)

@@ -59,13 +59,13 @@ def _has_rows(metrics: Path) -> bool:
 START_S = 180.0
 
 
-def run_rlhpc(*words: str, metrics: Path | None = None, duration_s: float | None = None) -> None:
+def run_rlhpc(*arguments: str, metrics: Path | None = None, duration_s: float | None = None) -> None:
     """Runs `rlhpc train`; interrupts it `duration_s` after the first row of `metrics`, as TRL is.
 
     Raises:
         RuntimeError: It failed.
     """
-    command = [sys.executable, "-m", "rlhpc.cli", "train", *words]
+    command = [sys.executable, "-m", "rlhpc.cli", "train", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + START_S
     while metrics is not None and not _has_rows(metrics) and process.poll() is None and time.monotonic() < deadline:
@@ -143,12 +143,12 @@ def run_peer(start: str, output: str, duration_s: float, device: str) -> None:
         return [float(m[0]["content"].strip() == a) for m, a in zip(completions, answer, strict=True)]
 
     class RewardClock(TrainerCallback):
-        began = 0.0
+        start_time = 0.0
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if logs and "reward" in logs:
-                self.began = self.began or time.perf_counter()
-                curve.append((time.perf_counter() - self.began, float(logs["reward"])))
+                self.start_time = self.start_time or time.perf_counter()
+                curve.append((time.perf_counter() - self.start_time, float(logs["reward"])))
                 Path(output).write_text(json.dumps(curve))
                 control.should_training_stop |= curve[-1][0] > duration_s
 

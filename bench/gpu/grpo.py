@@ -76,13 +76,13 @@ def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[st
         *more,
     ]
     environment = {**os.environ, "RLHPC_MODELS": str(folder / "models")}
-    started_at = time.monotonic()
+    start_time = time.monotonic()
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
         print(" ".join(command), result.stdout[-2000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
         raise RuntimeError(f"rlhpc train ended with {result.returncode}")
     rows = [json.loads(line) for line in (folder / "smollm2" / "metrics.jsonl").read_text().splitlines()]
-    return time.monotonic() - started_at, rows
+    return time.monotonic() - start_time, rows
 
 
 def measure(report: Report) -> None:

@@ -36,10 +36,10 @@ class Ends(Worker):
             # A handle that has not put anything yet does not know where messages go, and takes the host's road.
             channel = outward if stays_on_device else copy.copy(outward)
             synchronize()
-            started_at = time.perf_counter()
+            start_time = time.perf_counter()
             channel.put(obs)
             back.get()
-            durations.append(time.perf_counter() - started_at)
+            durations.append(time.perf_counter() - start_time)
             obs.add_(1)
         return durations, current().service.device_channel.num_device_messages - crossed_before
 

@@ -89,10 +89,10 @@ def synchronize() -> None:
 def timed(run: Callable[[], Any]) -> float:
     """Returns seconds, including the accelerator's work."""
     synchronize()
-    started_at = time.perf_counter()
+    start_time = time.perf_counter()
     run()
     synchronize()
-    return time.perf_counter() - started_at
+    return time.perf_counter() - start_time
 
 
 def free_bytes() -> int:

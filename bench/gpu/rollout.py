@@ -15,7 +15,7 @@ from bench.gpu.part import ROOT, Report, timed
 REPEAT = 3
 
 
-def overrides(report: Report, env_id: str, num_slots: int, num_steps: int) -> list[str]:
+def build_overrides(report: Report, env_id: str, num_slots: int, num_steps: int) -> list[str]:
     """Returns the overrides of a run in `num_slots` slots with rollouts of `num_steps` decisions."""
     return [
         f"env.train.env_id={env_id}", f"env.train.num_envs={num_slots}", f"algorithm.rollout_steps={num_steps}",
@@ -29,7 +29,7 @@ def run_steps(cfg: Any, task_type: Any) -> tuple[list[float], list[float]]:
     from rlhpc.embodied.rollout.slot_map import SlotMap
     from rlhpc.runtime.plugins import load_attribute
 
-    ((role, path),) = task_type.groups.roles_of(cfg).items()
+    ((role, path),) = task_type.groups.worker_classes_of(cfg).items()
     cls: Any = load_attribute(path, role)
     cluster = Cluster(cfg.cluster)
     group = cls.create_group(cfg).launch(
@@ -42,9 +42,9 @@ def run_steps(cfg: Any, task_type: Any) -> tuple[list[float], list[float]]:
         rollouts, updates = list[float](), list[float]()
         for step in range(1, REPEAT + 3):
             for durations, call in ((rollouts, group.play), (updates, group.update)):
-                started_at = time.perf_counter()
+                start_time = time.perf_counter()
                 call(step).wait()
-                durations.append(time.perf_counter() - started_at)
+                durations.append(time.perf_counter() - start_time)
         return rollouts[2:], updates[2:]
     finally:
         group.shutdown()
@@ -52,21 +52,21 @@ def run_steps(cfg: Any, task_type: Any) -> tuple[list[float], list[float]]:
             session.stop()
 
 
-def measure_run(report: Report, name: str, config: str, words: list[str], count: int) -> None:
+def measure_run(report: Report, name: str, config: str, overrides: list[str], count: int) -> None:
     """Reports the rates of a run's rollouts and steps.
 
     Args:
         report: The report.
         name: Name of the figures.
         config: Configuration below `configs/embodied`.
-        words: Overrides.
+        overrides: Overrides of the configuration.
         count: Environment steps of a rollout.
     """
     from rlhpc.embodied.task_types import PPO, SAC
     from rlhpc.runs.configuration import load_config
 
     with report.piece(name), tempfile.TemporaryDirectory() as folder:
-        cfg = load_config(ROOT / "configs/embodied" / f"{config}.yaml", [*words, f"runner.run_dir={folder}"])
+        cfg = load_config(ROOT / "configs/embodied" / f"{config}.yaml", [*overrides, f"runner.run_dir={folder}"])
         rollouts, updates = run_steps(cfg, SAC if cfg.runner.task_type == "off_policy" else PPO)
         report.figure(f"{name}, rollouts", [count / seconds for seconds in rollouts], "env steps/s")
         report.figure(f"{name}, updates of a rollout", [1000 * seconds for seconds in updates], "ms")
@@ -108,19 +108,23 @@ def mjx_alone(num_slots: int, num_steps: int, device: str) -> list[float]:
 def measure(report: Report) -> None:
     """Measures the runs one after the other."""
     num_slots, num_steps = (32, 8) if report.small else (8192, 32)
-    words = [
-        *overrides(report, "cartpole", num_slots, num_steps),
+    overrides = [
+        *build_overrides(report, "cartpole", num_slots, num_steps),
         f"actor.global_batch_size={num_slots * num_steps // 4}",
     ]
-    measure_run(report, f"{num_slots} cart-poles, PPO", "cartpole_tensors", words, num_slots * num_steps)
+    measure_run(report, f"{num_slots} cart-poles, PPO", "cartpole_tensors", overrides, num_slots * num_steps)
     updates = 8 if report.small else 64  # for each rollout
-    words = [
-        *overrides(report, "pendulum", num_slots, 4), f"algorithm.update_to_data={updates / (4 * num_slots)}",
+    overrides = [
+        *build_overrides(report, "pendulum", num_slots, 4), f"algorithm.update_to_data={updates / (4 * num_slots)}",
         "algorithm.replay_buffer={size: 1_000_000, min_buffer_size: 1}",
         *(["algorithm.replay_buffer.size=1000", "actor.model.hidden_sizes=[32,32]"] if report.small else []),
     ]  # fmt: skip
     measure_run(
-        report, f"{num_slots} pendulums, SAC, {updates} updates a rollout", "pendulum_sac_tensors", words, num_slots * 4
+        report,
+        f"{num_slots} pendulums, SAC, {updates} updates a rollout",
+        "pendulum_sac_tensors",
+        overrides,
+        num_slots * 4,
     )
     if missing_names := missing_packages():
         report.skip("MJX", f"this Python lacks {', '.join(missing_names)}: pip install {' '.join(missing_names)}")
@@ -129,8 +133,8 @@ def measure(report: Report) -> None:
     with report.piece("MJX alone"):
         rates = mjx_alone(num_slots, num_steps, report.device)
         report.figure(f"MJX alone, {num_slots} half-cheetahs", rates, "env steps/s")
-    words = [
-        *overrides(report, "mjx_half_cheetah", num_slots, num_steps),
+    overrides = [
+        *build_overrides(report, "mjx_half_cheetah", num_slots, num_steps),
         f"actor.global_batch_size={num_slots * num_steps // 4}",
     ]
-    measure_run(report, f"MJX, {num_slots} half-cheetahs, PPO", "cartpole_tensors", words, num_slots * num_steps)
+    measure_run(report, f"MJX, {num_slots} half-cheetahs, PPO", "cartpole_tensors", overrides, num_slots * num_steps)

@@ -13,12 +13,12 @@ TENSORS = 64
 
 def update(sender: WorkerGroup, taker: WorkerGroup, version: int) -> tuple[float, float]:
     """Returns the sender's seconds, and the seconds until the receiver has read the complete update."""
-    started_at = time.perf_counter()
+    start_time = time.perf_counter()
     send_handle, receive_handle = sender.give(version), taker.take()
     (sent_s,) = send_handle.wait()
     if receive_handle.wait() != [True]:
         raise RuntimeError("weights did not arrive as they were sent")
-    return float(sent_s), time.perf_counter() - started_at
+    return float(sent_s), time.perf_counter() - start_time
 
 
 def measure(report: Report) -> None:
@@ -28,7 +28,7 @@ def measure(report: Report) -> None:
     cases |= {"two cards": (1, "auto", "")} if report.cards > 1 else {}
     if report.cards < 2:
         report.skip("from one card to another", "needs two cards")
-    for location, (card, sync, ceiling) in cases.items():
+    for case_name, (card, sync, ceiling) in cases.items():
         with launch_groups(report.device, (DeviceHolder, "sender", [0]), (DeviceHolder, "taker", [card])) as (
             sender,
             receiver,
@@ -38,11 +38,11 @@ def measure(report: Report) -> None:
             # The first ones also take memory that later ones use again.
             durations = [update(sender, receiver, version) for version in range(1, 6)][2:]
             report.figure(
-                f"{location}, sending {total / 1e9:g} GB", [total / sent_s / 1e9 for sent_s, _ in durations], "GB/s",
+                f"{case_name}, sending {total / 1e9:g} GB", [total / sent_s / 1e9 for sent_s, _ in durations], "GB/s",
                 of=ceiling,
             )  # fmt: skip
             report.figure(
-                f"{location}, sent, taken in and compared", [total / total_s / 1e9 for _, total_s in durations], "GB/s",
+                f"{case_name}, sent, taken in and compared", [total / total_s / 1e9 for _, total_s in durations], "GB/s",
                 of=ceiling,
             )  # fmt: skip
-            report.figure(f"{location}, the whole update", [total_s for _, total_s in durations], "s")
+            report.figure(f"{case_name}, the whole update", [total_s for _, total_s in durations], "s")

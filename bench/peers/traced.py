@@ -73,11 +73,11 @@ def count_operations(pids: Sequence[int], folder: Path, log: Path) -> Iterator[O
             assert tracer.stderr is not None
             raise RuntimeError(f"strace did not attach to {pids}: {tracer.stderr.read()}")
         time.sleep(0.05)
-    operations, began = Operations(), time.monotonic()
+    operations, start_time = Operations(), time.monotonic()
     try:
         yield operations
     finally:
-        operations.seconds = time.monotonic() - began
+        operations.seconds = time.monotonic() - start_time
         tracer.send_signal(signal.SIGINT)
         tracer.communicate(timeout=60)
         _read_log(operations, folder, log)
@@ -108,14 +108,14 @@ def _read_log(operations: Operations, folder: Path, log: Path) -> None:
 
 def count_command_operations(command: Sequence[str], folder: Path, log: Path) -> Operations:
     """Runs a command, and counts its operations below a folder."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     subprocess.run(_build_strace_command(log, command), check=True, stdout=subprocess.DEVNULL, timeout=300)
-    operations = Operations(time.monotonic() - began)
+    operations = Operations(time.monotonic() - start_time)
     _read_log(operations, folder, log)
     return operations
 
 
-def _build_strace_command(log: Path, words: Sequence[str]) -> list[str]:
+def _build_strace_command(log: Path, command: Sequence[str]) -> list[str]:
     return [
         "strace",
         "-f",
@@ -127,5 +127,5 @@ def _build_strace_command(log: Path, words: Sequence[str]) -> list[str]:
         f"trace={','.join([*_CALLS, *_SENDS, 'execve'])}",
         "-o",
         str(log),
-        *words,
+        *command,
     ]

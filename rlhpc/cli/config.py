@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.arguments import check_file
-from rlhpc.cli.parser import add_command, argument, words
+from rlhpc.cli.parser import add_command, argument, positionals
 from rlhpc.runtime.errors import ConfigError, PlacementError
 from rlhpc.runtime.files import expand_home
 
@@ -163,7 +163,7 @@ def add_commands(commands: Any) -> None:
             help="of import: the other project's YAML file, in its folder: the files of its `defaults:` are read, too; "
             "of schema: a task type, or site for site files (default: all task types); of show: a key or section",
         ),
-        *words(),
+        *positionals(),
         argument(
             "--ignore-unknown",
             action="store_true",

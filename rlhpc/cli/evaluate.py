@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.arguments import check_file, check_folder, checkpoint_of, require_positive
 from rlhpc.cli.data import FORMAT, format_options
-from rlhpc.cli.parser import CHECKPOINT, RUN, TRUST, add_command, argument, words
+from rlhpc.cli.parser import CHECKPOINT, RUN, TRUST, add_command, argument, positionals
 from rlhpc.jobs.paths import CONFIG, RunPaths, step_of
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.trust import Trust, without_variables
@@ -34,7 +34,7 @@ _EXAMPLES = {
         "rlhpc play runs/quickstart",
         "rlhpc play runs/quickstart --step 60 --episodes 2 --seed 7",
         "rlhpc play runs/gsm8k --system 'Answer in one word.' --max-tokens 200",
-        "rlhpc play --checkpoint /elsewhere/checkpoints/global_step_60 --output film.mp4",
+        "rlhpc play --checkpoint /elsewhere/checkpoints/global_step_60 --output video.mp4",
     ),
     "record": (
         "rlhpc record --run runs/quickstart --episodes 100 --output demos.h5",
@@ -238,12 +238,12 @@ def _play(args: argparse.Namespace) -> int:
     assert checkpoint is not None
     cfg = load_config(config, args.overrides, training=False, trust=code_trust)
     run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
-    default_film = run.film(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
+    default_video = run.video(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
     summary = task_type_of(cfg).offline.play(
         cfg,
         checkpoint,
         PlayOptions(
-            film=check_file("--output", Path(args.output)) if args.output else default_film,
+            video=check_file("--output", Path(args.output)) if args.output else default_video,
             episodes=args.episodes,
             seed=args.seed,
             system=args.system,
@@ -381,7 +381,7 @@ def add_commands(commands: Any) -> None:
         _EXAMPLES["eval"],
         *CHECKPOINT,
         argument("--output", help="where to write; default in the checkpoint's own run folder"),
-        *words(),
+        *positionals(),
         argument(
             "--suite",
             help="name of the evaluation (default: default); with changed settings it has to be named, or --output",
@@ -407,7 +407,7 @@ def add_commands(commands: Any) -> None:
             metavar="PATH",
             help=f"{RUN}, checkpoint or export; or the YAML file of a run with pretrained weights",
         ),
-        *words(),
+        *positionals(),
         argument(
             "--demos",
             nargs="+",
@@ -427,14 +427,14 @@ def add_commands(commands: Any) -> None:
         "watch a trained policy play, or talk with a trained language model in the terminal",
         _EXAMPLES["play"],
         argument("run", nargs="?", help=f"{RUN}; or --checkpoint"),
-        *words(),
+        *positionals(),
         argument("--checkpoint", help="checkpoint folder (global_step_<N>) of any run"),
         argument("--step", default="latest", help="global step of the run's checkpoint (default: latest)"),
         argument("--config", help="configuration to use instead of the checkpoint's own"),
         argument("--episodes", type=int, help="how many episodes are played (default 4)"),
         argument("--seed", type=int, help="of the environment, or of sampling (default: that of evaluations)"),
         argument(
-            "--output", help="film to write where there is no display (default: in the checkpoint's own run folder)"
+            "--output", help="video to write where there is no display (default: in the checkpoint's own run folder)"
         ),
         argument("--system", help="language models: first message of the conversation"),
         argument(
@@ -462,7 +462,7 @@ def add_commands(commands: Any) -> None:
             "--output", required=True, help="the .h5 file; a .json of the same name goes beside it. LeRobot: the folder"
         ),
         *_EPISODE_FORMAT,
-        *words(),
+        *positionals(),
     )
     add_command(
         commands,
@@ -479,7 +479,7 @@ def add_commands(commands: Any) -> None:
         argument("--labels", action="store_true", help="each answer with its reward as label, rather than pairs"),
         argument("--shuffle", action="store_true", help="a control: which of a pair is preferred is drawn by lot"),
         argument("--output", required=True, help="the .jsonl file"),
-        *words(),
+        *positionals(),
     )
     add_command(
         commands,
@@ -489,7 +489,7 @@ def add_commands(commands: Any) -> None:
         _EXAMPLES["convert"],
         *CHECKPOINT,
         argument("--output", help="where to write; default in the checkpoint's own run folder"),
-        *words(),
+        *positionals(),
         argument("--adapter-only", action="store_true", help="with LoRA: the adapter in peft's format, not merged"),
         argument(
             "--critic", action="store_true", help="the critic of a language model's run, as a sequence classifier"
@@ -514,7 +514,7 @@ def add_commands(commands: Any) -> None:
         _run_dagger,
         "clone an expert, let the clone play, label what it sees, and clone again",
         _EXAMPLES["dagger"],
-        *words(config="YAML file of a run of behaviour cloning (runner.task_type: bc)"),
+        *positionals(config="YAML file of a run of behaviour cloning (runner.task_type: bc)"),
         TRUST,
         argument("--expert", help="who labels all steps: a function as module:function, or a checkpoint"),
         argument("--intervene", metavar="WHO", help=f"{_INTERVENE}; only what they do is cloned"),

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from rlhpc.cli.arguments import run_paths
-from rlhpc.cli.parser import RUN, add_command, argument, words
+from rlhpc.cli.parser import RUN, add_command, argument, positionals
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.standard_streams import tell
 
@@ -59,7 +59,7 @@ def add_commands(commands: Any) -> None:
         _join,
         "add a rank to a run that is under way, for as long as this allocation lasts",
         _EXAMPLES,
-        *words(run=RUN),
+        *positionals(run=RUN),
         argument("--group", default="rollout", help="the group: rollout (default), or env in runs with simulators"),
         argument("--accelerators", type=int, help="how many the rank has (default: one, where this process sees any)"),
         argument(

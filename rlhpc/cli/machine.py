@@ -70,15 +70,15 @@ def _explain(args: argparse.Namespace) -> int:
             )
         return 0
     message_text = sys.stdin.read()[-_MAX_CHARACTERS:] if message_words == ["-"] else " ".join(message_words)
-    found_cause = troubleshooting.find_by_slug(message_text.strip()) or troubleshooting.find_by_message(
+    cause = troubleshooting.find_by_slug(message_text.strip()) or troubleshooting.find_by_message(
         _find_error(message_text)
     )
-    if found_cause is None:
+    if cause is None:
         raise ConfigError(
             "no explanation fits this text; rlhpc explain without arguments lists all. Give the complete message, from "
             "'rlhpc: error:' on"
         )
-    print(troubleshooting.render(found_cause, documentation_root()))
+    print(troubleshooting.render(cause, documentation_root()))
     return 0
 
 

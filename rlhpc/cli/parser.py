@@ -74,13 +74,13 @@ class TopParser(_Parser):
         close_matches = similar_names(word, self.commands, 1, 0.5)
         return f"; did you mean rlhpc {close_matches[0]}?" if close_matches else ""
 
-    def check_command(self, words: Sequence[str]) -> None:
+    def check_command(self, arguments: Sequence[str]) -> None:
         """Ends with an error for a command that does not exist, with a hint at the most similar command.
 
         argparse alone would list all commands in one long line.
         """
-        if words and not words[0].startswith("-") and words[0] not in self.commands:
-            self.error(f"there is no command {words[0]!r}{self.suggestion(words[0])}")
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in self.commands:
+            self.error(f"there is no command {arguments[0]!r}{self.suggestion(arguments[0])}")
 
 
 def documentation_root() -> str:
@@ -110,10 +110,10 @@ def argument(*flag_names: str, **options: Any) -> _Argument:
     return flag_names, options
 
 
-def words(**positionals: str) -> list[_Argument]:
+def positionals(**help_by_name: str) -> list[_Argument]:
     """Declares positional arguments of a command, by name with their help texts, followed by the overrides."""
     return [
-        *(argument(name, help=help_text) for name, help_text in positionals.items()),
+        *(argument(name, help=help_text) for name, help_text in help_by_name.items()),
         argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES),
     ]
 

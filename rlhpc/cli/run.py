@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc import share
 from rlhpc.cli.arguments import describe_saved
-from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, argument, words
+from rlhpc.cli.parser import RESUME_WITH, SITE, add_command, argument, positionals
 from rlhpc.jobs.paths import RunPaths, refuse_braces
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home
@@ -170,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
             f"Snakemake log: {relative(path)}"
         )
         log = WorkflowLog(path, Path.cwd())
-        started_at = time.monotonic()
+        start_time = time.monotonic()
         exit_code = _follow(
             command,
             path,
@@ -178,7 +178,7 @@ def _run(args: argparse.Namespace) -> int:
             lambda process, interrupt: _stop(process, interrupt, args, tracks),
         )
         if exit_code == 0:
-            print("\n".join(render_ending(cfg, paths, args, time.monotonic() - started_at)), flush=True)
+            print("\n".join(render_ending(cfg, paths, args, time.monotonic() - start_time)), flush=True)
         elif not isinstance(exit_code, InterruptedCode):
             exit_code = _print_failure(log, path, args, exit_code)
     return exit_code
@@ -452,7 +452,7 @@ def add_commands(commands: Any) -> None:
         _run,
         "train, evaluate, export and report, by Snakemake; shows what happens",
         _EXAMPLES,
-        *words(config="YAML file of the run"),
+        *positionals(config="YAML file of the run"),
         argument(
             "--profile",
             default="local",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.arguments import run_paths
-from rlhpc.cli.parser import RUN, SITE, add_command, argument, words
+from rlhpc.cli.parser import RUN, SITE, add_command, argument, positionals
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 from rlhpc.runtime.text import format_bytes
@@ -120,7 +120,7 @@ def add_commands(commands: Any) -> None:
         _write_bundle,
         "write a run with configuration, code, environment and results into one file without secrets (RO-Crate)",
         _EXAMPLES["bundle"],
-        *words(run=RUN),
+        *positionals(run=RUN),
         argument("--output", "-o", metavar="FILE.zip", help="a .zip file, or a folder (default: NAME.crate.zip here)"),
         argument(
             "--checkpoints",

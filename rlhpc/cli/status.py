@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.cli.arguments import check_file, check_folder, is_run, run_paths
-from rlhpc.cli.parser import RUN, add_command, argument, words
+from rlhpc.cli.parser import RUN, add_command, argument, positionals
 from rlhpc.cli.sweep import render_sweep, sweep_paths
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runtime.errors import ConfigError
@@ -215,14 +215,14 @@ def add_commands(commands: Any) -> None:
         _print_status,
         "show where a run is, or all runs below a folder",
         _EXAMPLES["status"],
-        *words(run=f"{RUN}; or a folder with runs below it"),
+        *positionals(run=f"{RUN}; or a folder with runs below it"),
         argument("--test-alert", action="store_true", help="send a test alert by the hooks of runner.alerts instead"),
     )
     add_command(
         commands,
         "serve",
         _serve,
-        "show runs in a browser while they train: curves, samples, films, logs; read-only, without a daemon or a port",
+        "show runs in a browser while they train: curves, samples, videos, logs; read-only, without a daemon or a port",
         _EXAMPLES["serve"],
         argument("folder", nargs="?", default="runs", metavar="DIR", help="folder with the runs (default: runs)"),
         argument("--socket", metavar="PATH", help="UNIX socket (default: one in a folder that only you can open)"),
@@ -247,7 +247,7 @@ def add_commands(commands: Any) -> None:
         _logs,
         "print the logs of a run's groups and ranks",
         _EXAMPLES["logs"],
-        *words(run=RUN),
+        *positionals(run=RUN),
         argument("--group", help="only this group"),
         argument("--rank", type=int, help="only this rank"),
         argument("--follow", "-f", action="store_true", help="go on printing what is added"),
@@ -265,7 +265,7 @@ def add_commands(commands: Any) -> None:
         _report,
         "write a run's report page",
         _EXAMPLES["report"],
-        *words(run=RUN),
+        *positionals(run=RUN),
         argument(
             "--curves",
             help="folder to write the single plots to as well, and the page without links; where the run is not "

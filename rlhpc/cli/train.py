@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.arguments import describe_saved, run_paths
-from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, argument, words
+from rlhpc.cli.parser import RESUME_WITH, RUN, SITE, add_command, argument, positionals
 from rlhpc.cli.sweep import cancel_sweep, render_sweep_plan, sweep_paths
 from rlhpc.jobs.paths import RunPaths, SweepPaths
 from rlhpc.runtime.errors import ConfigError, RlhpcError, SubmitError, UserError
@@ -242,7 +242,7 @@ def add_commands(commands: Any) -> None:
         _plan,
         "print what a run would start where, without starting anything",
         _EXAMPLES["plan"],
-        *words(config="YAML file of the run"),
+        *positionals(config="YAML file of the run"),
         argument("--site", help=SITE),
         argument("--launcher", choices=("auto", "slurm", "local"), default="auto", help="plan for Slurm or not"),
         argument(
@@ -269,7 +269,7 @@ def add_commands(commands: Any) -> None:
         _train,
         "train here and now: on this machine, or in this shell's allocation",
         _EXAMPLES["train"],
-        *words(config="YAML file of the run"),
+        *positionals(config="YAML file of the run"),
         argument("--segment", type=int, help="train only this segment (0, 1, …), from the checkpoint before it"),
         argument("--resume-with", action="store_true", help=RESUME_WITH),
     )
@@ -279,7 +279,7 @@ def add_commands(commands: Any) -> None:
         _submit,
         "submit a segment as a job and wait for it; attach if it runs already",
         _EXAMPLES["submit"],
-        *words(config="YAML file of the run"),
+        *positionals(config="YAML file of the run"),
         argument("--segment", type=int, default=0, help="segment to train (default 0)"),
         argument("--executor", choices=("auto", "local", "slurm"), default="auto", help="who runs the job"),
         argument("--resume-with", action="store_true", help=RESUME_WITH),
@@ -303,5 +303,5 @@ def add_commands(commands: Any) -> None:
         _cancel,
         "stop a run's job; it saves a checkpoint first",
         _EXAMPLES["cancel"],
-        *words(run=RUN),
+        *positionals(run=RUN),
     )

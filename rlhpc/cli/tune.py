@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from rlhpc.cli.parser import SITE, add_command, argument, words
+from rlhpc.cli.parser import SITE, add_command, argument, positionals
 from rlhpc.runtime.errors import ConfigError
 
 _EXAMPLES = (
@@ -32,10 +32,10 @@ def _tune(args: argparse.Namespace) -> int:
     from rlhpc.runs.configuration import load_config
     from rlhpc.runs.tuning.tune import TuneRequest, render, tune
 
-    started_at = time.monotonic()
+    start_time = time.monotonic()
 
     def print_line(message: str) -> None:
-        print(f"rlhpc: [{time.monotonic() - started_at:.0f} s] {message}", file=sys.stderr, flush=True)
+        print(f"rlhpc: [{time.monotonic() - start_time:.0f} s] {message}", file=sys.stderr, flush=True)
 
     request = TuneRequest(
         args.config, tuple(args.overrides), args.site, args.nodes, args.gpus, args.verify, args.max_staleness, args.samples,
@@ -64,7 +64,7 @@ def add_commands(commands: Any) -> None:
         _tune,
         "measure a run for a few steps, and find where its groups should be",
         _EXAMPLES,
-        *words(config="YAML file of the run"),
+        *positionals(config="YAML file of the run"),
         argument("--nodes", type=int, metavar="N", help="place it on this many nodes (default: as configured)"),
         argument("--gpus", type=int, metavar="G", help="with this many accelerators each (default: as configured)"),
         argument("--verify", type=int, default=0, metavar="K", help="run the best K, too, and the configured one"),

@@ -94,7 +94,7 @@ def check_common(cfg: EmbodiedConfig, fail: Fail) -> None:
         if env_cfg.kwargs.get("render_mode") == "human":
             raise fail(
                 f"{section}.kwargs.render_mode",
-                "it opens a window for each slot and waits for it at every step; leave it out: films are made by "
+                "it opens a window for each slot and waits for it at every step; leave it out: videos are made by "
                 "env.eval.video_episodes",
             )
         _check_wrappers(f"{section}.wrappers", env_cfg.wrappers)

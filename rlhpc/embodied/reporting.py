@@ -305,7 +305,7 @@ def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, shown_metrics: 
         curves=list(learning_curves(rows, shown_metrics).values()),
         evaluation=_success_model_table(judgements)
         if judgements
-        else _evaluation_section(paths, rows, evaluations, has_films=linked),
+        else _evaluation_section(paths, rows, evaluations, has_videos=linked),
         times=list(_time_curves(rows).values())[::-1],
         evaluated=text_by_step,
         trained=("train/episode_return", "training return"),
@@ -394,7 +394,7 @@ def _robot_card(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _evaluation_section(
-    paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, has_films: bool
+    paths: RunPaths, rows: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], *, has_videos: bool
 ) -> str:
     """Builds HTML with the charts of all evaluations and a table of the checkpoints' evaluations. The most important chart
     comes first and is wide.
@@ -443,7 +443,7 @@ def _evaluation_section(
     ]
     html += f'<div class="scroll">{table(head, body, text_columns={0})}</div>'
     html += _benchmark_section(evaluations) + _tasks_table(evaluations)
-    return html + (_video_figures(evaluations) if has_films else "")
+    return html + (_video_figures(evaluations) if has_videos else "")
 
 
 def _benchmark_section(evaluations: Sequence[Mapping[str, Any]]) -> str:
@@ -499,11 +499,11 @@ def _format_rate(result: Mapping[str, Any], name: str) -> str:
 def _video_figures(evaluations: Sequence[Mapping[str, Any]]) -> str:
     """Builds HTML with the newest video of each suite. The video files are next to the evaluations' results."""
     newest_by_suite = {str(evaluation["suite"]): evaluation for evaluation in evaluations if evaluation.get("video")}
-    film_figures = [
+    video_figures = [
         f'<figure><video controls muted loop preload="metadata" width="100%" '
         f'src="../eval/{step_name(evaluation["global_step"])}/{escape(str(evaluation["video"]), quote=True)}"></video>'
         f"<figcaption>{escape(suite)}, step {evaluation['global_step']}: first episodes; a green frame means success"
         "</figcaption></figure>"
         for suite, evaluation in list(newest_by_suite.items())[:_MAX_VIDEOS]
     ]
-    return f'<div class="figures videos">{"".join(film_figures)}</div>' if film_figures else ""
+    return f'<div class="figures videos">{"".join(video_figures)}</div>' if video_figures else ""

@@ -123,13 +123,13 @@ class PlayingGroupSpec(GroupSpec[Playing]):
     fixed_reason = ""
     simulating_actor = ""
 
-    def roles_of(self, cfg: Playing) -> Mapping[str, str]:
-        """Returns the groups (`GroupSpec.roles_of`): the actor alone if its ranks simulate and act themselves."""
-        return {"actor": self.simulating_actor} if acts_in_actor(cfg) else self.roles
+    def worker_classes_of(self, cfg: Playing) -> Mapping[str, str]:
+        """Returns the groups (`GroupSpec.worker_classes_of`): the actor alone if its ranks simulate and act themselves."""
+        return {"actor": self.simulating_actor} if acts_in_actor(cfg) else self.worker_classes
 
     def components(self, cfg: Playing) -> Sequence[str]:
         """Returns the names allowed in `cluster.component_placement` (`GroupSpec.components`)."""
-        return list(self.roles)
+        return list(self.worker_classes)
 
     def policies(self, cfg: Playing, *, max_recoveries: int = 0) -> SessionPolicies:
         """Returns the failure policies of the env and rollout groups. The groups are elastic if they act ahead of the actors;

@@ -220,7 +220,7 @@ class RunPaths:
         """Returns the file of recorded episodes of a step's policy."""
         return self.root / "demos" / f"{step_name(step)}.h5"
 
-    def film(self, step: int | str) -> Path:
+    def video(self, step: int | str) -> Path:
         """Returns the video file of a step's policy, which `rlhpc play` writes."""
         return self.root / "play" / f"{step_name(step)}.mp4"
 

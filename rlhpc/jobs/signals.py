@@ -121,16 +121,16 @@ class _JobEnd:
     Attributes:
         job: The job's id, and its end time according to the environment.
         time: Time of the query, by the monotonic clock.
-        at: End of the job in Unix time; infinite without a limit, None if unknown.
+        end_time: End of the job in Unix time; infinite without a limit, None if unknown.
     """
 
     job: tuple[str, str]
     time: float
-    at: float | None
+    end_time: float | None
 
     @property
     def is_old(self) -> bool:
-        remaining_s = math.inf if self.at is None else self.at - time.time()
+        remaining_s = math.inf if self.end_time is None else self.end_time - time.time()
         return time.monotonic() - self.time > min(_MAX_QUERY_INTERVAL_S, max(_MIN_QUERY_INTERVAL_S, remaining_s / 4))
 
 
@@ -155,6 +155,6 @@ def end_of_job(*, queries_slurm: bool = False) -> float | None:
     elif job and (queries_slurm or _last_job_end.is_old):
         new_end_time = end_of(job)
         _last_job_end = _JobEnd(
-            (job, end_text), time.monotonic(), _last_job_end.at if new_end_time is None else new_end_time
+            (job, end_text), time.monotonic(), _last_job_end.end_time if new_end_time is None else new_end_time
         )
-    return None if _last_job_end.at is None or math.isinf(_last_job_end.at) else _last_job_end.at
+    return None if _last_job_end.end_time is None or math.isinf(_last_job_end.end_time) else _last_job_end.end_time

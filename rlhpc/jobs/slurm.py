@@ -105,12 +105,12 @@ class EstimatedStart:
     """Start estimate of Slurm for a job that is not submitted.
 
     Attributes:
-        at: Unix time of the start; None if the job would not start.
-        words: Slurm's reason why the job would not start.
+        time: Unix time of the start; None if the job would not start.
+        reason: Slurm's reason why the job would not start.
     """
 
-    at: float | None
-    words: str = ""
+    time: float | None
+    reason: str = ""
 
 
 def would_start(script: str) -> EstimatedStart:
@@ -123,7 +123,7 @@ def would_start(script: str) -> EstimatedStart:
     start_time = _parse_start(sbatch_output)
     if not sbatch_output.ok or start_time is None:
         return EstimatedStart(
-            None, sbatch_output.words.removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
+            None, sbatch_output.last_line.removeprefix("allocation failure: ").removeprefix("sbatch: error: ")
         )
     return EstimatedStart(start_time)
 
@@ -149,7 +149,7 @@ def gpus_of_partition(partition: str | None) -> tuple[int, ...]:
     rows = [line.split("|") for line in sinfo_output.lines if "|" in line]
     rows = rows if partition else [row for row in rows if row[0].endswith("*")]
     if not sinfo_output.ok or not rows:
-        raise SubmitError(sinfo_output.words if not sinfo_output.ok else "sinfo lists no such nodes")
+        raise SubmitError(sinfo_output.last_line if not sinfo_output.ok else "sinfo lists no such nodes")
     return tuple(sorted({gpus_in(row[1]) or 0 for row in rows}))
 
 
@@ -253,7 +253,7 @@ def identify_job(job_id: str) -> JobIdentity | None:
         return None
     squeue_output = ask("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%i|%Z|%k|%j")
     if not squeue_output.ok and "nvalid job id" not in squeue_output.error:
-        raise RlhpcError(f"squeue does not say whose job {job_id} is: {squeue_output.words}")
+        raise RlhpcError(f"squeue does not say whose job {job_id} is: {squeue_output.last_line}")
     for line in squeue_output.lines:
         leader, *columns = line.strip().split("|", 3)
         if len(columns) == 3 and leader.partition("+")[0] == job_id:  # the first component of a het job
@@ -297,7 +297,7 @@ def scancel(job_id: str, *options: str, name: str) -> None:
         return
     scancel_output = ask("scancel", *options, job_id, timeout_s=60)
     if not scancel_output.ok and "already completing or completed" not in scancel_output.error:
-        raise RlhpcError(f"scancel {job_id} failed: {scancel_output.words}")
+        raise RlhpcError(f"scancel {job_id} failed: {scancel_output.last_line}")
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,7 @@ def seconds_to_start(options: Mapping[str, Any]) -> tuple[float | None, str]:
         "sbatch", "--test-only", *option_words, "--wrap=true", environment=without_job_variables(os.environ)
     )
     start_time = _parse_start(sbatch_output)
-    return (None if start_time is None else max(0.0, start_time - time.time())), sbatch_output.words
+    return (None if start_time is None else max(0.0, start_time - time.time())), sbatch_output.last_line
 
 
 _JOB_VARIABLE = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|SUBMITIT)_(?!CONF$)")

@@ -40,7 +40,7 @@ class OpenPhase:
     group: str
     phase: str
     ranks: tuple[int, ...]
-    began_at: float
+    start_time: float
     ended_phases: Mapping[str, float]
 
 

@@ -130,8 +130,8 @@ class Facts:
 
     def _is_trained_without_job(self) -> bool:
         """Returns whether `rlhpc train` trained the run after the last submission ended."""
-        started_at, claim, record = number_of(self.status, "started"), self.claim, self.record
-        if started_at is None or record is None:
+        start_time, claim, record = number_of(self.status, "started"), self.claim, self.record
+        if start_time is None or record is None:
             return False
         if claim is not None and (claim.alive_here() is not False or self._has_written_status(claim)):
             return False
@@ -140,7 +140,7 @@ class Facts:
         )
         return (
             bool(self.exit_record or self._is_segment_finished())
-            and started_at > last_end
+            and start_time > last_end
             and self.status.get("segment") is None
         )
 
@@ -219,8 +219,8 @@ class Facts:
     def _find_starting_state(self) -> RunState | None:
         """Returns the state of a run whose driver holds the lock and has not written its status yet; None otherwise."""
         driver_record = read_json_file(self.paths.driver_record) or {}
-        process, started_at = ProcessId.from_json(driver_record.get("process")), number_of(driver_record, "started")
-        if process is None or started_at is None or self.status.get("pid") == process.pid:
+        process, start_time = ProcessId.from_json(driver_record.get("process")), number_of(driver_record, "started")
+        if process is None or start_time is None or self.status.get("pid") == process.pid:
             return None
         is_alive = process.alive()
         if is_alive is None:  # on another host, where the driver renews the file
@@ -228,7 +228,7 @@ class Facts:
                 is_alive = time.time() - self.paths.driver_record.stat().st_mtime < _SILENT_S
         if not is_alive:
             return None
-        elapsed_text = duration(max(0.0, time.time() - started_at))
+        elapsed_text = duration(max(0.0, time.time() - start_time))
         return RunState(
             "starting", f"for {elapsed_text}, pid {process.pid} on {process.host.split('/')[0]}", is_current=False
         )

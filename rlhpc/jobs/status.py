@@ -289,7 +289,7 @@ def _start_lines(generation: Path, *, is_over: bool) -> list[str]:
         return []
     lines = ["", f"{'start':<12} {'ranks':<10} {'phase':<26} {'for':>6}  before"]
     for phase in phases:
-        elapsed_text = duration(max(0.0, time.time() - phase.began_at))
+        elapsed_text = duration(max(0.0, time.time() - phase.start_time))
         durations_text = format_durations(phase.ended_phases)
         lines.append(
             f"{phase.group:<12} {format_ranks(phase.ranks):<10} {phase.phase:<26} {elapsed_text:>6}  {durations_text}".rstrip()
@@ -314,15 +314,15 @@ def _format_robot_lines(paths: RunPaths) -> list[str]:
 
 def _format_time_lines(status: dict[str, Any], run: RunState) -> list[str]:
     """Returns lines with the run's total training time and the training time since the latest start."""
-    started_at, updated_at, elapsed_s = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
-    if started_at is None or updated_at is None:
+    start_time, updated_at, elapsed_s = (number_of(status, key) for key in ("started", "updated", "elapsed_s"))
+    if start_time is None or updated_at is None:
         return []
     lines = []
     if elapsed_s is not None:
         lines.append(f"trained for  {duration(elapsed_s)} in all")
     if run.is_current or run.state in OVER:
         age_text = "" if run.state in OVER else f", last heard {duration(time.time() - updated_at)} ago"
-        lines.append(f"this start   {duration(updated_at - started_at)} on {status.get('host', '?')}{age_text}")
+        lines.append(f"this start   {duration(updated_at - start_time)} on {status.get('host', '?')}{age_text}")
     return lines
 
 

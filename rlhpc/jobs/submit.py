@@ -209,7 +209,7 @@ class Submission:
                 continue
             if not self.wait.enabled:
                 return answer(outcome_text.state, outcome_text.record, segment, None)
-            print_message(self._stream, started_line(files, outcome_text.record, outcome_text.state))
+            print_message(self._stream, start_message(files, outcome_text.record, outcome_text.state))
             try:
                 return self._wait(outcome_text)
             except (JobLost, JobCancelled) as error:
@@ -362,7 +362,7 @@ class Submission:
         return make_slurm_executor(folder, name, self.request.slurm, max_num_timeout=_MAX_TIMEOUTS)
 
 
-def started_line(files: SegmentJournal, record: JobRecord, segment_state: str) -> str:
+def start_message(files: SegmentJournal, record: JobRecord, segment_state: str) -> str:
     """Returns the line to print after a job was submitted or attached to."""
     verb = "waiting for" if segment_state == "attached" else "submitted"
     return f"{files.paths.root.name} segment {files.segment}: {verb} {job_words(record)}; logs in {files.driver_err.parent}"

@@ -434,9 +434,9 @@ class Waiter:
         line = f"{self.files.paths.root.name} segment {self.files.segment}: {job_words(self.record)} {state_text}"
         # ignores the numbers of an earlier segment or attempt
         is_current = self._claim is not None and self._claim.token == self.record.token
-        started_at = self._claim.started if is_current and self._claim is not None else self.record.submitted
+        start_time = self._claim.started if is_current and self._claim is not None else self.record.submitted
         progress = (
-            progress_line(self.files.paths, start_time=started_at) if report.state is not JobState.PENDING else ""
+            progress_line(self.files.paths, start_time=start_time) if report.state is not JobState.PENDING else ""
         )
         line += f", {progress}" if progress else ""
         if line != self._last_line:

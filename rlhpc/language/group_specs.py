@@ -1,4 +1,4 @@
-"""Worker groups of language task types: roles, components, placement checks and failure policies."""
+"""Worker groups of language task types: worker classes, components, placement checks and failure policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhpc.language.config.run import (
 from rlhpc.language.scoring.groups import (
     AGENT,
     CRITIC,
-    group_roles,
+    group_worker_classes,
     learning_groups,
     placed_groups,
     scoring_groups,
@@ -68,13 +68,13 @@ class LanguageGroupSpec(TrainedGroupSpec[Cfg]):
 class SftGroupSpec(LanguageGroupSpec[SftConfig]):
     """Worker groups of supervised fine-tuning."""
 
-    def roles_of(self, cfg: SftConfig) -> Mapping[str, str]:
-        """Returns the roles, including the engines that answer the suites if the placement has a group `rollout`."""
-        return {**self.roles, **({"rollout": _EVALUATION} if "rollout" in placed_groups(cfg) else {})}
+    def worker_classes_of(self, cfg: SftConfig) -> Mapping[str, str]:
+        """Returns the worker classes, including the engines that answer the suites if the placement has a group `rollout`."""
+        return {**self.worker_classes, **({"rollout": _EVALUATION} if "rollout" in placed_groups(cfg) else {})}
 
     def components(self, cfg: SftConfig) -> Sequence[str]:
         """Returns all names that a component may have."""
-        return [*self.roles, "rollout"]
+        return [*self.worker_classes, "rollout"]
 
     def check_placement(self, cfg: SftConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
         """Checks the placement of the groups, and refuses engines with several accelerators."""
@@ -100,13 +100,13 @@ class RewardModelGroupSpec(TrainedGroupSpec[RewardRunConfig]):
 class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
     """Worker groups of RL: actor and engines, and the critic, agents and scoring groups that a configuration adds."""
 
-    def roles_of(self, cfg: GrpoConfig) -> Mapping[str, str]:
+    def worker_classes_of(self, cfg: GrpoConfig) -> Mapping[str, str]:
         """Returns actor, rollout, and the groups of a configuration that have a placement or need one."""
-        return {**self.roles, **group_roles(cfg)}
+        return {**self.worker_classes, **group_worker_classes(cfg)}
 
     def components(self, cfg: GrpoConfig) -> Sequence[str]:
         """Returns all names that a component may have."""
-        return [*self.roles, AGENT, CRITIC, *scoring_groups(cfg)]
+        return [*self.worker_classes, AGENT, CRITIC, *scoring_groups(cfg)]
 
     def policies(self, cfg: GrpoConfig, *, max_recoveries: int = 0) -> SessionPolicies:
         """Returns the policies of the engines, the scoring groups and the agents' group.
@@ -116,11 +116,11 @@ class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
         step waits for the episodes of the agents' group. Other ranks can restart these episodes at little cost, so a silent
         rank of this group is given up early.
         """
-        stateless = frozenset(group_roles(cfg)) - learning_groups(cfg)
+        stateless = frozenset(group_worker_classes(cfg)) - learning_groups(cfg)
         ranks_per_engine = self.engine_size(cfg)
         groups = {
             name: GroupPolicy(restartable=True, independent_ranks=name in stateless)
-            for name in frozenset(group_roles(cfg)) - {CRITIC}
+            for name in frozenset(group_worker_classes(cfg)) - {CRITIC}
         }
         groups["rollout"] = GroupPolicy(
             restartable=True,

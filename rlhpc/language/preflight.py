@@ -32,7 +32,7 @@ from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.loading import compute_dtype
 from rlhpc.language.multi_policy import ENVIRONMENT
 from rlhpc.language.rewards.registry import check_problems
-from rlhpc.language.scoring.groups import AGENT, CRITIC, group_roles, scoring_groups, with_groups
+from rlhpc.language.scoring.groups import AGENT, CRITIC, group_worker_classes, scoring_groups, with_groups
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, merge_resources, model_resource, path_resource
 from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import ConfigError
@@ -108,7 +108,7 @@ def group_checks(cfg: GrpoConfig, ranks: Mapping[str, int]) -> Iterator[Check]:
     from rlhpc.language.scoring.checks import check_groups
 
     group_configs = scoring_groups(cfg)
-    checked_groups = [name for name in group_roles(cfg) if name in ranks and name != AGENT]
+    checked_groups = [name for name in group_worker_classes(cfg) if name in ranks and name != AGENT]
     models = [cfg.critic.model if name == CRITIC else group_configs[name].model for name in checked_groups]
     resource = merge_resources(actor_resource(cfg), *(model_resource(cfg, model.model_path) for model in models))
     yield Check("the groups' models", lambda: check_groups(cfg, ranks), resource)

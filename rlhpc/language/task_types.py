@@ -25,7 +25,7 @@ from rlhpc.language.group_specs import Cfg, GrpoGroupSpec, RewardModelGroupSpec,
 from rlhpc.language.scoring.groups import (
     CRITIC,
     group_models,
-    group_roles,
+    group_worker_classes,
     placed_groups,
 )
 from rlhpc.runs.checks import check_estimators
@@ -368,7 +368,7 @@ class GrpoChecks(LanguageChecks[GrpoConfig]):
 
     def differences(self, cfg: GrpoConfig, checkpoint: Path) -> list[str]:
         """Returns the differences from a checkpoint, including a critic that the checkpoint lacks."""
-        lacks_critic = CRITIC in group_roles(cfg) and not (checkpoint / CRITIC).is_dir()
+        lacks_critic = CRITIC in group_worker_classes(cfg) and not (checkpoint / CRITIC).is_dir()
         return [*super().differences(cfg, checkpoint), *(["it has no critic"] if lacks_critic else [])]
 
     def with_models(self, cfg: GrpoConfig, resolve: Callable[[Any], str]) -> GrpoConfig:

@@ -1,4 +1,4 @@
-"""Views of single runs for the pages: curves, evaluations, samples, films, logs and traced steps, as JSON values."""
+"""Views of single runs for the pages: curves, evaluations, samples, videos, logs and traced steps, as JSON values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _MAX_CHART_POINTS, _MIN_POINTS = 8 * MAX_POINTS, 200
 _MAX_SAMPLES, _MAX_CHARACTERS, _MAX_LOG_LINES = 100, 100_000, 5000
 #: Maximum number of images of one sample.
 _MAX_IMAGES = 32
-#: Suffixes of pictures and films that a page may show → their media types.
+#: Suffixes of pictures and videos that a page may show → their media types.
 MEDIA_TYPES = {
     ".mp4": "video/mp4",
     ".gif": "image/gif",
@@ -50,7 +50,7 @@ MEDIA_TYPES = {
     ".jpg": "image/jpeg",
     ".svg": "image/svg+xml",
 }
-#: Folders of a run with pictures and films.
+#: Folders of a run with pictures and videos.
 _MEDIA_FOLDERS = ("eval", "play", "report/curves")
 #: Metrics that the page shows first, if the chosen runs have them.
 FIRST_METRICS = (
@@ -249,7 +249,7 @@ def _visible(curve: MetricCurve, request: CurveRequest, max_points: int) -> Metr
 
 
 def evaluations(paths: RunPaths) -> list[dict[str, Any]]:
-    """Returns a run's evaluations by suite and step: the numbers of each result, and the files with samples and a film."""
+    """Returns a run's evaluations by suite and step: the numbers of each result, and the files with samples and a video."""
     results = []
     for path in paths.eval_results():
         result, _ = typed_result(read_json_file(path) or {})
@@ -261,7 +261,7 @@ def evaluations(paths: RunPaths) -> list[dict[str, Any]]:
                 "suite": str(result.get("suite", path.stem)),
                 "numbers": {name: value for name, value in with_pass_at(result).items() if is_number(value)},
                 "samples": _name_if_there(paths, samples_path(path)),
-                "film": _name_if_there(paths, path.with_suffix(".mp4")),
+                "video": _name_if_there(paths, path.with_suffix(".mp4")),
             }
         )
     return sorted(results, key=lambda result: (result["suite"], result["step"]))
@@ -272,7 +272,7 @@ def _name_if_there(paths: RunPaths, path: Path) -> str:
 
 
 def media(paths: RunPaths) -> list[str]:
-    """Returns the names of the run's films and pictures, relative to its folder."""
+    """Returns the names of the run's videos and pictures, relative to its folder."""
     files = (path for folder in _MEDIA_FOLDERS for path in sorted((paths.root / folder).rglob("*")))
     previews = {previews_path(path) for path in paths.eval_results()}
     files = (path for path in files if path.parent not in previews)  # the samples show them
@@ -280,7 +280,7 @@ def media(paths: RunPaths) -> list[str]:
 
 
 def media_file(paths: RunPaths, name: str) -> Path:
-    """Returns the path of a film or picture of a run.
+    """Returns the path of a video or picture of a run.
 
     Raises:
         UserError: The run has no such file, or the file is a link to outside the run.
@@ -288,7 +288,7 @@ def media_file(paths: RunPaths, name: str) -> Path:
     path = (paths.root / name).resolve()
     is_inside = path.is_relative_to(paths.root.resolve()) and name.startswith(tuple(f"{f}/" for f in _MEDIA_FOLDERS))
     if not is_inside or path.suffix not in MEDIA_TYPES or not path.is_file():
-        raise UserError(f"{paths.root.name} has no film or picture {name}")
+        raise UserError(f"{paths.root.name} has no video or picture {name}")
     return path
 
 

@@ -199,7 +199,7 @@ class RunsApp:
         return page, f"sandbox allow-scripts; {step_policy()}; frame-ancestors 'self'"
 
     def media_file(self, query: Query) -> Path:
-        """Returns the path of a film or picture.
+        """Returns the path of a video or picture.
 
         Raises:
             UserError: The run has no such file.

@@ -134,7 +134,7 @@ def query(
             if rows := parse(sacct_output.lines):
                 return rows
             raise NoAccounting(f"sacct knows nothing of job {', '.join(jobs.ids)}")
-        message = sacct_output.words
+        message = sacct_output.last_line
         if sacct_output.code == 127 or _NO_ACCOUNTING.search(" ".join(sacct_output.lines)):
             raise NoAccounting(message)
     raise NoAccounting(message)
@@ -338,7 +338,7 @@ def _find_placement(
     Returns `last_placement` if no start in the job has a recorded placement.
     """
     job_placements = [job_starts for job_starts in recorded_starts if job_starts.job == step.job_id]
-    earlier_starts = [start for start in job_placements if step.start is None or start.began <= step.start]
+    earlier_starts = [start for start in job_placements if step.start is None or start.start_time <= step.start]
     return (
         earlier_starts[-1].placement
         if earlier_starts

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.metrics.loggers import RunFacts
-from rlhpc.metrics.loggers.feed import Feed, Memory, end_all
+from rlhpc.metrics.loggers.feed import Feed, LoggerStates, end_all
 from rlhpc.metrics.loggers.registry import build_loggers
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.runtime.disk_errors import storage_error
@@ -78,10 +78,10 @@ class MetricLogger:
             else:
                 backlog_rows = [(step, _to_numeric_row(row)) for step, row in self._truncate(resume_step)]
             self._file: IO[bytes] = self._path.open("ab")
-            memory = Memory(paths.loggers, is_new=resume_step is None)
+            logger_states = LoggerStates(paths.loggers, is_new=resume_step is None)
         for name, logger in loggers.items():
-            run_facts = RunFacts(paths.root.name, paths.root, config or {}, memory.recall(name))
-            self._feeds.append(Feed(name, logger, run_facts, memory, resume_step, backlog_rows))
+            run_facts = RunFacts(paths.root.name, paths.root, config or {}, logger_states.state_of(name))
+            self._feeds.append(Feed(name, logger, run_facts, logger_states, resume_step, backlog_rows))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Adds metrics to the row of `step`. Readers then see the metrics; `commit` makes them durable.

@@ -68,12 +68,12 @@ class PlacedStart(NamedTuple):
 
     Attributes:
         job: Id of the job.
-        began: Unix time of the start.
+        start_time: Unix time of the start.
         placement: Placement of its ranks.
     """
 
     job: str
-    began: float
+    start_time: float
     placement: Placement
 
 
@@ -127,9 +127,9 @@ def placed_starts(record: Mapping[str, Any]) -> list[PlacedStart]:
     slurm_starts = []
     for start_record in record.get("segments") or ():
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            started_at = datetime.fromisoformat(str(start_record["started"])).timestamp()
+            start_time = datetime.fromisoformat(str(start_record["started"])).timestamp()
             slurm_starts.append(
-                PlacedStart(str(start_record["slurm"]["JOB_ID"]), started_at, dict(start_record["placement"]))
+                PlacedStart(str(start_record["slurm"]["JOB_ID"]), start_time, dict(start_record["placement"]))
             )
     return slurm_starts
 

@@ -36,7 +36,7 @@ class _Save:
         writer: Writer of the checkpoint's folder.
         cleanup: Exit stack that closes the writer and removes the folder of an incomplete checkpoint.
         meta: Entries of the manifest.
-        started_at: Start time of the save.
+        start_time: Start time of the save.
         queries: Role → pending call that asks the ranks whether they have written all files.
         checksums: Role → checksums of the files that the role's ranks have written.
     """
@@ -44,7 +44,7 @@ class _Save:
     writer: CheckpointWriter
     cleanup: contextlib.ExitStack
     meta: dict[str, Any]
-    started_at: float
+    start_time: float
     queries: dict[str, Any] = field(default_factory=dict)
     checksums: dict[str, Checksums] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Saves:
             CheckpointError: A file cannot be written.
             RlhpcError: A rank failed.
         """
-        started_at = time.perf_counter()
+        start_time = time.perf_counter()
         with contextlib.ExitStack() as exit_stack:
             folder = str(exit_stack.enter_context(writer).staging)
             handles = {
@@ -100,7 +100,7 @@ class Saves:
                     writer.add_bytes(name, file_content)
                 else:
                     writer.add_file(name, file_content)
-            self._current_save = _Save(writer, exit_stack.pop_all(), meta, started_at)
+            self._current_save = _Save(writer, exit_stack.pop_all(), meta, start_time)
         for role, group in self._groups.items():
             if _can_save_in_background(group):
                 self._current_save.record(role, answers[role])
@@ -161,7 +161,7 @@ class Saves:
         self._current_save = None
         with save.cleanup:
             save.writer.commit(save.meta, merge_checksums(save.checksums.values()))
-        return time.perf_counter() - save.started_at
+        return time.perf_counter() - save.start_time
 
     def _is_written(self, save: _Save, waits: bool) -> bool:
         """Returns whether all ranks have written all files."""

@@ -158,11 +158,11 @@ def _check_trace(cfg: Cfg, task_type: TaskType[Cfg], fail: Fail) -> None:
         raise fail(
             f"runner.trace.profile.nsys_options.{reserved_options[0]}", "reports are in the run folder: leave it out"
         )
-    roles = task_type.groups.roles_of(cfg)
+    worker_classes = task_type.groups.worker_classes_of(cfg)
     for key in ("runner.trace.profile.groups", "runner.trace.profile.nsys"):
         for group in select(cfg, key):
-            if group not in roles:
-                raise fail(key, f"{group} is no worker group of this run; its groups: {', '.join(roles)}")
+            if group not in worker_classes:
+                raise fail(key, f"{group} is no worker group of this run; its groups: {', '.join(worker_classes)}")
 
 
 def _check_directives(section: DictConfig, path: str, fail: Fail) -> None:
@@ -198,16 +198,16 @@ def _check_placement(cfg: Cfg, task_type: TaskType[Cfg]) -> None:
             placement = HybridComponentPlacement(cfg, cluster)
         else:
             raise
-    roles, components = list(task_type.groups.roles_of(cfg)), task_type.groups.components(cfg)
+    worker_classes, components = list(task_type.groups.worker_classes_of(cfg)), task_type.groups.components(cfg)
     for component in placement.components:
-        if component not in roles:
+        if component not in worker_classes:
             raise ConfigError(
                 f"cluster.component_placement.{component}: no such component; {suggest_name(component, components)}"
                 f"components: {', '.join(components)}"
             )
-    world_sizes = {name: placement.get_world_size(name) for name in roles}
-    ranks_by_role = {name: placement.get_strategy(name).place(cluster) for name in roles}
-    engine = {name: placement.get_strategy(name).replica for name in roles}
+    world_sizes = {name: placement.get_world_size(name) for name in worker_classes}
+    ranks_by_role = {name: placement.get_strategy(name).place(cluster) for name in worker_classes}
+    engine = {name: placement.get_strategy(name).replica for name in worker_classes}
     task_type.groups.check_placement(
         cfg, world_sizes, {name: len(ranks[0].accelerators) * engine[name] for name, ranks in ranks_by_role.items()}
     )
@@ -231,7 +231,7 @@ def check_planned(cfg: RunConfig, resources: Collection[Need] = FILES_ALONE) -> 
 
     task_type = task_type_of(cfg)
     placement = HybridComponentPlacement(cfg, Cluster.planned(cfg.cluster))
-    strategies = {role: placement.get_strategy(role) for role in task_type.groups.roles_of(cfg)}
+    strategies = {role: placement.get_strategy(role) for role in task_type.groups.worker_classes_of(cfg)}
     ranks = {role: placement.get_world_size(role) for role in strategies}
     with task_type.checks.trial(cfg) as trial_cfg:
         trial_cfg = task_type.groups.placed(

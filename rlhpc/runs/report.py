@@ -161,7 +161,7 @@ def render_report(paths: RunPaths, accounting: Mapping[str, Any] | None, *, link
     Args:
         paths: The run.
         accounting: Record of the cost of the run's Slurm jobs; None if there are no jobs.
-        linked: Write pages of samples next to the report, and link to them and to films.
+        linked: Write pages of samples next to the report, and link to them and to videos.
     """
     rows = read_metrics(paths.metrics)
     provenance = read_provenance(paths)

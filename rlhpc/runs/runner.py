@@ -315,10 +315,10 @@ class Runner(Generic[Cfg]):
 
     def _run_timed_step(self) -> dict[str, float]:
         self._trace.begin_step(self.step + 1)
-        started_s = active_s()
+        start_s = active_s()
         with span(f"step {self.step + 1}", "step", step=self.step + 1):
             row = self.one_step()
-        step_s = active_s() - started_s
+        step_s = active_s() - start_s
         self._step_durations_s.append(step_s)
         self._count_time()
         row["time/wall_s"] = self.elapsed
@@ -420,7 +420,7 @@ class Runner(Generic[Cfg]):
 
     def _begin_save(self, logger: MetricLogger) -> None:
         self._count_save(self.saves.finish)
-        started_s = active_s()
+        start_s = active_s()
         current().registry.check_current()  # raises if another driver has replaced this driver
         runner_state = {
             "step": self.step,
@@ -437,18 +437,18 @@ class Runner(Generic[Cfg]):
         }
         self.saves.begin(CheckpointWriter(self.folder.paths, self.step), files, self.result())
         self._saved_step = self.step
-        self._pause_s += active_s() - started_s
+        self._pause_s += active_s() - start_s
 
     def _count_save(self, commit_save: Callable[[], float | None]) -> None:
         """Calls `commit_save`; if it committed a save, records the duration and prunes older checkpoints."""
-        started_s = active_s()
+        start_s = active_s()
         if (save_s := commit_save()) is not None:
             self._save_durations_s.append(save_s)
             self.best.link(self.folder.paths)
             prune(
                 self.folder.paths, self.cfg.runner.keep_checkpoints, self._find_retained_steps(), checks_digests=False
             )
-            self._pause_s += active_s() - started_s
+            self._pause_s += active_s() - start_s
 
     def _find_retained_steps(self) -> list[int]:
         """Returns the steps that pruning keeps for evaluation and conversion: the best step and the end of each segment."""

@@ -48,7 +48,7 @@ class JobShape:
         script: Job script that requests the shape.
         train_s: Seconds of training; None if unknown.
         usable_s: Seconds of a job that are available for training; None if there is no walltime.
-        idle_gpus: True if the partition's nodes have GPUs and the shape requests none.
+        leaves_gpus_idle: True if the partition's nodes have GPUs and the shape requests none.
     """
 
     nodes: int
@@ -60,7 +60,7 @@ class JobShape:
     script: str = ""
     train_s: float | None = None
     usable_s: float | None = None
-    idle_gpus: bool = False
+    leaves_gpus_idle: bool = False
 
     @property
     def jobs(self) -> int | None:
@@ -86,7 +86,7 @@ class StartTimes:
     def end(self) -> float | None:
         """Unix time of the end; None if the run does not start, never ends, or its duration is unknown."""
         train_s = self.shape.train_s
-        return None if self.start.at is None or train_s is None or self.never_ends else self.start.at + train_s
+        return None if self.start.time is None or train_s is None or self.never_ends else self.start.time + train_s
 
     @property
     def never_ends(self) -> bool:
@@ -96,7 +96,7 @@ class StartTimes:
     @property
     def ready_at(self) -> float | None:
         """Unix time of the end, or of the start if the end is unknown; None if the run does not start."""
-        return self.start.at if self.end is None else self.end
+        return self.start.time if self.end is None else self.end
 
     def rank(self, earliest: float) -> tuple[bool, int, int, bool, bool]:
         """Returns the sort key: earliest end, or earliest start if the end is unknown; then fewest jobs, no idle GPUs, and the
@@ -110,7 +110,7 @@ class StartTimes:
             self.ready_at is None or self.never_ends,
             int(((self.ready_at or earliest) - earliest) / SAME_S),
             self.shape.jobs or 0,
-            self.shape.idle_gpus,
+            self.shape.leaves_gpus_idle,
             not self.shape.configured,
         )
 
@@ -315,7 +315,7 @@ def render(estimate: StartEstimate) -> str:
                 f"{index + 1}{' (as configured)' if shape.configured else ''}",
                 str(shape.nodes), str(shape.accelerators), shape.partition or "default",
                 "default" if shape.walltime is None else f"{shape.walltime} min",
-                answer.start.words if answer.start.at is None else moment(answer.start.at, estimate.now),
+                answer.start.reason if answer.start.time is None else moment(answer.start.time, estimate.now),
                 "-" if answer.end is None else moment(answer.end, estimate.now),
                 "-" if shape.jobs is None else str(shape.jobs),
                 "-" if shape.hours is None else f"{shape.hours:.3g}",
@@ -335,7 +335,7 @@ def render(estimate: StartEstimate) -> str:
 
 def verdict(estimate: StartEstimate) -> list[str]:
     """Returns lines about the best shape: a comparison with the next worse shape, and the overrides for the best shape."""
-    startable = [answer for answer in estimate.answers if answer.start.at is not None]
+    startable = [answer for answer in estimate.answers if answer.start.time is not None]
     if not startable:
         return ["no shape would start: rlhpc doctor says what this cluster allows"]
     best_answer = startable[0]
@@ -354,7 +354,7 @@ def verdict(estimate: StartEstimate) -> list[str]:
                 else ""
             )
         )
-    if best_answer.shape.idle_gpus:
+    if best_answer.shape.leaves_gpus_idle:
         partition_text = best_answer.shape.partition or "the default partition"
         lines.append(
             f"the nodes of {partition_text} have GPUs, which this run would not use: ask whether the site allows that"
@@ -368,7 +368,7 @@ def _describe(answer: StartTimes, now: float) -> str:
     shape = answer.shape
     count_text = count_noun(shape.accelerators, "GPU") if shape.accelerators else count_noun(shape.nodes, "node")
     partition_text = f" in {shape.partition}" if shape.partition else ""
-    start_text = moment(answer.start.at or now, now)
+    start_text = moment(answer.start.time or now, now)
     return f"{count_text}{partition_text} {start_text if start_text == 'now' else f'from {start_text}'}"
 
 

@@ -76,7 +76,7 @@ class PlayOptions:
     """Options of `rlhpc play`; None selects the default.
 
     Attributes:
-        film: Video file to write if no display is available.
+        video: Video file to write if no display is available.
         episodes: Number of episodes to play.
         seed: Seed of the environment, or of sampling.
         system: First message of a conversation.
@@ -84,7 +84,7 @@ class PlayOptions:
         trust_code: True to allow imports of `module:Class` names in the checkpoint.
     """
 
-    film: Path
+    video: Path
     episodes: int | None = None
     seed: int | None = None
     system: str | None = None
@@ -124,23 +124,23 @@ class GroupSpec(Generic[Cfg]):
     """Worker groups of a task type, with their placement and failure handling.
 
     Args:
-        roles: Group → worker class of the group, as `module:Class`.
+        worker_classes: Group → worker class of the group, as `module:Class`.
         preload: Modules that the fork server imports; by default the class attribute `preload`.
     """
 
     preload: tuple[str, ...] = ()
 
-    def __init__(self, roles: Mapping[str, str], preload: Sequence[str] = ()) -> None:
-        self.roles = roles
+    def __init__(self, worker_classes: Mapping[str, str], preload: Sequence[str] = ()) -> None:
+        self.worker_classes = worker_classes
         self.preload = tuple(preload) or self.preload
 
-    def roles_of(self, cfg: Cfg) -> Mapping[str, str]:
-        """Returns the worker class of each group of a run: `roles`, and the groups that the configuration adds."""
-        return self.roles
+    def worker_classes_of(self, cfg: Cfg) -> Mapping[str, str]:
+        """Returns the worker class of each group of a run: `worker_classes`, and the groups that the configuration adds."""
+        return self.worker_classes
 
     def components(self, cfg: Cfg) -> Sequence[str]:
         """Returns the names allowed in `cluster.component_placement`, for messages."""
-        return list(self.roles_of(cfg))
+        return list(self.worker_classes_of(cfg))
 
     def policies(self, cfg: Cfg, *, max_recoveries: int = 0) -> SessionPolicies:
         """Returns the failure policies of the groups of a run with this configuration; by default any failure ends the run.

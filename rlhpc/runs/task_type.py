@@ -250,6 +250,10 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
 
     # -- former methods ------------------------------------------------------------------------------------------
 
+    def roles_of(self, cfg: Cfg) -> Mapping[str, str]:
+        """Returns the worker class of each group of a run."""
+        return self.roles
+
     def checks(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
         """Yields the checks before a start (`ConfigChecks.preflight`)."""
         return super().preflight(cfg, ranks)
@@ -279,6 +283,10 @@ class Kind(GroupSpec[Cfg], ConfigChecks[Cfg], Offline[Cfg], Reporting):
         return ""
 
     # -- methods with former names -------------------------------------------------------------------------
+
+    def worker_classes_of(self, cfg: Cfg) -> Mapping[str, str]:
+        """Returns the worker classes of the former method `roles_of`."""
+        return self.roles_of(cfg)
 
     def preflight(self, cfg: Cfg, ranks: Mapping[str, int]) -> Iterator[Check]:
         """Yields the checks of the former method `checks`."""

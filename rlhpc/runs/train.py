@@ -71,7 +71,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     cluster = Cluster(cfg.cluster)
     require_hosts(cluster)
     placement = HybridComponentPlacement(cfg, cluster)
-    strategies = {role: placement.get_strategy(role) for role in task_type.groups.roles_of(cfg)}
+    strategies = {role: placement.get_strategy(role) for role in task_type.groups.worker_classes_of(cfg)}
     placements = {role: strategy.place(cluster) for role, strategy in strategies.items()}
     if cluster.source == "machine":  # in a job, the steps check their accelerators: this host may be a login node
         torch_device(sorted({i for ranks in placements.values() for rank in ranks for i in rank.accelerators}))
@@ -117,8 +117,10 @@ def _train(
     placements: Mapping[str, Sequence[Placement]],
 ) -> dict[str, Any]:
     """Opens the run folder, starts the session, the groups and the runner, and trains."""
-    roles = task_type.groups.roles_of(cfg)
-    classes = {role: load_attribute(name, f"role {role} of the kind {task_type.name}") for role, name in roles.items()}
+    worker_classes = task_type.groups.worker_classes_of(cfg)
+    classes = {
+        role: load_attribute(name, f"role {role} of the kind {task_type.name}") for role, name in worker_classes.items()
+    }
     make_runner = load_attribute(task_type.runner, f"the runner of the kind {task_type.name}")
     # A submitted run recovers by itself after a failure; a run at a terminal reports the failure and ends.
     policies = task_type.groups.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))

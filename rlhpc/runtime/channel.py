@@ -152,19 +152,19 @@ class Channel:
 
     # -- put ------------------------------------------------------------------------------------------------------
 
-    @former_keywords(gone="home_ended")
+    @former_keywords(gone="has_home_left")
     def put(
         self,
         item: Any,
         weight: float = 0,
         key: str = DEFAULT_KEY,
         async_op: bool = False,
-        home_ended: Callable[[], bool] = lambda: False,
+        has_home_left: Callable[[], bool] = lambda: False,
     ) -> AsyncWork | None:
         """Appends `item`; blocks while the channel is full.
 
         With `async_op` the item is copied at once, and the returned `AsyncWork` completes when the channel has admitted the
-        item. `home_ended` returns whether the channel's home is known to have ended: if a process on another host ends, its
+        item. `has_home_left` returns whether the channel's home is known to have ended: if a process on another host ends, its
         connections may stay open.
 
         Raises:
@@ -185,7 +185,7 @@ class Channel:
                 return in_background(
                     f"put-{self.name}", lambda: self._put(context, payload, weight, key, True, confirm=True)
                 )
-            self._put(context, payload, weight, key, True, home_ended=home_ended)
+            self._put(context, payload, weight, key, True, has_home_left=has_home_left)
         return None
 
     def entrust(self, item: Any, key: str = DEFAULT_KEY) -> None:
@@ -216,7 +216,7 @@ class Channel:
         key: str,
         wait_for_room: bool,
         confirm: bool = False,
-        home_ended: Callable[[], bool] = lambda: False,
+        has_home_left: Callable[[], bool] = lambda: False,
     ) -> None:
         service, home = context.service, self._find_home(key)
         wait_purpose = f"room in channel {self.name!r}, key {key!r}"
@@ -263,7 +263,7 @@ class Channel:
                 choose(home), b"PUT", [header, *payload.frames()], wait_purpose, context.wait_deadline
             )
             with span(self.name, "wait", key=key):
-                reply = service.peers.reply_to(request, context.wait_deadline, home_ended)
+                reply = service.peers.reply_to(request, context.wait_deadline, has_home_left)
             self._settle_sent(context, payload, key, PutEstimate(*pickle.loads(reply[0])))
         except BaseException as error:
             payload.discard()

@@ -42,7 +42,7 @@ _ENDPOINTS = ("host", "ipc", "tcp", "bulk")
 #: Seconds between two checks whether the driver is alive, and seconds that the driver may take to answer.
 _CHECK_S, _ANSWER_S = 2.0, 30.0
 #: Seconds between two checks for another driver, between two calls of a silent driver, and between two requests for a place.
-_DRIVER_POLL_S, _CALL_S, _PLACE_POLL_S = 0.5, 5.0, 1.0
+_DRIVER_POLL_S, _CALL_S, _JOIN_RETRY_S = 0.5, 5.0, 1.0
 #: Seconds that a leaving rank may take to requeue its items. Slurm kills a job 30 s after its first signal by default.
 _REQUEUE_S = 15.0
 
@@ -422,7 +422,7 @@ def _await_place(
             if has_waited and not connection.lives():
                 raise RlhpcError("the run's driver has ended before a rank could join") from error
             raise
-        if leave_event.wait(_PLACE_POLL_S):
+        if leave_event.wait(_JOIN_RETRY_S):
             return None
 
 

@@ -94,7 +94,7 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
     if not remote_nodes:
         partition_text = f"partition {partition}" if partition else "the default partition"
         raise ConfigError(
-            f"Slurm names no node of {partition_text} ({output.words}); name the interface to it (cluster.interface=…)"
+            f"Slurm names no node of {partition_text} ({output.last_line}); name the interface to it (cluster.interface=…)"
         )
     return address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])
 

@@ -233,7 +233,7 @@ class Session:
         member.usage = rank_note.get("usage", member.usage)
         if rank_note["note"] == "phase":
             clock_difference = time.time() - rank_note["phases"][-1][1]  # a rank sends a phase when the phase begins
-            member.phases += [(phase, began_at + clock_difference) for phase, began_at in rank_note["phases"]]
+            member.phases += [(phase, start_time + clock_difference) for phase, start_time in rank_note["phases"]]
             self._has_new_phases = True
         elif rank_note["note"] == "logs":
             stdout_position, err = rank_note["positions"]

@@ -42,7 +42,7 @@ class CommandOutput:
         return (self.text if self.ok else self.text + self.error).splitlines()
 
     @property
-    def words(self) -> str:
+    def last_line(self) -> str:
         """Last line of the standard error or, if that is empty, of the standard output."""
         lines = [line.strip() for line in (self.error.strip() or self.text.strip()).splitlines() if line.strip()]
         return lines[-1] if lines else f"exit code {self.code}"

@@ -86,22 +86,22 @@ class RankPhases:
     def durations(self) -> dict[str, float]:
         """Returns the seconds of each phase that has ended; a phase that was entered repeatedly has the sum."""
         seconds_by_phase: dict[str, float] = {}
-        for (phase, began_at), (_, ended_at) in zip(self.phases, self.phases[1:], strict=False):
-            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + max(0.0, ended_at - began_at)
+        for (phase, start_time), (_, end_time) in zip(self.phases, self.phases[1:], strict=False):
+            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + max(0.0, end_time - start_time)
         return seconds_by_phase
 
     def until(self, end: float) -> RankPhases:
         """Returns the phases that began before the Unix time `end`; the last of them ends then."""
-        phases = [(phase, began_at) for phase, began_at in self.phases if began_at < end]
+        phases = [(phase, start_time) for phase, start_time in self.phases if start_time < end]
         return RankPhases(self.group, self.rank, [*phases, (WAITING, end)] if phases else [])
 
     def describe(self, now: float) -> str:
         """Returns the current phase with its duration and the ended phases as text; "" while the rank waits for calls."""
         if not self.phases or self.phases[-1][0] == WAITING:
             return ""
-        phase, began_at = self.phases[-1]
+        phase, start_time = self.phases[-1]
         durations_text = format_durations(self.durations())
-        return f"in phase {phase!r} for {max(0.0, now - began_at):.1f} s" + (
+        return f"in phase {phase!r} for {max(0.0, now - start_time):.1f} s" + (
             f", after {durations_text}" if durations_text else ""
         )
 

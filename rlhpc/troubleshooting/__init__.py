@@ -70,15 +70,15 @@ def find_by_message(message: str) -> Cause | None:
     that names the explanation.
     """
     for slug in _POINTER_IN_TEXT.findall(message):
-        if (found_cause := find_by_slug(slug)) is not None:
-            return found_cause
+        if (cause := find_by_slug(slug)) is not None:
+            return cause
     if len(message) > _MAX_CHARACTERS:  # a message with a long value or a traceback
         message = message[: _MAX_CHARACTERS // 2] + message[-_MAX_CHARACTERS // 2 :]
     message = _OVERRIDE.sub("", message)
     for pattern_kind in ("patterns", "weak_patterns"):
-        for found_cause in _ORDER:
-            if getattr(found_cause, pattern_kind) and _compile(getattr(found_cause, pattern_kind)).search(message):
-                return found_cause
+        for cause in _ORDER:
+            if getattr(cause, pattern_kind) and _compile(getattr(cause, pattern_kind)).search(message):
+                return cause
     return None
 
 
@@ -92,8 +92,8 @@ def pointer(message: str) -> str:
     """Returns the line that leads from a message to its explanation; "" without one, or if the message has it already."""
     if _POINTER_IN_TEXT.search(message):
         return ""
-    found_cause = find_by_message(message)
-    return "" if found_cause is None else f"  what to do: {_POINTER}{found_cause.slug}"
+    cause = find_by_message(message)
+    return "" if cause is None else f"  what to do: {_POINTER}{cause.slug}"
 
 
 def render(cause: Cause, docs_root: str) -> str:

@@ -63,7 +63,7 @@ KEY_CAUSES = (
             r"no run at",
             r"there is no folder",
             r"no logs",
-            r"has no (samples|recorded episodes|film|log|best checkpoint|complete checkpoint)",
+            r"has no (samples|recorded episodes|film|video|log|best checkpoint|complete checkpoint)",
             r"no metric (fits)?",
             r"runs? there",
             r"is in no such folder",

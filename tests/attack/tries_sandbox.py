@@ -1,4 +1,4 @@
-"""Attacks from inside the sandboxes of agents, and by harnesses without one."""
+"""Attacks from inside the sandboxes of agents, and by agents without one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ticket(number: int, path: str, question: str, timeout_s: float) -> dict[str,
 
 @contextlib.contextmanager
 def episodes(script: Path, sandbox: str | None, **options: Any) -> Iterator[tuple[Any, queue.SimpleQueue[Any]]]:
-    from rlhpc.language.agents.agent_processes import Harnesses, Program
+    from rlhpc.language.agents.agent_processes import AgentProcesses, Program
 
     if sandbox == "bubblewrap" and not shutil.which("bwrap"):
         raise CannotRunError("no bwrap here")
@@ -64,11 +64,11 @@ def episodes(script: Path, sandbox: str | None, **options: Any) -> Iterator[tupl
     known = {field.name for field in dataclasses.fields(Program)}
     chosen = {name: value for name, value in {**options, "sandbox": sandbox}.items() if name in known}
     program = Program("command", None, (sys.executable, str(script), "{question}"), None, 4, **chosen)
-    harnesses = Harnesses(program, lambda number, said: outcomes.put((number, said)))
+    agent_processes = AgentProcesses(program, lambda number, said: outcomes.put((number, said)))
     try:
-        yield harnesses, outcomes
+        yield agent_processes, outcomes
     finally:
-        harnesses.close()
+        agent_processes.close()
 
 
 class Stage:
@@ -89,11 +89,11 @@ class Stage:
         words = {str(number): source for number, source in enumerate(sources.values())}
         self.script.write_text(f"{PRELUDE}\nexec({words!r}[sys.argv[1]])\n")
         self.path = self._stack.enter_context(model())
-        self.harnesses, self._outcomes = self._stack.enter_context(episodes(self.script, sandbox, **options))
+        self.agent_processes, self._outcomes = self._stack.enter_context(episodes(self.script, sandbox, **options))
 
     def begin(self, name: str, timeout_s: float = 60.0) -> int:
         number = next(self._numbers)
-        self.harnesses.run(ticket(number, self.path, str(self.sources.index(name)), timeout_s))
+        self.agent_processes.run(ticket(number, self.path, str(self.sources.index(name)), timeout_s))
         return number
 
     def outcomes(self, *numbers: int) -> list[dict[str, Any]]:

@@ -23,8 +23,8 @@ def test_the_page_shows_each_entry_once_with_all_its_pictures() -> None:
     assert re.findall(r"<!-- pictures (\w+) -->", text) == list(ENTRIES)
     shown = re.findall(r"!\[[^]]+\]\(images/gallery/([\w.]+)\)", text)
     assert sorted(shown) == sorted(path.name for path in gallery_pictures.IMAGES.glob("*.png"))
-    films = {f"{name}_film.png" for name, entry in ENTRIES.items() if entry.film}
-    assert set(shown) == {f"{name}.png" for name in ENTRIES} | films
+    videos = {f"{name}_film.png" for name, entry in ENTRIES.items() if entry.video}
+    assert set(shown) == {f"{name}.png" for name in ENTRIES} | videos
 
 
 def test_an_entry_without_pictures_is_an_error() -> None:

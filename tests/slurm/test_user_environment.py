@@ -73,7 +73,7 @@ def test_none_of_them_changes_an_answer(slurm: SlurmCluster, monkeypatch: pytest
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
         assert answers(slurm, job) == expected, name
-        start = would_start(SCRIPT).at
+        start = would_start(SCRIPT).time
         assert start is not None and abs(start - time.time()) < 600, name
         monkeypatch.delenv(name)
 

@@ -60,10 +60,10 @@ def test_the_start_it_predicts_and_what_then_happens(slurm: SlurmCluster, full: 
     found = estimate_starts(TuneRequest(CONFIG, words), [1], ["cpu", "gpu"])
     said: dict[str, StartTimes] = {answer.shape.partition: answer for answer in found.answers if answer.shape.partition}
     empty, later = said["gpu"], said["cpu"]
-    assert empty.start.at is not None
-    assert later.start.at is not None
-    assert empty.start.at < later.start.at
-    assert abs(later.start.at - full) < 60
+    assert empty.start.time is not None
+    assert later.start.time is not None
+    assert empty.start.time < later.start.time
+    assert abs(later.start.time - full) < 60
     assert empty.end is not None
     assert empty.shape.hours is not None
     assert "before 1 node in cpu" in verdict(found)[0]
@@ -94,10 +94,12 @@ def test_the_start_it_predicts_and_what_then_happens(slurm: SlurmCluster, full: 
         return None if waits else time.mktime(time.strptime(fields["StartTime"], "%Y-%m-%dT%H:%M:%S"))
 
     at = {name: until(lambda name=name: started(name), f"the run in {name} starts", 330) for name in ("gpu", "cpu")}
-    print({name: f"predicted {said[name].start.at - found.now:.0f} s, was {at[name] - found.now:.0f} s" for name in at})
+    print(
+        {name: f"predicted {said[name].start.time - found.now:.0f} s, was {at[name] - found.now:.0f} s" for name in at}
+    )
     assert at["gpu"] < full
     assert at["cpu"] >= full
-    assert at["cpu"] - later.start.at < _LATE_S
+    assert at["cpu"] - later.start.time < _LATE_S
 
 
 def test_what_the_account_has_left(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:

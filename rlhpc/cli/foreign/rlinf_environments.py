@@ -311,7 +311,7 @@ def _episodes(config: ForeignConfig) -> Any:
 def _video_episodes(config: ForeignConfig) -> Any:
     if config.flag("env.eval.video_cfg.save_video"):
         config.omit(
-            "env.eval.video_cfg.save_video", "RLinf films all slots; env.eval.video_episodes is set to 4", False
+            "env.eval.video_cfg.save_video", "RLinf records all slots; env.eval.video_episodes is set to 4", False
         )
         return 4
     return UNSET

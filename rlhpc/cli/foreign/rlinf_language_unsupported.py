@@ -327,7 +327,7 @@ SUPERVISED_KEYS = [
     ),
     UnsupportedKeys(
         "data.video_* data.data_root",
-        "models look at pictures, not at films: write a film's frames into a column of pictures (data.train.images_key)",
+        "models look at pictures, not at videos: write a video's frames into a column of pictures (data.train.images_key)",
         (None,),
         missing_feature=r"^sft .*\b(video|film)s?\b",
     ),

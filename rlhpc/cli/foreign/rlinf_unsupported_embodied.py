@@ -448,7 +448,7 @@ EMBODIED = [
         "rollout.expert_model.* rollout.rlt_feature_model.*", "of a second policy in the rollout, such as an expert"
     ),
     UnsupportedKeys(
-        "env.train.video_cfg.* env.eval.video_cfg.*", "films are made in evaluation, into the run's folder", True
+        "env.train.video_cfg.* env.eval.video_cfg.*", "videos are made in evaluation, into the run's folder", True
     ),
     UnsupportedKeys(
         "env.*.wrap_obs_mode",
@@ -461,7 +461,7 @@ EMBODIED = [
     ),
     UnsupportedKeys(
         "env.*.init_params.sim_backend env.*.init_params.render_mode env.*.init_params.control_mode",
-        "the simulation runs on a GPU where there is one, and films ask for a renderer themselves",
+        "the simulation runs on a GPU where there is one, and videos ask for a renderer themselves",
         ("gpu", "auto", "all", "rgb_array", "None", None),
     ),
     UnsupportedKeys("env.*.init_params.*", "RLinf's environment reads it; set env.train.kwargs", ("default",)),

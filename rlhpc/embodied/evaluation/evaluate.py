@@ -158,8 +158,8 @@ def load_acting_policy(checkpoint: Path, *, seed: int, trust_code: bool) -> Acti
 MAX_FRAMES = 1500
 
 
-class Film(StepObserver):
-    """Video of an evaluation, with one frame before each step that shows the slots side by side. After its episode,
+class VideoRecorder(StepObserver):
+    """Recorder of an evaluation's video, with one frame before each step that shows the slots side by side. After its episode,
     a slot keeps the last image, with a border.
 
     Args:
@@ -246,14 +246,14 @@ def evaluate_checkpoint(
     cfg = _load_config(folder, Trust(trust_code)) if cfg is None else cfg
     env_cfg, seed = cfg.env.eval, cfg.runner.seed
     policy = place_policy(load_policy(folder, Trust.of(plain(cfg), trust_code)), evaluation_device(cfg))
-    films: list[Film] = []
+    recorders: list[VideoRecorder] = []
 
-    def film(env: VectorEnv) -> Film:
-        films.append(Film(env, env_cfg.video_episodes))
-        return films[0]
+    def build_recorder(env: VectorEnv) -> VideoRecorder:
+        recorders.append(VideoRecorder(env, env_cfg.video_episodes))
+        return recorders[0]
 
     # A checkpoint of an older version has no such key in its configuration.
-    build_film = film if output is not None and mapping(env_cfg).get("video_episodes", 0) else None
+    has_video = output is not None and mapping(env_cfg).get("video_episodes", 0)
     num_episodes = env_cfg.num_episodes if episodes is None else episodes
     start_time = time.perf_counter()
     try:
@@ -268,18 +268,18 @@ def evaluate_checkpoint(
                 seed=seed,
                 episodes=episodes,
                 device=device_of(policy),
-                build_observer=build_film,
+                build_observer=build_recorder if has_video else None,
                 on_progress=update_bar,
             )
     except RuntimeError as error:
         raise ConfigError(f"env.eval.env_id={cfg.env.eval.env_id} does not fit {folder}'s policy: {error}") from error
     evaluation |= {"suite": suite, "global_step": int(read_manifest(folder)["global_step"]), "checkpoint": str(folder)}
     if output is not None:
-        if films and films[0].available:
+        if recorders and recorders[0].available:
             video = Path(output).with_suffix(".mp4")
-            films[0].write(video, env_cfg.video_fps)
+            recorders[0].write(video, env_cfg.video_fps)
             evaluation["video"] = video.name
-        elif films:
+        elif recorders:
             note(f"{cfg.env.eval.env_id} cannot be rendered here, so there is no video")
         write_result(Path(output), evaluation)
     return evaluation

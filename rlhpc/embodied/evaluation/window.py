@@ -15,7 +15,7 @@ from rlhpc.embodied.config import EmbodiedConfig
 from rlhpc.embodied.data.video import pyav
 from rlhpc.embodied.envs.base import VectorEnv
 from rlhpc.embodied.evaluation.episodes import StepObserver, evaluate_policy
-from rlhpc.embodied.evaluation.evaluate import Film
+from rlhpc.embodied.evaluation.evaluate import VideoRecorder
 from rlhpc.embodied.models.registry import load_policy
 from rlhpc.runs.device import device_of, evaluation_device, place_policy
 from rlhpc.runs.run_folder import note
@@ -107,7 +107,7 @@ def has_display() -> bool:
     try:
         pygame.display.init()
     except pygame.error as error:
-        note(f"no window can be opened ({error}); a film is made")
+        note(f"no window can be opened ({error}); a video is made")
         return False
     return True
 
@@ -136,10 +136,12 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
     env_cfg = with_value(cfg.env.eval, "num_envs", 1 if in_window else episodes)
     if options.seed is not None:
         env_cfg = with_value(env_cfg, "seed", options.seed)
-    observers: list[EnvWindow | Film] = []
+    observers: list[EnvWindow | VideoRecorder] = []
 
     def build_observer(env: VectorEnv) -> StepObserver:
-        observers.append(EnvWindow(env, env_cfg.env_id, env_cfg.video_fps) if in_window else Film(env, episodes))
+        observers.append(
+            EnvWindow(env, env_cfg.env_id, env_cfg.video_fps) if in_window else VideoRecorder(env, episodes)
+        )
         return observers[0]
 
     def check_pictures(num_done: int, num_steps: int) -> None:
@@ -166,7 +168,7 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
         for observer in observers:
             if isinstance(observer, EnvWindow):
                 observer.close()
-    if observers and isinstance(observers[0], Film):
-        observers[0].write(options.film, env_cfg.video_fps)
-        evaluation["video"] = str(options.film)
+    if observers and isinstance(observers[0], VideoRecorder):
+        observers[0].write(options.video, env_cfg.video_fps)
+        evaluation["video"] = str(options.video)
     return evaluation

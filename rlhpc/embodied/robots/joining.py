@@ -217,9 +217,9 @@ def _elapsed_text(start_time: float) -> str:
 
 log = logging.getLogger(__name__)
 
-#: Seconds within which a connection must prove possession of a key, and the maximum number of unproven connections. Another
-#: connection replaces the oldest connection of the address with the most connections.
-GREETING_S, _MAX_UNPROVEN = 10.0, 32
+#: Seconds within which a connection must prove possession of a key, and the maximum number of unauthenticated connections.
+#: A further connection replaces the oldest connection of the address with the most connections.
+GREETING_S, _MAX_UNAUTHENTICATED = 10.0, 32
 _POLL_S = 0.2
 #: Maximum seconds until the closed connection of an earlier robot process is detected.
 _LOSS_NOTICED_S = 2.0
@@ -263,7 +263,7 @@ class RobotListener:
             robot, slot, address, port, node_name(), run, connected=False, since=time.time()
         )
         self._condition = threading.Condition()
-        self._unproven_sockets = ConnectionTable[socket.socket](_MAX_UNPROVEN)
+        self._unauthenticated_sockets = ConnectionTable[socket.socket](_MAX_UNAUTHENTICATED)
         self._unproven_lock = threading.Lock()
         self._connection: RobotConnection | None = None
         self._is_fresh = False
@@ -305,7 +305,7 @@ class RobotListener:
     def _accept(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         with self._unproven_lock:
-            oldest_socket = self._unproven_sockets.add(sock, host_of(sock))
+            oldest_socket = self._unauthenticated_sockets.add(sock, host_of(sock))
         if oldest_socket is not None:
             with contextlib.suppress(OSError):
                 oldest_socket.shutdown(socket.SHUT_RDWR)  # the connection's thread closes it
@@ -314,7 +314,7 @@ class RobotListener:
     def _forget(self, sock: socket.socket) -> None:
         """Removes a socket from the table of unauthenticated connections."""
         with self._unproven_lock:
-            self._unproven_sockets.remove(sock)
+            self._unauthenticated_sockets.remove(sock)
 
     def _handle(self, sock: socket.socket) -> None:
         try:

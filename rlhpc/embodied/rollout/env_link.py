@@ -92,7 +92,7 @@ def put_until_left(channel: Any, sent_item: Any, key: str, peer: Peer) -> None:
         PeerLeft: The rank has gone.
     """
     with _raise_peer_left(peer):
-        channel.put(sent_item, key=key, home_ended=lambda: current().has_left(*peer))
+        channel.put(sent_item, key=key, has_home_left=lambda: current().has_left(*peer))
 
 
 @contextlib.contextmanager

@@ -120,4 +120,4 @@ def _find_refusal(slurm_facts: SlurmFacts, site: Site) -> str | None:
     if not groups:
         return None
     sbatch_output = ask("sbatch", "--test-only", stdin=slurm_checks.het_script(groups))
-    return sbatch_output.words if sbatch_output.code else None
+    return sbatch_output.last_line if sbatch_output.code else None

@@ -500,7 +500,7 @@ def _write(path: Path, file_text: str) -> None:
 def _submit(job: ProbeJob, site: Site, job_limit_s: int, folder: Path) -> None:
     sbatch_output = ask("sbatch", "--parsable", stdin=script_of(job, site, job_limit_s, folder), timeout_s=60)
     if sbatch_output.code != 0:
-        job.fail(f"sbatch: {sbatch_output.words.removeprefix('sbatch: ').removeprefix('error: ')}")
+        job.fail(f"sbatch: {sbatch_output.last_line.removeprefix('sbatch: ').removeprefix('error: ')}")
         return
     job.job_id = sbatch_output.text.strip().splitlines()[-1].partition(";")[0]
     for record in ask("scontrol", "--oneliner", "show", "job", job.job_id).records:

@@ -46,7 +46,7 @@ def version(facts: SlurmFacts) -> Finding:
     versions_text = ", ".join(f"{year}.{month:02}" for year, month in TESTED_SLURM)
     return decide(
         "Slurm version", f"{version_text}; rlhpc is tested with {versions_text}",
-        (not version_number, "fail", facts.version.words, "sbatch --version should print it"),
+        (not version_number, "fail", facts.version.last_line, "sbatch --version should print it"),
         (version_number < _MIN_SLURM, "fail", version_text, "srun --overlap came with 20.11; ask for an upgrade"),
         (version_number < TESTED_SLURM[0], "warn", version_text,
          f"rlhpc is tested with {versions_text}; try a short run first"),
@@ -56,7 +56,10 @@ def version(facts: SlurmFacts) -> Finding:
 def controller(slurm_facts: SlurmFacts) -> Finding:
     return decide(
         "Slurm controller", f"cluster {slurm_facts.config.get('ClusterName', '?')} answers",
-        (slurm_facts.config_output.code, "fail", slurm_facts.config_output.words, "is slurmctld up, and SLURM_CONF right?"),
+        (
+            slurm_facts.config_output.code, "fail", slurm_facts.config_output.last_line,
+            "is slurmctld up, and SLURM_CONF right?",
+        ),
     )  # fmt: skip
 
 
@@ -101,7 +104,7 @@ def accounts(slurm_facts: SlurmFacts, site: Site) -> Iterator[Finding]:
         levels = sorted({name for row in matching_rows for name in row[2].split(",") if name})
         yield decide(
             "account", request_text,
-            (not has_answered, "warn", f"{request_text} could not be looked up: {slurm_facts.associations.words}",
+            (not has_answered, "warn", f"{request_text} could not be looked up: {slurm_facts.associations.last_line}",
              "a wrong one shows when a job is submitted"),
             (account and not matching_rows, severity, f"{account} is none of yours ({accounts_text})",
              "correct account in the site file"),
@@ -187,7 +190,7 @@ def accounting(slurm_facts: SlurmFacts) -> Finding:
         (not _has_database(slurm_facts), "warn",
          f"none (AccountingStorageType={slurm_facts.config.get('AccountingStorageType') or '?'})",
          "runs work; use profiles/slurm-no-accounting; reports have no GPU-hours"),
-        (slurm_facts.accounting.code, "warn", f"sacct does not answer: {slurm_facts.accounting.words}",
+        (slurm_facts.accounting.code, "warn", f"sacct does not answer: {slurm_facts.accounting.last_line}",
          "runs go on; if it stays so, use profiles/slurm-no-accounting"),
         ("gres/gpu" not in slurm_facts.config.get("AccountingStorageTRES", ""), "warn",
          "sacct answers, but does not count GPUs", "ask for AccountingStorageTRES=gres/gpu"),

@@ -151,7 +151,7 @@ def submit(folder: Path, name: str, plan: HelperPlan, run_root: Path) -> str:
     )  # fmt: skip
     output_words = sbatch_output.text.split()
     if not sbatch_output.ok or not output_words or not output_words[-1].isdigit():
-        raise SubmitError(f"a job of helpers could not be submitted: {sbatch_output.words}")
+        raise SubmitError(f"a job of helpers could not be submitted: {sbatch_output.last_line}")
     return output_words[-1]
 
 

@@ -84,12 +84,12 @@ class HelperJobRecord:
             last_seen: Time at which the job was last seen in the queue.
             walltime_s: Time limit of the job.
         """
-        num_joined, started_at = max(self.joined, num_ranks), self.started
+        num_joined, start_time = max(self.joined, num_ranks), self.started
         was_cancelled = self.leaving is not None and state == JobState.CANCELLED.value
-        if started_at is None and (num_joined or not was_cancelled):
-            started_at = max(last_seen, now - walltime_s)
-        end_time = now if started_at is None else min(now, max(last_seen, started_at + walltime_s))
-        return replace(self, state=state, joined=num_joined, started=started_at, finished=end_time)
+        if start_time is None and (num_joined or not was_cancelled):
+            start_time = max(last_seen, now - walltime_s)
+        end_time = now if start_time is None else min(now, max(last_seen, start_time + walltime_s))
+        return replace(self, state=state, joined=num_joined, started=start_time, finished=end_time)
 
 
 @dataclass

@@ -113,7 +113,7 @@ def require_sandbox(program: Program) -> None:
         raise ConfigError(f"agent.sandbox is {program.sandbox}, which does not work on {node_name()}: {reason}")
 
 
-class Harnesses:
+class AgentProcesses:
     """Runner of an agent program, with one process per ticket.
 
     Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from rlhpc.language.agents.agent_processes import AgentReply, Harnesses, Program, Ticket
+from rlhpc.language.agents.agent_processes import AgentProcesses, AgentReply, Program, Ticket
 from rlhpc.language.agents.chat_content import image_processor_of, make_image_parts
 from rlhpc.language.agents.episodes import UNTRAINED_ROLE, Episode, Outcome
 from rlhpc.language.agents.gateway.feedback import awaited_turns
@@ -100,11 +100,11 @@ class OutsideEpisodes:
     ) -> None:
         self._on_close, self._check = on_close, check
         self._backend, self._options = backend, options
-        self._harnesses: Harnesses | InlineAgents | RemoteAgents
+        self._agent_processes: AgentProcesses | InlineAgents | RemoteAgents
         #: Name in traces of the agents that run in other processes; "" if they run in this one.
         self._agents_name = runs.kind if isinstance(runs, Program) else "agent ranks" * isinstance(runs, AgentRanks)
         if isinstance(runs, Program):
-            self._harnesses = Harnesses(runs, self._on_outcome)
+            self._agent_processes = AgentProcesses(runs, self._on_outcome)
         self._gateway = Gateway(
             tokenizer,
             parsers,
@@ -115,9 +115,9 @@ class OutsideEpisodes:
         )
         self._has_images = image_processor is not None
         if isinstance(runs, InlineEnvironment):
-            self._harnesses = InlineAgents(runs, self._gateway, self._on_outcome)
+            self._agent_processes = InlineAgents(runs, self._gateway, self._on_outcome)
         if isinstance(runs, AgentRanks):
-            self._harnesses = RemoteAgents(runs, self._on_outcome, self._restart)
+            self._agent_processes = RemoteAgents(runs, self._on_outcome, self._restart)
         self._sessions: dict[int, tuple[GatewaySession, Prompt | None, tuple[int, ...]]] = {}
         self._engine_requests: dict[int, EngineRequest] = {}
         self._reward_queue: queue.SimpleQueue[tuple[Episode, Episode]] = queue.SimpleQueue()
@@ -131,7 +131,7 @@ class OutsideEpisodes:
             self._num_tickets += 1  # unique, because the outcome of an aborted episode may still arrive
             self._sessions[self._num_tickets] = session, prompt, tuple(request.prompt_ids)
             self._gateway.open(session)
-            self._harnesses.run(self._build_ticket(self._num_tickets, session, prompt))
+            self._agent_processes.run(self._build_ticket(self._num_tickets, session, prompt))
 
     def _restart(self, number: int) -> dict[str, Any]:
         """Restarts an episode with a new session and the same seed; returns its new ticket."""
@@ -170,8 +170,8 @@ class OutsideEpisodes:
     def step(self) -> list[Episode]:
         """Advances the engine by a step; returns the episodes that ended."""
         self._check()
-        if isinstance(self._harnesses, RemoteAgents):
-            self._harnesses.poll()
+        if isinstance(self._agent_processes, RemoteAgents):
+            self._agent_processes.poll()
         episodes = self._start_queued_requests(should_wait=not self._backend.unfinished())
         self._abort_abandoned()
         if self._backend.unfinished():
@@ -216,7 +216,7 @@ class OutsideEpisodes:
 
     def abort(self) -> list[Episode]:
         """Ends all episodes; returns them without samples and with `finish_reason` "abort"."""
-        self._harnesses.abort()
+        self._agent_processes.abort()
         sessions, self._sessions = self._sessions, {}
         for session, *_ in sessions.values():
             session.closed = True
@@ -232,7 +232,7 @@ class OutsideEpisodes:
 
     def close(self) -> None:
         """Closes the agents, then the gateway."""
-        self._harnesses.close()
+        self._agent_processes.close()
         self._gateway.close()
         self._on_close()
 
@@ -264,7 +264,7 @@ class OutsideEpisodes:
             if engine_request.show is not None
         }
         if callbacks and self._backend.can_drop:
-            for request_id, ids in self._backend.so_far(callbacks.keys()).items():
+            for request_id, ids in self._backend.sampled_tokens(callbacks.keys()).items():
                 if ids:
                     callbacks[request_id](ids)
 
@@ -410,7 +410,7 @@ class OutsideEpisodes:
         if last_turn is not None:
             episode.append(last_turn.token_ids, 0, last_turn.logprobs, last_turn.versions)
         count_names = ["turns", "not_received", "retried", "refused", "given_up"]
-        if isinstance(self._harnesses, RemoteAgents):
+        if isinstance(self._agent_processes, RemoteAgents):
             count_names.append("begun_again")
         episode_outcome.metrics |= {name: float(session_counts[name]) for name in count_names}
         episode_outcome.metrics["samples"] = float(len(branches))
@@ -471,13 +471,13 @@ _GRACE_S = 4.0
 
 
 class Post(Protocol):
-    """Message interface between a rollout rank and the ranks that run harnesses."""
+    """Message interface between a rollout rank and the ranks that run agent processes."""
 
     def offer(self, item: tuple[int, str, int]) -> None:
         """Queues an episode as (rollout rank, the rank's ident, the episode's number)."""
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
-        """Sends a message to a rank that runs harnesses, without waiting."""
+        """Sends a message to a rank that runs agent_processes, without waiting."""
 
     def receive(self) -> list[dict[str, Any]]:
         """Returns the new messages of these ranks."""

@@ -40,7 +40,7 @@ class InlineEnvironment:
 
 
 class InlineAgents:
-    """Runner of environment episodes within the rollout rank, with the interface of `Harnesses`.
+    """Runner of environment episodes within the rollout rank, with the interface of `AgentProcesses`.
 
     Args:
         environment: Environment of the episodes.

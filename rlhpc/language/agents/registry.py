@@ -239,13 +239,13 @@ def check_harness(cfg: LanguageConfig) -> None:
     Raises:
         ConfigError: The interpreter or the agent's module is not available.
     """
-    from rlhpc.language.agents.agent_processes import Harnesses
+    from rlhpc.language.agents.agent_processes import AgentProcesses
 
     program = program_of(cfg)
     # Ranks of a group `agent` check the program on their nodes, which may have other software.
     if AGENT in placed_groups(cfg) and program.python is not None and not Path(program.python).exists():
         return
-    Harnesses(replace(program, sandbox=None), lambda episode_number, raw_outcome: None).close()
+    AgentProcesses(replace(program, sandbox=None), lambda episode_number, raw_outcome: None).close()
 
 
 def check_sandbox(cfg: LanguageConfig) -> None:

@@ -200,7 +200,7 @@ class RequestError(Exception):
     Args:
         message: Message for the client.
         status: HTTP status.
-        code: Error code of OpenAI's format; `context_length_exceeded` ends the episode in most harnesses.
+        code: Error code of OpenAI's format; `context_length_exceeded` ends the episode in most agents.
     """
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:

@@ -99,7 +99,7 @@ class RolloutBackend(abc.ABC):
     """Number of experts per token in `Completion.experts`, over all routers. 0 if not requested
     (`rollout.routing_replay`); None if the engine cannot return them."""
     can_drop: bool = False
-    """Whether the engine can end single requests and return the tokens of running ones (`drop`, `so_far`)."""
+    """Whether the engine can end single requests and return the tokens of running ones (`drop`, `sampled_tokens`)."""
     can_score: bool = False
     """Whether the engine can compute the log-probs of a text (`score`)."""
     can_compute: bool = True
@@ -177,7 +177,7 @@ class RolloutBackend(abc.ABC):
         """Ends the given requests that still run, and returns no completions of them (`can_drop`)."""
         raise NotImplementedError(f"{type(self).__name__} cannot end single requests")
 
-    def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
+    def sampled_tokens(self, ids: Collection[int]) -> Mapping[int, list[int]]:
         """Returns the tokens sampled so far by running requests; requests without tokens may be missing (`can_drop`)."""
         return {}
 
@@ -244,7 +244,7 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
         FutureWarning,
         stacklevel=3,
     )
-    attributes = {
+    attributes: dict[str, Any] = {
         "can_drop": hasattr(engine, "drop") and hasattr(engine, "so_far"),
         "can_score": hasattr(engine, "score"),
         "takes_partial_updates": bool(getattr(engine, "updates_in_part", False)),
@@ -253,6 +253,8 @@ def with_base_class(engine: type) -> type[RolloutBackend]:
     missing_methods = {
         name: _make_unsupported_method(name) for name in RolloutBackend.__abstractmethods__ if not hasattr(engine, name)
     }
+    if attributes["can_drop"]:
+        attributes["sampled_tokens"] = engine.so_far  # type: ignore[attr-defined]
     return type(
         engine.__name__, (engine, RolloutBackend), {"__module__": engine.__module__, **missing_methods, **attributes}
     )

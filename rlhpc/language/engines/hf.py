@@ -456,8 +456,8 @@ class HFRollout(EngineBase):
                 self._remove(rows)
             self._row_sampling = None
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
+    def sampled_tokens(self, ids: Collection[int]) -> dict[int, list[int]]:
+        """Returns the tokens of running requests; see `RolloutBackend.sampled_tokens`."""
         rows = enumerate(self._sequences.requests)
         return {request.id: self._sequences.response(row) for row, request in rows if request.id in ids}
 

@@ -73,9 +73,11 @@ class MultiPolicyEngine(RolloutBackend):
         for engine in self._engines:
             engine.drop(ids)
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
-        return {request_id: tokens for engine in self._engines for request_id, tokens in engine.so_far(ids).items()}
+    def sampled_tokens(self, ids: Collection[int]) -> dict[int, list[int]]:
+        """Returns the tokens of running requests; see `RolloutBackend.sampled_tokens`."""
+        return {
+            request_id: tokens for engine in self._engines for request_id, tokens in engine.sampled_tokens(ids).items()
+        }
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""

@@ -135,9 +135,9 @@ class Leader(RolloutBackend):
         self._engine.drop(ids)
         self._queued_commands.append((_DROP, list(ids)))
 
-    def so_far(self, ids: Collection[int]) -> Mapping[int, list[int]]:
-        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
-        return self._engine.so_far(ids)
+    def sampled_tokens(self, ids: Collection[int]) -> Mapping[int, list[int]]:
+        """Returns the tokens of running requests; see `RolloutBackend.sampled_tokens`."""
+        return self._engine.sampled_tokens(ids)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Completes requests; see `RolloutBackend.generate`."""

@@ -380,8 +380,8 @@ class VLLMRollout(VLLMProcess, EngineBase):
         for name in request_names:
             self._running_requests.pop(name, None)
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        """Returns the tokens of running requests; see `RolloutBackend.so_far`."""
+    def sampled_tokens(self, ids: Collection[int]) -> dict[int, list[int]]:
+        """Returns the tokens of running requests; see `RolloutBackend.sampled_tokens`."""
         return {
             running_request.request.id: tokens
             for running_request, tokens, _ in self._iter_running()

@@ -334,7 +334,7 @@ class VLLMProcess:
         os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", torch.get_float32_matmul_precision())
         if cache := cache_folder():
             os.environ.setdefault("VLLM_CACHE_ROOT", str(cache / "vllm"))
-        started_at = time.monotonic()
+        start_time = time.monotonic()
         try:
             from vllm import EngineArgs, LLMEngine
             from vllm.platforms import current_platform
@@ -343,7 +343,7 @@ class VLLMProcess:
             raise ConfigError(
                 f"rollout.rollout_backend is 'vllm', which cannot be imported ({first_line(error)}): pip install 'rlhpc[vllm]'"
             ) from None
-        import_s = time.monotonic() - started_at
+        import_s = time.monotonic() - start_time
         self._is_on_cpu = bool(current_platform.is_cpu())
         if self._is_on_cpu != options.device.startswith("cpu") or not current_platform.device_type:
             build_device = (
@@ -427,7 +427,7 @@ class VLLMProcess:
                 _configure_logging(engine_args)
                 with logged_phases():
                     self._engine: Any = LLMEngine.from_engine_args(engine_args, usage_context=UsageContext.LLM_CLASS)
-        total_s = time.monotonic() - started_at
+        total_s = time.monotonic() - start_time
         log.info("vLLM has started in %.1f s, of which its import took %.1f s", total_s, import_s)
 
     def _compile_in_order(self, arguments: Mapping[str, Any], config: Any) -> AbstractContextManager[None]:

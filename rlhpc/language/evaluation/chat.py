@@ -87,7 +87,7 @@ class Conversation:
             for completion in engine.step():
                 yield completion.token_ids, True
                 return
-            if engine.can_drop and (tokens := engine.so_far([self._num_turns]).get(self._num_turns)):
+            if engine.can_drop and (tokens := engine.sampled_tokens([self._num_turns]).get(self._num_turns)):
                 yield tokens, False
             else:
                 time.sleep(_PAUSE_S)

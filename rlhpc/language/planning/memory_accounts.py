@@ -32,7 +32,7 @@ from rlhpc.language.scoring.groups import (
     REFERENCE,
     TEACHER,
     distils,
-    group_roles,
+    group_worker_classes,
     scoring_groups,
     teachers_of,
 )
@@ -349,8 +349,8 @@ def training_of(
         )
     prompt, response = max_lengths(cfg)
     grpo = typed(GrpoConfig, cfg) if _generates_training_responses(cfg) else None
-    roles = group_roles(grpo) if grpo is not None else {}
-    has_reference_loss = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in roles
+    worker_classes = group_worker_classes(grpo) if grpo is not None else {}
+    has_reference_loss = grpo is not None and grpo.algorithm.kl_coef > 0 and REFERENCE not in worker_classes
     is_causal = name == "actor" and cfg.runner.task_type != "reward_model"
     number_bytes = itemsize(section.model.dtype, ranks.accelerated)
     shares_prompts = (
@@ -421,7 +421,7 @@ def _count_micro_batch_tokens(
 
 def _compute_teacher_bytes(cfg: GrpoConfig, ranks: GroupRanks, builds_model: bool) -> float:
     """Returns the bytes of all teachers on the actor's ranks; 0 if there are none."""
-    if not distils(cfg) or TEACHER in group_roles(cfg):
+    if not distils(cfg) or TEACHER in group_worker_classes(cfg):
         return 0.0
     return sum(_compute_weight_bytes(model, ranks, builds_model) for model in teachers_of(cfg).values())
 

@@ -14,7 +14,7 @@ from rlhpc.language.config.run import (
     minibatch_size,
     responses_per_step,
 )
-from rlhpc.language.scoring.groups import AGENT, group_roles
+from rlhpc.language.scoring.groups import AGENT, group_worker_classes
 from rlhpc.runs.tuning.shapes import configured_placements
 from rlhpc.runs.tuning.workload import Knob, Phase, Workload
 from rlhpc.runtime.cluster import Cluster
@@ -30,7 +30,7 @@ def rl_workload(cfg: GrpoConfig, max_staleness: int) -> Workload:
     """Returns the workload of an RL step: generation, scoring, training and weight sync."""
     prompts, responses, minibatch = cfg.data.prompts_per_step, responses_per_step(cfg), minibatch_size(cfg, cfg.actor)
     scoring_phases = tuple(
-        Phase(name, name, f"time/{name}_s", streams=True) for name in group_roles(cfg) if name != AGENT
+        Phase(name, name, f"time/{name}_s", streams=True) for name in group_worker_classes(cfg) if name != AGENT
     )
     knobs = [Knob(STALENESS, tuple(range(max_staleness + 1))), _make_micro_batch_knob(cfg)]
     if cfg.rollout.rollout_backend == "hf":  # one rank; its number of concurrent sequences is a key

@@ -36,7 +36,7 @@ from rlhpc.language.scoring.groups import (
     distils,
     explain_engine_errors,
     group_models,
-    group_roles,
+    group_worker_classes,
     key_of,
     needs_critic,
     placed_groups,
@@ -416,8 +416,8 @@ def check_groups(cfg: GrpoConfig, ranks: Mapping[str, int]) -> None:
     from rlhpc.language.data import load_tokenizer
     from rlhpc.language.engines.registry import ENGINES
 
-    roles, groups = group_roles(cfg), scoring_groups(cfg)
-    for name in (n for n in roles if n in ranks and n != AGENT):
+    worker_classes, groups = group_worker_classes(cfg), scoring_groups(cfg)
+    for name in (n for n in worker_classes if n in ranks and n != AGENT):
         if name != CRITIC and groups[name].scorer in ("classifier", "process"):
             from rlhpc.language.scoring.reward_models import require_classifier
 

@@ -93,7 +93,7 @@ def teacher_index(cfg: GrpoConfig, task: str) -> int:
     return next((index for index, teacher in enumerate(cfg.teacher.by_task, 1) if task in teacher.tasks), 0)
 
 
-def group_roles(cfg: GrpoConfig) -> dict[str, str]:
+def group_worker_classes(cfg: GrpoConfig) -> dict[str, str]:
     """Returns the worker classes, as `module:Class`, of the groups that are placed or that the run requires, except actor and
     rollout.
     """
@@ -119,7 +119,7 @@ def group_roles(cfg: GrpoConfig) -> dict[str, str]:
 def learning_groups(cfg: GrpoConfig) -> frozenset[str]:
     """Returns the groups with weights that change during training and are saved in checkpoints, except actor and rollout."""
     following_groups = {REFERENCE} if cfg.reference.update_interval else set()
-    return frozenset(group_roles(cfg)) & ({CRITIC} | following_groups)
+    return frozenset(group_worker_classes(cfg)) & ({CRITIC} | following_groups)
 
 
 def needs_critic(cfg: GrpoConfig) -> bool:

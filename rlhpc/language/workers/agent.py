@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhpc.language.agents.agent_processes import AgentReply, Harnesses
+from rlhpc.language.agents.agent_processes import AgentProcesses, AgentReply
 from rlhpc.language.agents.episodes import EpisodeRunner
 from rlhpc.language.agents.gateway.feedback import FEEDBACK
 from rlhpc.language.agents.registry import Generation, program_of
@@ -137,7 +137,7 @@ class AgentWorker(Worker):
     def __init__(self, cfg: GrpoConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self._harnesses: Harnesses | None = None
+        self._agent_processes: AgentProcesses | None = None
         self._relays: Relays | None = None
         self._services: Services | None = None
         self._outcomes: queue.SimpleQueue[tuple[int, AgentReply]] = queue.SimpleQueue()
@@ -149,8 +149,8 @@ class AgentWorker(Worker):
 
     def close(self) -> None:
         """Ends all agents, their processes, and the services."""
-        if self._harnesses is not None:
-            self._harnesses.close()
+        if self._agent_processes is not None:
+            self._agent_processes.close()
         for helper in (self._relays, self._services):
             if helper is not None:
                 helper.close()
@@ -164,7 +164,7 @@ class AgentWorker(Worker):
         self.prompts = prompts
         try:
             program = program_of(self.cfg, self._addresses())
-            self._harnesses = Harnesses(
+            self._agent_processes = AgentProcesses(
                 program, lambda episode_number, reply: self._outcomes.put((episode_number, reply))
             )
         except ConfigError as error:
@@ -194,15 +194,15 @@ class AgentWorker(Worker):
 
     def begin(self) -> None:
         """Ends all episodes in flight."""
-        self._running_harnesses.abort()
+        self._running_agent_processes.abort()
         self._leased_episodes.clear()
         self._ended_phases.clear()
         _receive_messages(TICKETS)
 
     @property
-    def _running_harnesses(self) -> Harnesses:
-        assert self._harnesses is not None
-        return self._harnesses
+    def _running_agent_processes(self) -> AgentProcesses:
+        assert self._agent_processes is not None
+        return self._agent_processes
 
     # -- the loop -------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class AgentWorker(Worker):
                 if message["ticket"] is None:
                     self._drop_episode(message["of"])
                 else:
-                    self._running_harnesses.run(self._make_local_ticket(message["of"], message["ticket"]))
+                    self._running_agent_processes.run(self._make_local_ticket(message["of"], message["ticket"]))
         return bool(messages)
 
     def _make_local_ticket(self, episode_number: int, ticket: dict[str, Any]) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class AgentWorker(Worker):
         """Ends an episode that is no longer needed, and acknowledges its lease."""
         leased_episode = self._leased_episodes.pop(episode_number, None)
         if leased_episode is not None:
-            self._running_harnesses.kill(episode_number)
+            self._running_agent_processes.kill(episode_number)
             self._episodes.done(leased_episode.lease)
 
     def _send_outcomes(self) -> int:

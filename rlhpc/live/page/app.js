@@ -13,7 +13,7 @@ const COLUMNS = [
   ["env_steps_per_s", "env steps/s"], ["tokens_per_s", "tokens/s"], ["elapsed_s", "trained"], ["eta_s", "left"],
 ];
 const TABS = [
-  ["curves", "Curves"], ["samples", "Samples"], ["media", "Films"], ["logs", "Logs"], ["report", "Report"], ["config", "Configuration"],
+  ["curves", "Curves"], ["samples", "Samples"], ["media", "Videos"], ["logs", "Logs"], ["report", "Report"], ["config", "Configuration"],
   ["steps", "Steps"],
 ];
 
@@ -377,10 +377,10 @@ const drawBranch = (branch) => (Array.isArray(branch?.parts) ? branch.parts : []
   return make("pre", {}, make("b", {}, `${branch.role ?? "assistant"}, turn ${part.turn}: `), ...drawTokens(part.drawn));
 });
 
-// ---- films, logs, report, configuration ----
+// ---- videos, logs, report, configuration ----
 const drawMedia = async (run) => {
   const files = await ask("/api/media", {run});
-  if (!files.length) return [make("p", {class: "note"}, "This run has no films: env.eval.video_episodes films evaluations, rlhpc play a checkpoint.")];
+  if (!files.length) return [make("p", {class: "note"}, "This run has no videos: env.eval.video_episodes records videos of evaluations, rlhpc play a checkpoint.")];
   return [make("div", {class: "media"}, ...files.map((file) => {
     const source = address("/media", {run, file});
     const content = file.endsWith(".mp4") ? make("video", {src: source, controls: true, preload: "metadata"}) : make("img", {src: source, alt: file, loading: "lazy"});

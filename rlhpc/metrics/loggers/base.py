@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlhpc.runtime.former_names import former_members
 from rlhpc.runtime.plugins import require_package
 from rlhpc.runtime.redaction import is_secret_key, is_secret_section, redact_addresses
 
@@ -19,6 +20,7 @@ _num_redirections = 0
 _stdout = sys.stdout
 
 
+@former_members(memory="saved_state")
 @dataclass(frozen=True)
 class RunFacts:
     """Facts about the run whose rows a logger receives."""
@@ -29,7 +31,7 @@ class RunFacts:
     """The run folder; a logger writes its files to its own folder below it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration, nested, without secrets."""
-    memory: dict[str, Any] = field(default_factory=dict)
+    saved_state: dict[str, Any] = field(default_factory=dict)
     """State that the logger needs when the run is resumed, such as the service's id of the run: JSON values, stored in
     `loggers.json` after `open`, `commit` and `close`. Empty at a fresh start."""
 

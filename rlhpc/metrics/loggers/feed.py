@@ -24,7 +24,7 @@ _COMMIT, _END = object(), object()
 Row = tuple[int, Mapping[str, float]]
 
 
-class Memory:
+class LoggerStates:
     """State of the loggers for a resumed run (`loggers.json`)."""
 
     def __init__(self, path: Path, *, is_new: bool) -> None:
@@ -39,11 +39,11 @@ class Memory:
                 key: logger_content for key, logger_content in saved_content.items() if isinstance(logger_content, dict)
             }
 
-    def recall(self, name: str) -> dict[str, Any]:
+    def state_of(self, name: str) -> dict[str, Any]:
         """Returns a copy of a logger's stored state."""
         return dict(self._content.get(name, {}))
 
-    def keep(self, name: str, content: dict[str, Any]) -> None:
+    def store(self, name: str, content: dict[str, Any]) -> None:
         """Replaces a logger's state and writes it to the file."""
         with self._lock:
             if self._content.get(name, {}) != content:
@@ -59,7 +59,7 @@ class Feed:
         name: str,
         logger: RunLogger,
         run: RunFacts,
-        memory: Memory,
+        logger_states: LoggerStates,
         resume_step: int | None = None,
         backlog: Sequence[Row] = (),
     ) -> None:
@@ -68,12 +68,12 @@ class Feed:
         Args:
             name: Name of the logger, for messages and `loggers.json`.
             logger: Logger that is not yet open.
-            run: Facts of the run, with the logger's stored state as `memory`.
-            memory: State of all loggers.
+            run: Facts of the run, with the logger's stored state as `saved_state`.
+            logger_states: State of all loggers.
             resume_step: Argument of `RunLogger.open`.
             backlog: Rows of metrics.jsonl from earlier starts; the logger first receives its missing rows.
         """
-        self._name, self._logger, self._run, self._memory = name, logger, run, memory
+        self._name, self._logger, self._run, self._logger_states = name, logger, run, logger_states
         self._resume_step, self._backlog = resume_step, backlog
         self._queue: queue.Queue[Any] = queue.Queue(_MAX_QUEUED_ROWS)
         self._has_ended = False
@@ -118,7 +118,7 @@ class Feed:
     def _pass_rows(self) -> None:
         try:
             last_step = self._logger.open(self._run, self._resume_step)
-            self._memory.keep(self._name, self._run.memory)
+            self._logger_states.store(self._name, self._run.saved_state)
             for step, row in self._backlog:
                 if last_step is None or step > last_step:
                     self._logger.log(step, row)
@@ -126,12 +126,12 @@ class Feed:
             while not self._has_ended and (queue_item := self._queue.get()) is not _END:
                 if queue_item is _COMMIT:
                     self._logger.commit()
-                    self._memory.keep(self._name, self._run.memory)
+                    self._logger_states.store(self._name, self._run.saved_state)
                 elif last_step is None or queue_item[0] > last_step:
                     self._logger.log(*queue_item)
                 self._queue.task_done()
             self._logger.close()
-            self._memory.keep(self._name, self._run.memory)
+            self._logger_states.store(self._name, self._run.saved_state)
         except Exception as error:
             # No exception of a service or its library may reach the training.
             if not self._has_ended:
@@ -140,7 +140,7 @@ class Feed:
             with contextlib.suppress(Exception):
                 self._logger.close()
             with contextlib.suppress(OSError):
-                self._memory.keep(self._name, self._run.memory)
+                self._logger_states.store(self._name, self._run.saved_state)
 
 
 def end_all(feeds: Iterable[Feed]) -> None:

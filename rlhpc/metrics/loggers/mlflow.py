@@ -40,8 +40,8 @@ class MLflowLogger:
         local_uri = f"sqlite:///{run.folder / 'mlflow.db'}"
         uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or local_uri
         self._client = MlflowClient(tracking_uri=uri)
-        if run.memory.get("run_id"):
-            self._run_id = run.memory["run_id"]
+        if run.saved_state.get("run_id"):
+            self._run_id = run.saved_state["run_id"]
             self._client.update_run(self._run_id, status="RUNNING")
             return self._last_step()
         existing_experiment = self._client.get_experiment_by_name(self._experiment)
@@ -51,7 +51,7 @@ class MLflowLogger:
             artifact_location = str(run.folder / "mlflow") if uri == local_uri else None
             experiment_id = self._client.create_experiment(self._experiment, artifact_location=artifact_location)
         mlflow_run = self._client.create_run(experiment_id, run_name=run.name, tags=self._tags)
-        self._run_id = run.memory["run_id"] = mlflow_run.info.run_id
+        self._run_id = run.saved_state["run_id"] = mlflow_run.info.run_id
         self._log_config(run.config)
         return None
 

@@ -33,18 +33,18 @@ class SwanLabLogger(ServiceLogger):
             "probe": {"runtime": False},  # runtime data has the command line, which may hold secrets
             **(options.pop("settings", None) or {}),
         }
-        run.memory.setdefault("id", uuid.uuid4().hex[:16])
+        run.saved_state.setdefault("id", uuid.uuid4().hex[:16])
         folder = run.folder / "swanlab"
         folder.mkdir(exist_ok=True)
         _remove_empty(folder)
-        last_step = None if resume_step is None else _last_step(folder, run.memory["id"])
+        last_step = None if resume_step is None else _last_step(folder, run.saved_state["id"])
         with printing_to_stderr():
             swanlab_settings = swanlab.Settings(**settings)
             wandb_mode = (
                 self._mode or os.environ.get("SWANLAB_MODE") or ("online" if swanlab_settings.api_key else "offline")
             )
             arguments = {
-                "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": wandb_mode,
+                "project": self._project, "name": run.name, "id": run.saved_state["id"], "resume": "allow", "mode": wandb_mode,
                 "log_dir": str(folder), "config": dict(run.config), **options,
             }  # fmt: skip
             self._run = swanlab.init(**arguments, settings=swanlab_settings)

@@ -29,13 +29,13 @@ class TensorBoardLogger:
         self._purge_step: int | None = None
         self._file: IO[bytes] | None = None
         self._records: Any = None
-        self._memory: dict[str, Any] = {}
+        self._saved_state: dict[str, Any] = {}
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
-        self._folder, self._memory = RunPaths(run.folder).tensorboard, run.memory
+        self._folder, self._saved_state = RunPaths(run.folder).tensorboard, run.saved_state
         if resume_step is None or not any(self._folder.glob("events.out.tfevents.*")):
             return None
-        last_step = self._memory.get(_LAST_STEP_KEY)
+        last_step = self._saved_state.get(_LAST_STEP_KEY)
         logged_step = None if last_step is None else min(int(last_step), resume_step)
         self._purge_step = 0 if logged_step is None else logged_step + 1
         return logged_step
@@ -48,7 +48,7 @@ class TensorBoardLogger:
             self._open_file()
         summary_values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
         self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=summary_values)))
-        self._memory[_LAST_STEP_KEY] = step
+        self._saved_state[_LAST_STEP_KEY] = step
 
     def commit(self) -> None:
         """Does nothing: no rows wait in memory."""
@@ -62,17 +62,17 @@ class TensorBoardLogger:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._folder.mkdir(parents=True, exist_ok=True)
-        started_at = time.time()
-        stem = f"events.out.tfevents.{int(started_at):010d}.{node_name()}.{os.getpid()}"
+        start_time = time.time()
+        stem = f"events.out.tfevents.{int(start_time):010d}.{node_name()}.{os.getpid()}"
         paths = (self._folder / f"{stem}.{file_number}" for file_number in itertools.count())
         # Several starts may fall into one second.
         self._file = next(path for path in paths if not path.exists()).open("xb")
         self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=started_at, file_version="brain.Event:2"))
+        self._write(Event(wall_time=start_time, file_version="brain.Event:2"))
         if self._purge_step is not None:
             # TensorBoard then hides rows of earlier starts from the first step of this start on.
             session_start = SessionLog(status=SessionLog.START)
-            self._write(Event(wall_time=started_at, step=self._purge_step, session_log=session_start))
+            self._write(Event(wall_time=start_time, step=self._purge_step, session_log=session_start))
 
     def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())

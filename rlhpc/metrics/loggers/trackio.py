@@ -35,7 +35,7 @@ class TrackioLogger(ServiceLogger):
                 **self._options,
             }  # fmt: skip
             self._run = trackio.init(**arguments)
-        run.memory["id"] = self._run.id
+        run.saved_state["id"] = self._run.id
         # The database or server determines the step of the run's next row.
         next_step = int(getattr(self._run, "_next_step", 0))
         return next_step - 1 if resume_step is not None and next_step > 0 else None

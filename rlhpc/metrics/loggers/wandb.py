@@ -37,15 +37,15 @@ class WandbLogger(ServiceLogger):
             "x_disable_meta": True,  # metadata has the command line, which may hold secrets
             **(options.pop("settings", None) or {}),
         }
-        run.memory.setdefault("id", uuid.uuid4().hex[:8])
+        run.saved_state.setdefault("id", uuid.uuid4().hex[:8])
         arguments = {
-            "project": self._project, "name": run.name, "id": run.memory["id"], "resume": "allow", "mode": wandb_mode,
+            "project": self._project, "name": run.name, "id": run.saved_state["id"], "resume": "allow", "mode": wandb_mode,
             "dir": str(run.folder), "config": dict(run.config), **options,
         }  # fmt: skip
         self._run = wandb.init(**arguments, settings=wandb.Settings(**settings))
         if wandb_mode == "online":
             return self._run.starting_step - 1 if self._run.starting_step else None
-        return None if resume_step is None else _last_step(run.folder / "wandb", run.memory["id"])
+        return None if resume_step is None else _last_step(run.folder / "wandb", run.saved_state["id"])
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         self._run.log(dict(row), step=step, commit=True)

@@ -118,17 +118,17 @@ def _observe_run(command: Sequence[str], output: Any, paths: RunPaths, deadline_
     Raises:
         RlhpcError: The command exceeded the deadline.
     """
-    observation, started_at, sampled_at = _Observation(), time.monotonic(), 0.0
+    observation, start_time, sampled_at = _Observation(), time.monotonic(), 0.0
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0)
     try:
         while process.poll() is None:
             now = time.monotonic()
-            if now - started_at > deadline_s:
+            if now - start_time > deadline_s:
                 raise RlhpcError(
                     f"a short run did not end within {deadline_s:.0f} s (log {output.name}); give it longer with --deadline, "
                     "or fewer steps with --steps"
                 )
-            if now - sampled_at > min(1.0, (now - started_at) / 20):  # more often in short runs
+            if now - sampled_at > min(1.0, (now - start_time) / 20):  # more often in short runs
                 sampled_at = now
                 _sample_memory(paths, observation)
             time.sleep(_POLL_S)

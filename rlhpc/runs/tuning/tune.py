@@ -113,8 +113,10 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
 
 def configured_candidate(cfg: RunConfig, workload: Workload) -> Candidate:
     """Returns the placement and settings of the configuration."""
-    roles = task_type_of(cfg).groups.roles_of(cfg)
-    placements = {group: placement for group, placement in configured_placements(cfg).items() if group in roles}
+    worker_classes = task_type_of(cfg).groups.worker_classes_of(cfg)
+    placements = {
+        group: placement for group, placement in configured_placements(cfg).items() if group in worker_classes
+    }
     return Candidate(placements, {knob.key: select(cfg, knob.key) for knob in workload.knobs})
 
 

@@ -187,7 +187,7 @@ class SrunLauncher:
                 "%s on node %s was given up and could not be killed: %s",
                 worker_spec.name,
                 worker_spec.node,
-                srun_output.words,
+                srun_output.last_line,
             )
             time.sleep(_RETRY_S)
         with self._being_killed_lock:

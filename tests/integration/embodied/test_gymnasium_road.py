@@ -62,7 +62,7 @@ def test_each_is_played_and_taken_over_mid_episode(tmp_path: Path) -> None:
 
 
 def test_a_run_and_its_evaluation(tmp_path: Path) -> None:
-    need_extra("embodied")  # films
+    need_extra("embodied")  # videos
     run = ["configs/embodied/fetch_reach.yaml", f"runner.run_dir={tmp_path}", "runner.max_steps=2", "runner.segments=1",
            "runner.save_interval=1", "algorithm.replay_buffer.min_buffer_size=40", "actor.global_batch_size=32",
            f"env.train.simulator_python={PYTHON}"]  # fmt: skip

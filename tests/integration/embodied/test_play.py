@@ -1,4 +1,4 @@
-"""`rlhpc play` of a policy in a simulator: a film where there is no display, a window where there is one."""
+"""`rlhpc play` of a policy in a simulator: a video where there is no display, a window where there is one."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def no_display(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def pictures(film: Path) -> int:
+def pictures(video: Path) -> int:
     import av
 
-    with av.open(str(film)) as video:
-        return sum(1 for _ in video.decode(video=0))
+    with av.open(str(video)) as container:
+        return sum(1 for _ in container.decode(video=0))
 
 
-def test_a_film_without_a_display(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_video_without_a_display(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["play", str(run), "--episodes", "2", "--seed", "3"]) == 0
-    film = run / "play" / "global_step_1.mp4"
+    video = run / "play" / "global_step_1.mp4"
     said = capsys.readouterr().out
-    assert said.startswith("global_step_1: mean return 7.0 over 2 episodes") and str(film) in said
-    assert pictures(film) == 7 + 10  # a picture a step, and half a second of the end
+    assert said.startswith("global_step_1: mean return 7.0 over 2 episodes") and str(video) in said
+    assert pictures(video) == 7 + 10  # a picture a step, and half a second of the end
     checkpoint = run / "checkpoints" / "global_step_1"
     other = tmp_path / "other.mp4"
     words = ["play", "--checkpoint", str(checkpoint), "env.eval.max_episode_steps=5", "--episodes", "1"]

@@ -129,7 +129,7 @@ class Scripted:
         self.dropped += [request.id for _, request in self._queue if request.id in ids]
         self._queue = [entry for entry in self._queue if entry[1].id not in ids]
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+    def sampled_tokens(self, ids: Collection[int]) -> dict[int, list[int]]:
         return {
             request.id: (tokens := self._completion(request).token_ids)[: max(0, len(tokens) - 1 - left)]
             for left, request in self._queue
@@ -198,7 +198,7 @@ class Served:
             if not self.held.is_set():
                 for completion in self.engine.step():
                     under_way.pop(completion.id).answer(completion)
-            for number, ids in self.engine.so_far([n for n, d in under_way.items() if d.show]).items():
+            for number, ids in self.engine.sampled_tokens([n for n, d in under_way.items() if d.show]).items():
                 under_way[number].show(ids)
             time.sleep(0.0005)
 

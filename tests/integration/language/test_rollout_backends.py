@@ -332,7 +332,7 @@ def test_some_are_dropped_and_the_others_do_not_notice(engine: RolloutBackend, m
     engine.add(requests)
     done = {completion.id: completion for _ in range(4) for completion in engine.step()}
     under_way = [request.id for request in requests if request.id not in done]
-    begun = engine.so_far(under_way)
+    begun = engine.sampled_tokens(under_way)
     assert any(begun.values())
     assert all(whole[number].token_ids[: len(ids)] == ids for number, ids in begun.items())
     early, late = set(under_way[::3]), set(under_way[1::3])

@@ -24,7 +24,7 @@ def test_ranks_are_grouped_by_the_phase_that_they_are_in() -> None:
         rank(3),
     ]
     profile, imports, waiting = open_phases(ranks)
-    assert (profile.group, profile.phase, profile.ranks, profile.began_at) == ("rollout", "profile", (0, 2), 5.0)
+    assert (profile.group, profile.phase, profile.ranks, profile.start_time) == ("rollout", "profile", (0, 2), 5.0)
     assert profile.ended_phases == {"imports": 7.0}, "the longest"
     assert (imports.phase, imports.ranks, imports.ended_phases) == ("imports", (1,), {})
     assert (waiting.group, waiting.phase) == ("actor", WAITING)

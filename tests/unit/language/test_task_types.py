@@ -181,7 +181,7 @@ def test_requests_that_no_language_model_can_answer_are_refused(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"--episodes is for runs with simulators; data.eval says"):
         offline.evaluate(cfg, tmp_path, suite="held_out", episodes=3, output=None, trust_code=False)
     with pytest.raises(ConfigError, match="--episodes is for runs with simulators; a language model"):
-        offline.play(cfg, tmp_path, PlayOptions(film=tmp_path / "film.mp4", episodes=3))
+        offline.play(cfg, tmp_path, PlayOptions(video=tmp_path / "video.mp4", episodes=3))
     with pytest.raises(ConfigError, match=r"--suite is 'held'; .*data.eval has: held_out"):
         offline.evaluate_model(cfg, suite="held", output=None)
     with pytest.raises(ConfigError, match="--released is for policies of robots"):

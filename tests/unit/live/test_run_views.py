@@ -1,4 +1,4 @@
-"""What the pages show of a run: curves of several runs, samples by query, films, logs."""
+"""What the pages show of a run: curves of several runs, samples by query, videos, logs."""
 
 from __future__ import annotations
 
@@ -183,17 +183,17 @@ def test_samples_are_found_by_text_verdict_and_reward(tmp_path: Path) -> None:
 
 def test_only_films_and_pictures_of_the_run_are_shown(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
-    film = paths.film(4)
-    film.parent.mkdir(parents=True)
-    film.write_bytes(b"film")
+    video = paths.video(4)
+    video.parent.mkdir(parents=True)
+    video.write_bytes(b"video")
     (tmp_path / "secret.mp4").write_bytes(b"secret")
-    os.symlink(tmp_path / "secret.mp4", film.with_name("link.mp4"))
-    film.with_name("notes.txt").write_text("no")
+    os.symlink(tmp_path / "secret.mp4", video.with_name("link.mp4"))
+    video.with_name("notes.txt").write_text("no")
     paths.config.write_text("key: value")
-    assert run_views.media_file(paths, "play/global_step_4.mp4") == film.resolve()
+    assert run_views.media_file(paths, "play/global_step_4.mp4") == video.resolve()
     for name in ("play/link.mp4", "play/notes.txt", "config.yaml", "play/../config.yaml", "../secret.mp4", "play/missing.mp4",
                  str(tmp_path / "secret.mp4")):  # fmt: skip
-        with pytest.raises(UserError, match="has no film or picture"):
+        with pytest.raises(UserError, match="has no video or picture"):
             run_views.media_file(paths, name)
 
 
@@ -225,7 +225,7 @@ def test_only_the_images_of_an_evaluation_belong_to_its_samples(tmp_path: Path) 
     assert [row.get("images") for row in rows] == [shown, None, None, None]
     assert rows[0]["num_images"] == 12
     assert [run_views.media_file(paths, file).parent for file in shown] == [folder.resolve()] * 2
-    assert run_views.media(paths) == ["eval/global_step_3/held-out.png"], "they are no films of the run"
+    assert run_views.media(paths) == ["eval/global_step_3/held-out.png"], "they are no videos of the run"
     many = write_samples(RunPaths(tmp_path / "many"), [sample(0, images=["one.jpg"] * 1000)])
     copies = tmp_path / "many" / "eval" / "global_step_3" / "held-out.images"
     copies.mkdir()

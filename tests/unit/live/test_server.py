@@ -89,7 +89,7 @@ def test_runs_curves_and_configuration(page: UnixConnection, runs: Path) -> None
         ("/api/curves?run=one&metric=a&smoothing=x%1b", "must be a number"),
         ("/api/nothing", "there is no /api/nothing"),
         ("/../../etc/passwd", "there is no"),
-        ("/media?run=one&file=config.yaml", "has no film or picture"),
+        ("/media?run=one&file=config.yaml", "has no video or picture"),
         ("/report?run=missing", "there is no run"),
     ],
 )

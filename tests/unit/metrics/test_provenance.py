@@ -70,7 +70,7 @@ def test_starts_in_slurm_jobs_have_their_placement(tmp_path: Path, monkeypatch: 
     record = read_provenance(paths)
     starts = placed_starts(record)
     assert [(start.job, start.placement["actor"][0]["node_rank"]) for start in starts] == [("77", 0), ("78", 1)]
-    assert starts[0].began <= starts[1].began and record["placement"] == starts[1].placement
+    assert starts[0].start_time <= starts[1].start_time and record["placement"] == starts[1].placement
     assert resumes_with_changes(record) == [(5, "actor.lr: 0.1 → 0.2; seed: 1 → 2")]
 
 

@@ -122,17 +122,19 @@ def test_a_walltime_within_the_reserve_never_ends() -> None:
         )
 
 
-def partition(name: str, start: float, *, idle_gpus: bool, own: bool = False) -> StartTimes:
-    shape = JobShape(1, 0, name, 60, () if own else (f"cluster.partition={name}",), own, "", None, None, idle_gpus)
+def partition(name: str, start: float, *, leaves_gpus_idle: bool, own: bool = False) -> StartTimes:
+    shape = JobShape(
+        1, 0, name, 60, () if own else (f"cluster.partition={name}",), own, "", None, None, leaves_gpus_idle
+    )
     return StartTimes(shape, EstimatedStart(NOW + start))
 
 
 def test_a_run_without_gpus_takes_none_of_them_where_others_are_as_good() -> None:
-    gpu, cpu = partition("gpu", 0, idle_gpus=True, own=True), partition("cpu", 20, idle_gpus=False)
+    gpu, cpu = partition("gpu", 0, leaves_gpus_idle=True, own=True), partition("cpu", 20, leaves_gpus_idle=False)
     found = StartEstimate(sort_answers([gpu, cpu]), None, "", (), NOW)
     assert verdict(found)[-1] == "for the first: cluster.partition=cpu" and "GPU" not in "\n".join(verdict(found))
-    later = partition("cpu", DAY, idle_gpus=False, own=True)
-    found = StartEstimate(sort_answers([later, partition("gpu", 0, idle_gpus=True)]), None, "", (), NOW)
+    later = partition("cpu", DAY, leaves_gpus_idle=False, own=True)
+    found = StartEstimate(sort_answers([later, partition("gpu", 0, leaves_gpus_idle=True)]), None, "", (), NOW)
     *_, note, words = verdict(found)
     assert note == "the nodes of gpu have GPUs, which this run would not use: ask whether the site allows that"
     assert words == "for the first: cluster.partition=gpu"

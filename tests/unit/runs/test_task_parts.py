@@ -31,7 +31,7 @@ def run_config(**runner: Any) -> RunConfig:
 
 def test_groups_that_define_nothing_end_the_run_at_any_failure() -> None:
     cfg, groups = run_config(), GroupSpec[RunConfig]({"actor": "module:Actor"}, preload=["torch"])
-    assert groups.roles_of(cfg) == {"actor": "module:Actor"} and groups.components(cfg) == ["actor"]
+    assert groups.worker_classes_of(cfg) == {"actor": "module:Actor"} and groups.components(cfg) == ["actor"]
     assert groups.preload == ("torch",) and groups.most_useful(cfg, {"actor": 1}) == {}
     policies = groups.policies(cfg, max_recoveries=2)
     assert policies.max_recoveries == 2 and not policies.restartable and not policies.elastic
@@ -61,7 +61,7 @@ def test_work_without_training_is_refused_by_the_name_of_the_task_type(tmp_path:
     for work in (
         lambda: offline.evaluate(cfg, tmp_path, suite="default", episodes=None, output=None, trust_code=False),
         lambda: offline.evaluate_model(cfg, suite="default", output=None),
-        lambda: offline.play(cfg, tmp_path, PlayOptions(film=tmp_path / "film.mp4")),
+        lambda: offline.play(cfg, tmp_path, PlayOptions(video=tmp_path / "video.mp4")),
         lambda: offline.export(tmp_path, None, Exporting()),
     ):
         with pytest.raises(ConfigError, match="bandit"):

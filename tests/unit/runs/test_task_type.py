@@ -59,7 +59,7 @@ def test_all_that_a_kind_names_is_there(kind) -> None:  # type: ignore[no-untype
 
     if kind.runner.startswith("rlhpc.language."):
         need_extra("llm")
-    for name in (*kind.groups.roles.values(), kind.runner):
+    for name in (*kind.groups.worker_classes.values(), kind.runner):
         module, _, attribute = name.partition(":")
         assert callable(getattr(importlib.import_module(module), attribute))
     for name in kind.groups.preload:

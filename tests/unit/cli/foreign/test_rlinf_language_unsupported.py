@@ -38,7 +38,7 @@ CHANGES: list[Any] = [
 ]  # fmt: skip
 #: Words by which a reason claims that rlhpc lacks something.
 _ABSENCE = re.compile(
-    r"\brlhpc (has no|does not)|\bthere (is|are) no\b|\bcannot\b|\bno such\b|\bnot at films\b|\bsample without\b"
+    r"\brlhpc (has no|does not)|\bthere (is|are) no\b|\bcannot\b|\bno such\b|\bnot at videos\b|\bsample without\b"
 )
 #: Word of a capability → a key that proves it. Reasons of earlier versions denied these.
 _DENIED = {

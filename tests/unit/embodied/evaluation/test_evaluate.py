@@ -14,7 +14,7 @@ from rlhpc.embodied.data.trajectories import read_trajectories
 from rlhpc.embodied.evaluation.evaluate import (
     MAX_FRAMES,
     ExpertPolicy,
-    Film,
+    VideoRecorder,
     evaluate_checkpoint,
     load_actor,
     record_episodes,
@@ -153,26 +153,26 @@ class Screen:
 
 
 def test_a_slot_keeps_its_last_picture_after_its_episode() -> None:
-    film = Film(Screen(), 2)  # type: ignore[arg-type]
+    video = VideoRecorder(Screen(), 2)  # type: ignore[arg-type]
     nothing, zeros = np.zeros(3, bool), np.zeros(3)
-    film.before(None, zeros)
-    film.after(np.arange(3), zeros, np.array([True, False, False]), nothing, {"episode": {"success": np.ones(3)}})
-    film.before(None, zeros)
-    tiles = film.frames[1]
+    video.before(None, zeros)
+    video.after(np.arange(3), zeros, np.array([True, False, False]), nothing, {"episode": {"success": np.ones(3)}})
+    video.before(None, zeros)
+    tiles = video.frames[1]
     assert (tiles[:, 40:] == 2).all()
     assert (tiles[20, 20] == 1).all() and (tiles[0, 0] != 1).any(), (
         "the first slot has a border around its last picture"
     )
-    film.after(np.arange(3), zeros, nothing, np.array([False, True, True]), {})
-    film.before(None, zeros)
-    assert len(film.frames) == 2, "both episodes are over"
+    video.after(np.arange(3), zeros, nothing, np.array([False, True, True]), {})
+    video.before(None, zeros)
+    assert len(video.frames) == 2, "both episodes are over"
 
 
 def test_a_video_has_a_longest_length() -> None:
-    film = Film(Screen(), 2)  # type: ignore[arg-type]
-    film.frames = [np.zeros((40, 80, 3), np.uint8)] * MAX_FRAMES
-    film.before(None, np.zeros(3))
-    assert len(film.frames) == MAX_FRAMES
+    video = VideoRecorder(Screen(), 2)  # type: ignore[arg-type]
+    video.frames = [np.zeros((40, 80, 3), np.uint8)] * MAX_FRAMES
+    video.before(None, np.zeros(3))
+    assert len(video.frames) == MAX_FRAMES
 
 
 def test_a_result_that_cannot_be_written_is_named(tmp_path: Path) -> None:

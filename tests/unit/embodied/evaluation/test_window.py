@@ -50,17 +50,17 @@ def titles(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_video_is_written_without_a_display(checkpoint: Path, tmp_path: Path) -> None:
     import av
 
-    film = tmp_path / "film.mp4"
-    result = play_checkpoint(checkpoint, load(), PlayOptions(film, episodes=2, seed=3))
-    assert (result["episodes"], result["seed"], result["video"]) == (2, 3, str(film))
-    with av.open(str(film)) as video:
-        assert sum(1 for _ in video.decode(video=0)) == 7 + 10
+    video = tmp_path / "video.mp4"
+    result = play_checkpoint(checkpoint, load(), PlayOptions(video, episodes=2, seed=3))
+    assert (result["episodes"], result["seed"], result["video"]) == (2, 3, str(video))
+    with av.open(str(video)) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 7 + 10
 
 
 def test_a_window_shows_one_slot_and_the_return_so_far(checkpoint: Path, tmp_path: Path, titles: list[str]) -> None:
     cfg = load("env.eval.video_fps=1000")
-    result = play_checkpoint(checkpoint, cfg, PlayOptions(tmp_path / "film.mp4", episodes=2))
-    assert result["episodes"] == 2 and "video" not in result and not (tmp_path / "film.mp4").exists()
+    result = play_checkpoint(checkpoint, cfg, PlayOptions(tmp_path / "video.mp4", episodes=2))
+    assert result["episodes"] == 2 and "video" not in result and not (tmp_path / "video.mp4").exists()
     assert len(titles) == 14 and not pygame.display.get_init()
     assert (titles[0], titles[-1]) == ("CartPole-v1: episode 1, return 0.0", "CartPole-v1: episode 2, return 6.0")
 
@@ -77,7 +77,7 @@ def test_closing_the_window_ends_the_episodes(
         pygame.event.post(event)
 
     monkeypatch.setattr(pygame.display, "flip", close)
-    assert play_checkpoint(checkpoint, load(), PlayOptions(tmp_path / "film.mp4", episodes=1000)) == {}
+    assert play_checkpoint(checkpoint, load(), PlayOptions(tmp_path / "video.mp4", episodes=1000)) == {}
     assert len(titles) == 1 and not pygame.display.get_init()
 
 
@@ -89,12 +89,12 @@ def test_an_environment_without_pictures_is_refused(
         monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setattr(GymnasiumVectorEnv, "render", VectorEnv.render)
     with pytest.raises(ConfigError, match=r"CartPole-v1 cannot be rendered here, so there is nothing to show"):
-        play_checkpoint(checkpoint, load(), PlayOptions(tmp_path / "film.mp4", episodes=1))
+        play_checkpoint(checkpoint, load(), PlayOptions(tmp_path / "video.mp4", episodes=1))
 
 
 def test_an_environment_that_does_not_fit_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"env.eval.env_id=Acrobot-v1 does not fit"):
-        play_checkpoint(checkpoint, load("env.eval.env_id=Acrobot-v1"), PlayOptions(tmp_path / "film.mp4"))
+        play_checkpoint(checkpoint, load("env.eval.env_id=Acrobot-v1"), PlayOptions(tmp_path / "video.mp4"))
 
 
 def test_a_small_picture_is_enlarged(titles: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,4 +117,4 @@ def test_a_display_that_cannot_be_opened_is_none(
 ) -> None:
     assert not has_display()
     monkeypatch.setenv("SDL_VIDEODRIVER", "no_such_driver")
-    assert not has_display() and "a film is made" in capsys.readouterr().err
+    assert not has_display() and "a video is made" in capsys.readouterr().err

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.agents import agent_processes as harnesses
-from rlhpc.language.agents.agent_processes import RUNNER, Harnesses, Program
+from rlhpc.language.agents import agent_processes as module
+from rlhpc.language.agents.agent_processes import RUNNER, AgentProcesses, Program
 
 AGENT = """
 import time
@@ -48,25 +48,25 @@ class Outcomes:
     def __init__(self) -> None:
         self.came: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self.next: list[dict[str, Any]] = []
-        self.harnesses: Harnesses | None = None
+        self.agent_processes: AgentProcesses | None = None
 
     def take(self, number: int, outcome: dict[str, Any]) -> None:
         self.came.put((number, outcome))
-        if self.next and self.harnesses is not None:
-            self.harnesses.run(self.next.pop(0))
+        if self.next and self.agent_processes is not None:
+            self.agent_processes.run(self.next.pop(0))
 
     def get(self) -> tuple[int, dict[str, Any]]:
         return self.came.get(timeout=60)
 
 
 @pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harnesses, Outcomes]]:
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentProcesses, Outcomes]]:
     tmp_path.joinpath("agent_of_tests.py").write_text(AGENT)
     monkeypatch.syspath_prepend(str(tmp_path))
     outcomes = Outcomes()
-    outcomes.harnesses = Harnesses(Program("python", "agent_of_tests:solve", (), None, 2), outcomes.take)
-    yield outcomes.harnesses, outcomes
-    outcomes.harnesses.close()
+    outcomes.agent_processes = AgentProcesses(Program("python", "agent_of_tests:solve", (), None, 2), outcomes.take)
+    yield outcomes.agent_processes, outcomes
+    outcomes.agent_processes.close()
 
 
 def test_tickets_given_while_the_runner_starts_again_are_answered(running: Any) -> None:
@@ -102,7 +102,7 @@ def test_lines_read_together_are_all_kept(tmp_path: Path) -> None:
 
 
 def test_a_ticket_without_an_outcome_is_given_up_after_its_time(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harnesses, "_SLACK_S", 0.2)
+    monkeypatch.setattr(module, "_SLACK_S", 0.2)
     harness, outcomes = running
     os.kill(harness._process.pid, signal.SIGSTOP)
     try:

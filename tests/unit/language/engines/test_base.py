@@ -101,7 +101,7 @@ def test_its_further_methods_are_used() -> None:
     engine.add([Request(1, (5,), SamplingParams()), Request(2, (6,), SamplingParams())])
     engine.drop([1])
     assert [done.id for done in engine.step()] == [2]
-    assert engine.so_far([3]) == {3: [7]} and engine.score([1, 2]) == [-1.0]
+    assert engine.sampled_tokens([3]) == {3: [7]} and engine.score([1, 2]) == [-1.0]
     with pytest.warns(FutureWarning):
         assert not is_forkable(f"{__name__}:Echo")
 

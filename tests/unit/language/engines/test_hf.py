@@ -188,10 +188,10 @@ def test_requests_are_taken_back_with_their_tokens(engine: HFRollout) -> None:
     engine.add([request(number, max_new_tokens=20) for number in range(6)])
     for _ in range(2):
         engine.step()
-    running = engine.so_far([0, 1, 5])
+    running = engine.sampled_tokens([0, 1, 5])
     assert running.keys() == {0, 1}, "others wait for a row"
     engine.drop([0, 5])
-    assert engine.unfinished() == 4 and 0 not in engine.so_far([0])
+    assert engine.unfinished() == 4 and 0 not in engine.sampled_tokens([0])
     aborted = by_id(engine.abort())
     assert aborted.keys() == {1, 2, 3, 4} and aborted[1].token_ids[: len(running[1])] == running[1]
     assert {completion.finish_reason for completion in aborted.values()} == {"abort"} and aborted[4].token_ids == []

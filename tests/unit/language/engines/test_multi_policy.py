@@ -40,7 +40,7 @@ class Engine:
     def drop(self, ids: Collection[int]) -> None:
         self.requests = [one for one in self.requests if one.id not in ids]
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+    def sampled_tokens(self, ids: Collection[int]) -> dict[int, list[int]]:
         return {one.id: [ord(self.name)] for one in self.requests if one.id in ids}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -103,7 +103,7 @@ def test_each_request_goes_to_the_engine_of_its_policy(engine: MultiPolicyEngine
     engine.add(REQUESTS)
     assert [[one.id for one in each.requests] for each in built] == [[2], [1, 3]]
     assert engine.unfinished() == 3
-    assert engine.so_far([1, 2]) == {1: [ord("b")], 2: [ord("a")]}
+    assert engine.sampled_tokens([1, 2]) == {1: [ord("b")], 2: [ord("a")]}
     assert [done.id for done in engine.step()] == [2, 1]  # one of each engine
     engine.add([request(4, 0)])
     engine.drop([4])

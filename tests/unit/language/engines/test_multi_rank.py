@@ -43,7 +43,7 @@ class Engine:
     def drop(self, ids: Iterable[int]) -> None:
         self.ids = [number for number in self.ids if number not in [*ids]]
 
-    def so_far(self, ids: Iterable[int]) -> dict[int, list[int]]:
+    def sampled_tokens(self, ids: Iterable[int]) -> dict[int, list[int]]:
         return {number: [self.token] for number in ids}
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -95,7 +95,7 @@ def lead(link: Any, engine: Any) -> Leader:
     leader.add([request_of(1), request_of(2), request_of(3)])
     assert [completion.id for completion in leader.step()] == [1]
     leader.drop([2])
-    assert leader.unfinished() == 1 and leader.so_far([3]) == {3: [7]}
+    assert leader.unfinished() == 1 and leader.sampled_tokens([3]) == {3: [7]}
     assert [completion.finish_reason for completion in leader.abort()] == ["abort"]
     assert [completion.id for completion in leader.generate([request_of(4)])] == [4]
     assert leader.score([1, 2, 3], 1) == [0.5, 0.5]

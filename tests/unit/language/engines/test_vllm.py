@@ -122,7 +122,7 @@ def test_responses_under_way_can_be_looked_at_dropped_and_aborted(build: Build) 
     engine = build()
     engine.add([request(1, most=30), request(2, most=30), request(3, most=30)])
     assert engine.step() == [] and engine.step() == []
-    assert engine.so_far([1, 3]) == {1: [11, 12], 3: [11, 12]}
+    assert engine.sampled_tokens([1, 3]) == {1: [11, 12], 3: [11, 12]}
     engine.drop([2])
     aborted = engine.abort()
     assert [(each.id, each.token_ids, each.finish_reason) for each in aborted] == [

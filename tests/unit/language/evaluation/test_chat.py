@@ -79,7 +79,7 @@ class Engine:
             return []
         return [Completion(self.requests[-1].id, [*self._reply])]
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+    def sampled_tokens(self, ids: Collection[int]) -> dict[int, list[int]]:
         return {number: [*self._reply[: self._length]] for number in ids}
 
     def abort(self) -> list[Completion]:

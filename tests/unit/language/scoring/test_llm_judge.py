@@ -15,7 +15,7 @@ from tests.extras import need_extra
 need_extra("llm")
 
 from rlhpc.language.rewards import Sample
-from rlhpc.language.scoring.groups import group_roles, scoring_groups
+from rlhpc.language.scoring.groups import group_worker_classes, scoring_groups
 from rlhpc.language.scoring.llm_judge import Judge, combine_verdicts, pairs, parse_grade, parse_preference, shares
 from rlhpc.runtime.errors import ConfigError
 from tests.unit.language.scoring.judges import Scripted, build_judge, judge_model, second  # noqa: F401 (fixtures)
@@ -198,7 +198,7 @@ def test_a_second_judge_has_its_keys_in_kwargs(judge: Callable[..., Judge], mode
     cfg = second(model, rollout_backend=f"{Scripted.__module__}:Scripted", scale=[1, 5])
     one = Judge(cfg, torch.device("cpu"), scoring_groups(cfg)["second"], **scoring_groups(cfg)["second"].kwargs)
     assert one.rate(samples("4")) == [0.5]
-    assert group_roles(cfg)["second"].endswith(":JudgeWorker")
+    assert group_worker_classes(cfg)["second"].endswith(":JudgeWorker")
 
 
 def test_an_engines_message_names_the_judges_keys(judge: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch) -> None:

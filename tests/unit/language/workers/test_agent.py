@@ -56,7 +56,7 @@ class FakeQueue:
         self.acknowledged.append(lease.item)
 
 
-class FakeHarnesses:
+class FakeAgentProcesses:
     """Agents that end at once with `prompt`, and never without."""
 
     def __init__(self, program: Any, on_outcome: Callable[[int, dict[str, Any]], None]) -> None:
@@ -131,7 +131,7 @@ class Run:
         )
         monkeypatch.setattr(agent, "current", lambda: context)
         monkeypatch.setattr(agent, "in_background", lambda name, act: act())
-        monkeypatch.setattr(agent, "Harnesses", FakeHarnesses)
+        monkeypatch.setattr(agent, "AgentProcesses", FakeAgentProcesses)
         monkeypatch.setattr(Worker, "notify", self.rollout.notify)
         monkeypatch.setattr(Worker, "notice", self.rollout.notice)
         monkeypatch.setattr(Worker, "connect_channel", {EPISODES: self.queue}.__getitem__)
@@ -142,7 +142,7 @@ class Run:
         self.worker = AgentWorker(cfg)
         self.worker.init_worker(PromptMap(2, 2, 1, 1))
         self.worker.connect()
-        self.harnesses: Any = self.worker._harnesses
+        self.agent_processes: Any = self.worker._agent_processes
 
 
 def test_episodes_of_all_rollout_ranks_run_within_the_limit_and_are_acknowledged(
@@ -158,7 +158,7 @@ def test_episodes_of_all_rollout_ranks_run_within_the_limit_and_are_acknowledged
     assert {message["outcome"]["reward"] for _, message in run.rollout.outcomes} == {1.0}
     assert run.rollout.most_in_flight == 2
     local_numbers = [message["of"] for _, message in run.rollout.outcomes]
-    assert sorted(local_numbers) == sorted(run.harnesses.tickets) == [1, 2, 3, 4, 5]
+    assert sorted(local_numbers) == sorted(run.agent_processes.tickets) == [1, 2, 3, 4, 5]
 
 
 def test_an_episode_without_a_ticket_is_acknowledged_and_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,18 +168,18 @@ def test_an_episode_without_a_ticket_is_acknowledged_and_does_not_run(monkeypatc
     run.worker._lease_episodes()
     run.rollout.tell({"end": PHASE})
     assert run.worker.serve(PHASE) == {"busy_s": pytest.approx(0.0, abs=60.0), "episodes": 0.0}
-    assert run.queue.acknowledged == [(0, "a", 7)] and not run.harnesses.tickets
+    assert run.queue.acknowledged == [(0, "a", 7)] and not run.agent_processes.tickets
 
 
 def test_an_outcome_of_a_killed_episode_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
-    run.harnesses.prompt = False
+    run.agent_processes.prompt = False
     run.queue.put((0, "a", 7))
     run.worker._lease_episodes()
     run.rollout.tell({"kill": 1})
     run.worker._handle_messages()
-    assert run.harnesses.ended == [1] and run.queue.acknowledged == [(0, "a", 7)]
-    run.harnesses.on_outcome(1, {"reward": 1.0})
+    assert run.agent_processes.ended == [1] and run.queue.acknowledged == [(0, "a", 7)]
+    run.agent_processes.on_outcome(1, {"reward": 1.0})
     run.rollout.tell({"end": PHASE})
     assert run.worker.serve(PHASE)["episodes"] == 0 and not run.rollout.outcomes
 
@@ -190,7 +190,7 @@ def test_episodes_of_a_rollout_rank_that_was_restarted_or_has_left_end(
 ) -> None:
     monkeypatch.setattr(agent, "_LIVENESS_CHECK_S", 0.0)
     run = Run(monkeypatch)
-    run.harnesses.prompt = False
+    run.agent_processes.prompt = False
     for episode in ((0, "a", 7), (1, "b", 7)):
         run.queue.put(episode)
     run.worker._lease_episodes()
@@ -201,7 +201,7 @@ def test_episodes_of_a_rollout_rank_that_was_restarted_or_has_left_end(
         run.incarnations[1] = "c"
     run.rollout.tell({"end": PHASE})
     run.worker.serve(PHASE)
-    assert run.harnesses.ended == [2] and run.queue.acknowledged == [(1, "b", 7)], "the other episode goes on"
+    assert run.agent_processes.ended == [2] and run.queue.acknowledged == [(1, "b", 7)], "the other episode goes on"
 
 
 def test_a_phase_that_does_not_end_names_the_rank_and_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,17 +212,17 @@ def test_a_phase_that_does_not_end_names_the_rank_and_the_key(monkeypatch: pytes
 
 def test_a_begin_forgets_episodes_and_messages_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch)
-    run.harnesses.prompt = False
+    run.agent_processes.prompt = False
     run.queue.put((0, "a", 7))
     run.worker._lease_episodes()
     run.rollout.tell({"end": PHASE})
     run.worker.begin()
-    assert run.harnesses.ended == ["all"] and not run.rollout.inboxes[TICKETS]
-    run.harnesses.on_outcome(1, {"reward": 1.0})
+    assert run.agent_processes.ended == ["all"] and not run.rollout.inboxes[TICKETS]
+    run.agent_processes.on_outcome(1, {"reward": 1.0})
     run.rollout.tell({"end": PHASE})
     assert run.worker.serve(PHASE)["episodes"] == 0 and not run.rollout.outcomes
     run.worker.close()
-    assert run.harnesses.ended == ["all", "closed"]
+    assert run.agent_processes.ended == ["all", "closed"]
 
 
 def test_an_agent_on_another_node_reaches_the_model_through_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_an_agent_on_another_node_reaches_the_model_through_a_relay(monkeypatch:
     for episode in ((0, "a", 7), (1, "b", 7)):
         run.queue.put(episode)
     run.worker.serve(PHASE)
-    ticket = run.harnesses.tickets[1]
+    ticket = run.agent_processes.tickets[1]
     assert (ticket["base_url"], ticket["socket"]) == ("http://far:1/v1", "/relay of http://far:1")
     assert run.rollout.ticket["base_url"] == "http://near/v1", "the rollout rank's ticket is unchanged"
 
@@ -245,7 +245,7 @@ def test_an_agent_that_cannot_start_names_its_node(monkeypatch: pytest.MonkeyPat
     def refuse(*_: object) -> None:
         raise ConfigError("my_agent cannot be imported")
 
-    monkeypatch.setattr(agent, "Harnesses", refuse)
+    monkeypatch.setattr(agent, "AgentProcesses", refuse)
     run.worker.node = "node7"
     with pytest.raises(ConfigError, match="on node7: my_agent cannot be imported"):
         run.worker.init_worker(PromptMap(2, 2, 1, 1))
@@ -272,7 +272,7 @@ def test_the_first_rank_of_a_node_starts_the_services_for_all_its_ranks(
     run.worker.cfg.agent.services = [ServiceConfig("search", ["search"])]
     run.worker.node = "node7"
     programs: list[Any] = []
-    monkeypatch.setattr(agent, "Harnesses", lambda program, on_outcome: programs.append(program))
+    monkeypatch.setattr(agent, "AgentProcesses", lambda program, on_outcome: programs.append(program))
     for run.worker.local_rank in (0, 1, 0):
         run.worker.init_worker(PromptMap(2, 2, 1, 1))
     assert starts == [{}, {"search": "127.0.0.1:99"}], "a restart takes the former addresses"

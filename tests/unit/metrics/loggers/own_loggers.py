@@ -20,8 +20,8 @@ class Lines:
 
     def open(self, run: RunFacts, resume_step: int | None) -> int | None:
         self.path = run.folder / f"{self.title}.txt"
-        run.memory.setdefault("id", f"{run.name}-{run.config['seed']}")
-        run.memory["starts"] = run.memory.get("starts", 0) + 1
+        run.saved_state.setdefault("id", f"{run.name}-{run.config['seed']}")
+        run.saved_state["starts"] = run.saved_state.get("starts", 0) + 1
         return max((int(line.split()[0]) for line in self.lines()), default=None) if resume_step is not None else None
 
     def lines(self) -> list[str]:

@@ -10,8 +10,15 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from rlhpc.metrics.loggers.base import printing_to_stderr, public_config, records
+from rlhpc.metrics.loggers.base import RunFacts, printing_to_stderr, public_config, records
 from tests.unit.metrics.loggers.own_loggers import fragment
+
+
+def test_the_former_name_of_a_loggers_state_is_the_same_state(tmp_path: Path) -> None:
+    run = RunFacts("one", tmp_path)
+    with pytest.warns(FutureWarning, match=r"RunFacts\.memory is now saved_state"):
+        run.memory["id"] = "a"  # type: ignore[attr-defined]
+    assert run.saved_state == {"id": "a"}
 
 
 def test_a_services_config_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

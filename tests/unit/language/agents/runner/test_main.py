@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhpc.language.agents.agent_processes import RUNNER, Harnesses, Program, _read_reply
+from rlhpc.language.agents.agent_processes import RUNNER, AgentProcesses, Program, _read_reply
 from tests.unit.language.agents.test_agent_processes import ticket
 
 AGENT = r"""
@@ -78,27 +78,27 @@ def solve(task, model):
 
 
 @pytest.fixture
-def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Harnesses, queue.SimpleQueue[Any]]]:
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AgentProcesses, queue.SimpleQueue[Any]]]:
     tmp_path.joinpath("hostile_of_tests.py").write_text(AGENT)
     monkeypatch.syspath_prepend(str(tmp_path))
     outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
     program = Program("python", "hostile_of_tests:solve", (), None, 1)
-    harnesses = Harnesses(program, lambda number, outcome: outcomes.put((number, outcome)))
-    yield harnesses, outcomes
-    harnesses.close()
+    agent_processes = AgentProcesses(program, lambda number, outcome: outcomes.put((number, outcome)))
+    yield agent_processes, outcomes
+    agent_processes.close()
 
 
 def test_what_a_program_started_ends_though_it_killed_its_guard(running: Any, tmp_path: Path) -> None:
-    harnesses, outcomes = running
+    agent_processes, outcomes = running
     for number in range(3):
         note = tmp_path / f"daemon-{number}"
-        harnesses.run(ticket(number, f"daemon {note}"))
+        agent_processes.run(ticket(number, f"daemon {note}"))
         assert "watches over the episode was killed" in outcomes.get(timeout=60)[1]["error"]
         deadline = time.monotonic() + 30
         while psutil.pid_exists(pid := int(note.read_text())):
             assert time.monotonic() < deadline, psutil.Process(pid)
             time.sleep(0.02)
-    harnesses.run(ticket(9))
+    agent_processes.run(ticket(9))
     assert outcomes.get(timeout=60) == (9, {"reward": 1.0})
 
 
@@ -110,25 +110,25 @@ RAW = [
 
 
 def test_a_raw_outcome_of_another_form_fails_its_episode(running: Any) -> None:
-    harnesses, outcomes = running
+    agent_processes, outcomes = running
     for number, raw in enumerate(RAW):
-        harnesses.run(ticket(number, f"raw {raw}"))
+        agent_processes.run(ticket(number, f"raw {raw}"))
     for number, raw in enumerate(RAW):
         at, outcome = outcomes.get(timeout=60)
         assert at == number and set(outcome) == {"error"}, (raw, outcome)
-    harnesses.run(ticket(99))
+    agent_processes.run(ticket(99))
     assert outcomes.get(timeout=60) == (99, {"reward": 1.0})
 
 
 def test_foreign_lines_do_not_end_what_hears_outcomes(running: Any) -> None:
     """Where the kernel lets a program write there at all, as it lets root's. It may spoil its own outcome: what hears it may
     not yet have closed the end of that pipe which its guard writes to."""
-    harnesses, outcomes = running
+    agent_processes, outcomes = running
     for number, line in enumerate([*RAW, '{"id": "x"}', '{"id": [1]}', "{}", '{"outcome": {}}']):
-        harnesses.run(ticket(number, f"lines {line}"))
+        agent_processes.run(ticket(number, f"lines {line}"))
         at, outcome = outcomes.get(timeout=60)
         assert at == number and (outcome == {"reward": 1.0} or set(outcome) == {"error"}), (line, outcome)
-    harnesses.run(ticket(99))
+    agent_processes.run(ticket(99))
     assert outcomes.get(timeout=60) == (99, {"reward": 1.0})
 
 

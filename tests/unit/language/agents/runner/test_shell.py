@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.language.agents.agent_processes import Harnesses, Program
+from rlhpc.language.agents.agent_processes import AgentProcesses, Program
 from rlhpc.language.sandbox import python
 from rlhpc.runtime.errors import ConfigError
 from tests.sandboxes import SANDBOXES
@@ -58,23 +58,23 @@ def ticket(number: int, path: str, question: str, timeout_s: float = 60.0) -> di
 
 
 @contextlib.contextmanager
-def episodes(script: Path, sandbox: str, **options: Any) -> Iterator[tuple[Harnesses, queue.SimpleQueue[Any]]]:
+def episodes(script: Path, sandbox: str, **options: Any) -> Iterator[tuple[AgentProcesses, queue.SimpleQueue[Any]]]:
     outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
     known = {field.name for field in dataclasses.fields(Program)}
     program = Program(
         "command", None, (sys.executable, str(script), "{question}"), None, 4, sandbox=sandbox,
         **{name: value for name, value in options.items() if name in known},
     )  # fmt: skip
-    harnesses = Harnesses(program, lambda number, outcome: outcomes.put((number, outcome)))
+    agent_processes = AgentProcesses(program, lambda number, outcome: outcomes.put((number, outcome)))
     try:
-        yield harnesses, outcomes
+        yield agent_processes, outcomes
     finally:
-        harnesses.close()
+        agent_processes.close()
 
 
 def run_one(script: Path, sandbox: str, question: str, path: str, timeout_s: float = 60.0, **options: Any) -> Any:
-    with episodes(script, sandbox, **options) as (harnesses, outcomes):
-        harnesses.run(ticket(0, path, question, timeout_s))
+    with episodes(script, sandbox, **options) as (agent_processes, outcomes):
+        agent_processes.run(ticket(0, path, question, timeout_s))
         return outcomes.get(timeout=timeout_s + 60)[1]
 
 
@@ -131,9 +131,9 @@ def test_no_episode_takes_the_place_of_the_model(sandbox: str, model: str, tmp_p
     """Neither is another one's key read, nor is it answered, beside the attacker and after it."""
     script = tmp_path / "agent.py"
     script.write_text(THIEF)
-    with episodes(script, sandbox) as (harnesses, outcomes):
+    with episodes(script, sandbox) as (agent_processes, outcomes):
         for number, question in enumerate(("go", "above", "honest")):
-            harnesses.run(ticket(number, model, question))
+            agent_processes.run(ticket(number, model, question))
             _, outcome = outcomes.get(timeout=90)
             expected = "model heard my key" if question == "honest" else ""
             if (sandbox, question) != (
@@ -141,8 +141,8 @@ def test_no_episode_takes_the_place_of_the_model(sandbox: str, model: str, tmp_p
                 "above",
             ):  # its /tmp, and what is above the folder there, is its own
                 assert outcome == {"response": expected}, question
-        harnesses.run(ticket(3, model, "stay"))
-        harnesses.run(ticket(4, model, "honest"))
+        agent_processes.run(ticket(3, model, "stay"))
+        agent_processes.run(ticket(4, model, "honest"))
         said = dict(outcomes.get(timeout=90) for _ in range(2))
     assert said == {3: {"response": ""}, 4: {"response": "model heard my key"}}
 
@@ -338,9 +338,9 @@ def test_who_takes_too_much_loses_its_own_episode_alone(sandbox: str, greed: str
     script = tmp_path / "agent.py"
     script.write_text(GREEDY)
     limits = {"disk_mb": 64, "memory_mb": 128, "processes": 20}
-    with episodes(script, sandbox, limits=limits) as (harnesses, outcomes):
-        harnesses.run(ticket(0, model, greed, timeout_s=100.0))
-        harnesses.run(ticket(1, model, "none"))
+    with episodes(script, sandbox, limits=limits) as (agent_processes, outcomes):
+        agent_processes.run(ticket(0, model, greed, timeout_s=100.0))
+        agent_processes.run(ticket(1, model, "none"))
         said = dict(outcomes.get(timeout=120) for _ in range(2))
     assert said[1] == {"response": "well"}
     error = said[0]["error"]

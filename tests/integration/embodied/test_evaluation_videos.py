@@ -1,4 +1,4 @@
-"""Evaluation of an embodied policy on several suites, with films beside the results and in the report."""
+"""Evaluation of an embodied policy on several suites, with videos beside the results and in the report."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_suites_and_their_films(
     assert results["short"]["length_mean"] == 7 and results["short"]["seed"] == 5
     assert results["default"]["length_mean"] > 7
 
-    film = Path("runs/pole/eval/global_step_1/short.mp4")
-    assert film.stat().st_size < 200_000
-    with av.open(str(film)) as video:
-        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    video = Path("runs/pole/eval/global_step_1/short.mp4")
+    assert video.stat().st_size < 200_000
+    with av.open(str(video)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
     assert len(frames) == 7 + 10  # a picture a step, and half a second of the end
     height, width = frames[0].shape[:2]
     assert (height, width) == (2 * 133 // 2 * 2, 2 * 200)  # 400 x 600 by 3, two by two
