@@ -278,13 +278,14 @@ class FsdpBackend(OffloadingBackend):
         if self.scaler is not None:
             self.scaler.unscale(p.grad for p in local_parameters if p.grad is not None)
         norm = self.worker.all_reduce(self._squared_norm().to(self.device)).sqrt()
-        self._update_scale(norm)
-        if self.is_step_skipped(norm):
+        host_norm = norm.cpu()
+        self._update_scale(host_norm)
+        if self.is_step_skipped(host_norm):
             self._bad_gradients = bad_tensors(
                 (name, p.grad) for name, p in self._local_shards.items() if p.grad is not None
             )
             self.optimizer.zero_grad()
-            return norm
+            return host_norm
         if self.optim.clip_grad > 0:
             clip_grads_with_norm_(local_parameters, self.optim.clip_grad, norm.to(self.shard_device))
         for group, group_lr in zip(self.optimizer.param_groups, self.optim.group_lrs(lr), strict=True):
@@ -293,7 +294,7 @@ class FsdpBackend(OffloadingBackend):
         self.optimizer.zero_grad()
         for name in updated_names:
             self._steps[name] += 1
-        return norm
+        return host_norm
 
     def _warms_critic(self) -> bool:
         """Returns whether the next step updates the value parameters alone."""

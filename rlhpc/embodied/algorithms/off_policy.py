@@ -204,8 +204,9 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
             for target in self.targets.values():
                 target.follow(self.tau)
         self._counts[0] += 1
-        with torch.no_grad():
-            self._sums += torch.stack((*critic_values, *(actor_values or (self._zero,) * len(self.actor_metrics))))
+        metric_values = (*critic_values, *(actor_values or (self._zero,) * len(self.actor_metrics)))
+        with torch.no_grad():  # norms that decide about a step are on the host
+            self._sums += torch.stack([value.to(self._sums.device) for value in metric_values])
 
     def fit_critics(
         self, predicted_values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
