@@ -35,7 +35,7 @@ def skips(cfg: RunConfig) -> bool:
 
 
 def skips_step(norm: torch.Tensor) -> bool:
-    """Returns whether a gradient norm skips the optimizer step: it is not finite, and it has been read, so it is on the host."""
+    """Returns whether a gradient norm skips the optimizer step: it is on the host, since it was read, and not finite."""
     return norm.device.type == "cpu" and not math.isfinite(norm)
 
 
