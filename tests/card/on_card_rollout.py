@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import default_section, typed
 from rlhpc.embodied.algorithms.ppo import METRICS
-from rlhpc.embodied.config import PpoConfig, SacConfig
+from rlhpc.embodied.config import BcModelConfig, PpoConfig, SacConfig
+from rlhpc.embodied.envs.tensor_tasks import Pendulum
+from rlhpc.embodied.models import build_model
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.workers.bc_actor import BcActor
 from rlhpc.embodied.workers.tensor_actor import OffPolicyTensorActor, TensorActor
@@ -176,17 +179,27 @@ def test_the_numbers_are_those_of_the_cpu() -> None:
         here.update(step)
 
 
-@pytest.mark.parametrize("algorithm", ["sac", "td3", "crossq"])
-def test_an_off_policy_run_stays_there_too(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def spec_of_a_flow() -> dict[str, Any]:
+    """Returns the description of a flow policy for pendulums."""
+    cfg: Any = default_section(BcModelConfig)
+    cfg.model_type, cfg.hidden_sizes = "flow", [16]
+    return build_model(cfg, Pendulum.observation_space, Pendulum.action_space, seed=0).spec()
+
+
+@pytest.mark.parametrize("model_type", ["sac", "td3", "crossq", "iql", "dsrl"])
+def test_an_off_policy_run_stays_there_too(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts, the replay buffer, batches and updates copy nothing to the host, until it reads the step's metrics."""
     service = SimpleNamespace(scratch=SimpleNamespace(spill=tmp_path))
     monkeypatch.setattr("rlhpc.embodied.workers.off_policy.current", lambda: SimpleNamespace(service=service))
     words = [
         f"env.train.num_envs={SLOTS}", "algorithm.rollout_steps=6", "env.train.max_episode_steps=5", "algorithm.n_step=2",
-        f"algorithm.name={algorithm}", f"actor.model.model_type={algorithm}", "actor.model.hidden_sizes=[16,16]",
+        f"algorithm.name={'sac' if model_type == 'dsrl' else model_type}", f"actor.model.model_type={model_type}",
+        "actor.model.hidden_sizes=[16,16]",
         "actor.model.critic_hidden_sizes=[16,16]", "actor.global_batch_size=16",
         "algorithm.replay_buffer={size: 400, min_buffer_size: 0}",
     ]  # fmt: skip
+    if model_type == "dsrl":
+        words.append(f"actor.model.kwargs.base_spec={json.dumps(spec_of_a_flow())}")
     counts = []
     for updates in (4, 12):
         overrides = [*words, f"algorithm.update_to_data={updates / (6 * SLOTS)}"]
