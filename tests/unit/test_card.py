@@ -39,7 +39,7 @@ def test_a_whole_run_computes_there() -> None:
 
 
 def test_commands_that_use_a_trained_policy_compute_there() -> None:
-    assert "2 passed" in on_card("tests/card/on_card_evaluation.py")
+    assert "3 passed" in on_card("tests/card/on_card_evaluation.py")
 
 
 def test_updates_do_not_wait_for_the_accelerator() -> None:
