@@ -186,11 +186,14 @@ def spec_of_a_flow() -> dict[str, Any]:
     return build_model(cfg, Pendulum.observation_space, Pendulum.action_space, seed=0).spec()
 
 
-@pytest.mark.parametrize("model_type", ["sac", "td3", "crossq", "iql", "dsrl"])
-def test_an_off_policy_run_stays_there_too(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts, the replay buffer, batches and updates copy nothing to the host, until it reads the step's metrics."""
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives replay buffers a folder."""
     service = SimpleNamespace(scratch=SimpleNamespace(spill=tmp_path))
     monkeypatch.setattr("rlhpc.embodied.workers.off_policy.current", lambda: SimpleNamespace(service=service))
+
+
+def off_policy_actor(model_type: str, num_updates: int, *overrides: str) -> OffPolicyTensorActor:
     words = [
         f"env.train.num_envs={SLOTS}", "algorithm.rollout_steps=6", "env.train.max_episode_steps=5", "algorithm.n_step=2",
         f"algorithm.name={'sac' if model_type == 'dsrl' else model_type}", f"actor.model.model_type={model_type}",
@@ -200,15 +203,21 @@ def test_an_off_policy_run_stays_there_too(model_type: str, tmp_path: Path, monk
     ]  # fmt: skip
     if model_type == "dsrl":
         words.append(f"actor.model.kwargs.base_spec={json.dumps(spec_of_a_flow())}")
+    words += [f"algorithm.update_to_data={num_updates / (6 * SLOTS)}", *overrides]
+    cfg: Any = typed(SacConfig, load_config(ROOT / "configs/embodied/pendulum_sac_tensors.yaml", words, check=False))
+    worker = OffPolicyTensorActor(cfg)
+    worker.accelerators = (0,)
+    worker.build(SlotMap(SLOTS))
+    return worker
+
+
+@pytest.mark.usefixtures("scratch")
+@pytest.mark.parametrize("model_type", ["sac", "td3", "crossq", "iql", "dsrl"])
+def test_an_off_policy_run_stays_there_too(model_type: str) -> None:
+    """Rollouts, the replay buffer, batches and updates copy nothing to the host, until it reads the step's metrics."""
     counts = []
     for updates in (4, 12):
-        overrides = [*words, f"algorithm.update_to_data={updates / (6 * SLOTS)}"]
-        cfg: Any = typed(
-            SacConfig, load_config(ROOT / "configs/embodied/pendulum_sac_tensors.yaml", overrides, check=False)
-        )
-        worker = OffPolicyTensorActor(cfg)
-        worker.accelerators = (0,)
-        worker.build(SlotMap(SLOTS))
+        worker = off_policy_actor(model_type, updates)
         worker.play(1)
         worker.update(1)
         reads, (_, report, metrics) = step_reads(worker, 2)
@@ -222,3 +231,24 @@ def test_an_off_policy_run_stays_there_too(model_type: str, tmp_path: Path, monk
     worker.off_policy.capture_passes(record)
     worker.play(3)
     assert worker.update(3)["updates"] == 3 * updates
+
+
+@pytest.mark.usefixtures("scratch")
+@pytest.mark.parametrize(("algorithm", "num_reads"), [("ppo", 3), ("sac", 2)])
+def test_a_norm_that_decides_about_a_step_is_read_once(algorithm: str, num_reads: int) -> None:
+    """With `runner.on_nonfinite=skip`. An epoch of PPO has two minibatches, and counts its rows at once; an update of SAC
+    steps the critics and the actor."""
+    counts = []
+    for number in (2, 6):
+        skips = "runner.on_nonfinite=skip"
+        worker: Any = (
+            actor(6, f"algorithm.update_epochs={number}", skips)
+            if algorithm == "ppo"
+            else off_policy_actor("sac", number, skips)
+        )
+        with Reads() as reads:
+            worker.play(1)
+            worker.train(1)
+        worker.read_step()
+        counts.append(reads.counts.total())
+    assert counts[1] - counts[0] == num_reads * (6 - 2)

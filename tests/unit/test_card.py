@@ -48,4 +48,4 @@ def test_updates_do_not_wait_for_the_accelerator() -> None:
 
 
 def test_rollouts_of_tensors_stay_on_the_accelerator() -> None:
-    assert "10 passed" in on_card("tests/card/on_card_rollout.py")
+    assert "12 passed" in on_card("tests/card/on_card_rollout.py")
