@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ TIMES = {
     "taking turns": ("time/turns_s", "s"), "taking in weights": ("time/rollout_sync_s", "s"),
     "drawn": ("time/tokens_per_s", "tokens/s"), "trained": ("time/train_tokens_per_s", "tokens/s"),
 }  # fmt: skip
+
+#: What rows say of the updates of the engine's weights, by the name of the figure. A run's last step sends none.
+UPDATES = {
+    "update, the trainer's call until the engine has loaded it": ("time/sync_s", "s"),
+    "update, first byte sent until last byte held": ("time/weights_gb_per_s", "GB/s"),
+    "update, share of its bytes that stayed on the card": ("time/weights_by_ipc", ""),
+}
 
 
 def build_overrides(report: Report, folder: Path) -> list[str]:
@@ -85,6 +93,16 @@ def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[st
     return time.monotonic() - start_time, rows
 
 
+def report_rows(report: Report, rows: Sequence[dict[str, Any]]) -> None:
+    """Reports what the rows of metrics say of the steps after the first, and of the updates of the engine's weights."""
+    for name, (key, unit) in TIMES.items():
+        report.figure(name, [row[key] for row in rows[1:]], unit)
+    for name, (key, unit) in UPDATES.items():
+        values = [row[key] for row in rows if key in row]
+        # A transport without a byte has no column.
+        report.figure(name, values or 0.0, unit, of="copy, written" if unit == "GB/s" else "")
+
+
 def measure(report: Report) -> None:
     """Measures a run of three steps, whose checkpoint a second command resumes for one more."""
     with tempfile.TemporaryDirectory() as temporary_folder:
@@ -95,8 +113,7 @@ def measure(report: Report) -> None:
         first_step, last_step = FIRST - report.small, LAST - report.small
         seconds, rows = train(report, folder, f"runner.max_steps={first_step}")
         report.figure(f"the command, {first_step} steps and its start", seconds, "s")
-        for name, (key, unit) in TIMES.items():
-            report.figure(name, [row[key] for row in rows[1:]], unit)
+        report_rows(report, rows)
         saves = [row["time/save_s"] for row in rows if row.get("time/save_s")]
         if saves:
             report.figure("stands still for a checkpoint", saves, "s")

@@ -17,10 +17,11 @@ REPEAT = 3
 MODES = ("eager", "compiled", "captured")
 
 
-def compile_networks(*networks: Any) -> None:
-    """Compiles the passes of networks."""
+def compile_networks(report: Report, *networks: Any) -> None:
+    """Compiles the passes of networks. On a CPU, PyTorch runs the graphs operation by operation, because their code takes a
+    minute to compile."""
     for network in networks:
-        network.compile()
+        network.compile(backend="aot_eager" if report.small else "inductor")
 
 
 def ppo(report: Report, mode: str) -> list[float]:
@@ -46,7 +47,7 @@ def ppo(report: Report, mode: str) -> list[float]:
     worker.accelerators = () if report.small else (0,)
     backend = make_backend(PolicyBlueprint(cfg.actor, spaces, device, seed=0, reads_norm=False), cfg.actor, worker)
     if mode == "compiled":
-        compile_networks(backend.module.actor, backend.module.critic)
+        compile_networks(report, backend.module.actor, backend.module.critic)
     update = PolicyUpdate(cfg.algorithm, backend, batch_size=size, micro_batch=None, seed=0)
     column = torch.randn(total, device=device)
     batch = TrainBatch(
@@ -77,7 +78,7 @@ def sac(report: Report, mode: str) -> list[float]:
     policy: Any = build_model(cfg.actor.model, *spaces, seed=0)
     update = SacUpdate(cfg.algorithm, cfg.actor.optim, policy.to(device).train())
     if mode == "compiled":
-        compile_networks(policy.actor, policy.critics, update.targets["critics"].module)
+        compile_networks(report, policy.actor, policy.critics, update.targets["critics"].module)
     if mode == "captured" and not report.small:
         update.capture_passes()
     batch = TransitionBatch(

@@ -34,6 +34,11 @@ def skips(cfg: RunConfig) -> bool:
     return cfg.runner.on_nonfinite == "skip"
 
 
+def skips_step(norm: torch.Tensor) -> bool:
+    """Returns whether a gradient norm skips the optimizer step: it is on the host, since it was read, and not finite."""
+    return norm.device.type == "cpu" and not math.isfinite(norm)
+
+
 def bad_tensors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Returns the names of the tensors that contain a non-finite number."""
     bad_names = []

@@ -272,9 +272,11 @@ def check_against_demonstrations(
     from rlhpc.embodied.evaluation.evaluate import load_actor
     from rlhpc.embodied.evaluation.open_loop import check_open_loop
     from rlhpc.embodied.workers.bc_actor import spaces_of
+    from rlhpc.runs.device import evaluation_device, place_policy
 
     fps = merge_facts(source_facts(demos, "demos")).fps
     trajectories = read_trajectories(list(demos), limit=num_episodes, key="demos.path")
+    device = evaluation_device(cfg)
     if cfg is None:
         policy = load_actor(str(source_folder), "PATH", trust)
     else:
@@ -282,6 +284,7 @@ def check_against_demonstrations(
         sections: Any = cfg
         spaces = spaces_of(sections) if "demos" in mapping(cfg) else check_env(sections.env.train)
         has_adapters = "lora" in mapping(sections.actor)
-        model = policy_section(sections.actor) if has_adapters else sections.actor.model
+        model = policy_section(sections.actor, device) if has_adapters else sections.actor.model
         policy = build_model(model, *spaces, seed=cfg.runner.seed)
-    return check_open_loop(policy.eval(), trajectories, num_frames=num_frames, fps=fps, control_hz=control_hz)
+    policy = place_policy(policy, device).eval()
+    return check_open_loop(policy, trajectories, num_frames=num_frames, fps=fps, control_hz=control_hz)

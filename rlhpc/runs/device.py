@@ -31,14 +31,20 @@ def worker_device(worker: Worker) -> torch.device:
     return torch.device(device_type)
 
 
-def evaluation_device(cfg: RunConfig) -> torch.device:
+def evaluation_device(cfg: RunConfig | None) -> torch.device:
     """Returns the device of a command that evaluates, records or answers outside a run: the first accelerator. Sets the
     precision of float32 products as in the run (`set_tf32`).
 
     It is the CPU on a machine without one, and for runs that compute on CPUs (`cluster.accelerators_per_node` is 0).
+
+    Args:
+        cfg: Configuration of the run; None for a policy that comes without one.
     """
-    set_tf32(cfg.runner.tf32)
-    return torch.device("cpu" if cfg.cluster.accelerators_per_node == 0 else accelerator() or "cpu")
+    if cfg is not None:
+        set_tf32(cfg.runner.tf32)
+        if cfg.cluster.accelerators_per_node == 0:
+            return torch.device("cpu")
+    return torch.device(accelerator() or "cpu")
 
 
 def device_of(policy: Any) -> torch.device:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from rlhpc.algorithms.nonfinite import skips_step
 from rlhpc.config.parallel import MeshSizes, unsupported_backend_sizes
 from rlhpc.runtime.devices import empty_cache, host_memory, synchronize, torch_device
 from rlhpc.runtime.errors import CheckpointError, ConfigError
@@ -317,16 +318,16 @@ class TrainingBackend(abc.ABC):
         if the norm is not finite (`is_step_skipped`).
 
         Returns:
-            The global gradient norm before clipping, as a tensor; reading it may wait for the device.
+            The global gradient norm before clipping, as a tensor: on the host if the step read it, on the device otherwise.
         """
 
     def is_step_skipped(self, norm: torch.Tensor) -> bool:
-        """Returns whether a step with this gradient norm was skipped because the norm is not finite.
+        """Returns whether a step was skipped because its gradient norm, which `optimizer_step` returned, is not finite.
 
-        If `Blueprint.reads_norm` is False, a backend may return False without reading the norm. In this case the task package
-        reads the norms at the end of its update, before weights are sent.
+        If `Blueprint.reads_norm` is False, a backend may step without reading the norm. In this case this method returns
+        False, and the task package reads the norms at the end of its update, before weights are sent.
         """
-        return not math.isfinite(norm)
+        return skips_step(norm)
 
     @property
     def loss_scale(self) -> float | None:

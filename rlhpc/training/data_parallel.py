@@ -111,18 +111,15 @@ class ReplicatedBackend(OffloadingBackend):
             self._update_scale(norm)
             return norm
         norms = {name: flat_module.gradient_norm() for name, flat_module in self._flats.items()}
-        total_norm = torch.stack([*norms.values()]).square().sum().sqrt()
-        self.norms = {name: float(norm) for name, norm in norms.items()}
+        host_norms = torch.stack([*norms.values()]).cpu()
+        total_norm = host_norms.square().sum().sqrt()
+        self.norms = dict(zip(norms, host_norms.tolist(), strict=True))
         if not self.is_step_skipped(total_norm):
             for name, flat_module in self._flats.items():
                 if self.norms[name]:
                     flat_module.step(norms[name], lr)
         self._update_scale(total_norm)
         return total_norm
-
-    def is_step_skipped(self, norm: torch.Tensor) -> bool:
-        """Returns whether the step with this gradient norm was skipped (`TrainingBackend.is_step_skipped`)."""
-        return next(iter(self._flats.values())).is_step_skipped(norm)
 
     def bad_gradients(self) -> list[str]:
         """Returns the parameters whose gradients were not finite (`TrainingBackend.bad_gradients`)."""

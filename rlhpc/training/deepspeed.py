@@ -265,7 +265,7 @@ class DeepSpeedBackend(OffloadingBackend):
             self.engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self.engine.step()
         self._has_gradients = False
-        norm = torch.as_tensor(self.engine.get_global_grad_norm(), device=self.device)
+        norm = torch.as_tensor(self.engine.get_global_grad_norm(), device="cpu")
         self._overflowed = scale is not None and scale > MIN_SCALE and self.is_step_skipped(norm)
         return norm
 

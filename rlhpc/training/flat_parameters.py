@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rlhpc.algorithms.nonfinite import bad_tensors
+from rlhpc.algorithms.nonfinite import bad_tensors, skips_step
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -339,12 +339,14 @@ class FlatModule:
         """Sums the gradients over the ranks, clips them and updates the weights, unless `is_step_skipped(norm)`.
 
         Returns:
-            The global gradient norm before clipping, as a tensor (reading it would wait for the device).
+            The global gradient norm before clipping, as a tensor: on the host with `reads_norm`, on the device otherwise
+            (reading it would wait for the device).
         """
         norm = self.gradient_norm()
-        if not self.is_step_skipped(norm):
+        returned_norm = norm.cpu() if self._reads_norm else norm
+        if not self.is_step_skipped(returned_norm):
             self.step(norm, lr)
-        return norm
+        return returned_norm
 
     @torch.no_grad()
     def gradient_norm(self) -> torch.Tensor:
@@ -372,10 +374,11 @@ class FlatModule:
             self._compute.copy_(self._weights)
 
     def is_step_skipped(self, norm: torch.Tensor) -> bool:
-        """Returns whether a step with this gradient norm is skipped because the norm is not finite. On an accelerator without
-        `look`, it returns False, and the caller reads the norms at the end of its update, before weights are sent.
+        """Returns whether a step was skipped because its gradient norm, which `optimizer_step` returned, is not finite. Of a
+        norm on an accelerator, it returns False, and the caller reads the norms at the end of its update, before weights are
+        sent.
         """
-        return (self._reads_norm or norm.device.type == "cpu") and not math.isfinite(norm)
+        return skips_step(norm)
 
     def bad_gradients(self) -> list[str]:
         """Returns the parameters whose gradient, summed over the ranks, is not finite."""

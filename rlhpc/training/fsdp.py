@@ -107,8 +107,8 @@ class FsdpBackend(OffloadingBackend):
             is_root: Also free the gathered weights of the root and the last layer, although a backward pass needs them first.
         """
         blueprint = self.blueprint
-        module, slices = self._build_empty(build)
-        source, buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        module, slices, buffers = self._build_empty(build)
+        source = dict[str, torch.Tensor]()
         if slices is None:
             module = build(empty=self.rank != 0)
             if self.rank == 0:
@@ -148,7 +148,7 @@ class FsdpBackend(OffloadingBackend):
         if slices is not None or self.rank != 0:
             module.to_empty(device=self.shard_device)
         if slices is not None:
-            self._fill_from_files(module, slices)
+            self._fill_from_files(module, slices, buffers)
         else:
             self._distribute(module, source, buffers)
         for fsdp_module in _fsdp_modules(module):
@@ -157,30 +157,29 @@ class FsdpBackend(OffloadingBackend):
             _trace_collectives(fsdp_module)
         return module
 
-    def _build_empty(self, build: Callable[..., nn.Module]) -> tuple[nn.Module | None, Slices | None]:
-        """Returns a model on the meta device and a reader of its weights; None for both if rank 0 must read the weights."""
+    def _build_empty(
+        self, build: Callable[..., nn.Module]
+    ) -> tuple[nn.Module | None, Slices | None, dict[str, torch.Tensor]]:
+        """Returns a model on the meta device, a reader of its weights, and the buffers that no file contains; None for model
+        and reader if rank 0 must read the weights.
+        """
         slices = self.blueprint.slices()
         if not all(self.worker.all_gather_object(slices is not None)) or slices is None:
-            return None, None
+            return None, None, {}
         module = build(empty=True)
-        if missing_names := find_missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module))):
-            log.info(
-                "rank 0 reads the weights and sends the others theirs: there is no %s in the files", missing_names[0]
-            )
-            return None, None
-        return module, slices
+        missing_names = find_missing(module, slices, (name for name, _ in self.blueprint.created_tensors(module)))
+        buffers, unknown_names = make_buffers(module)
+        if names := [*missing_names, *unknown_names]:
+            log.info("rank 0 reads the weights and sends the others theirs: there is no %s in the files", names[0])
+            return None, None, {}
+        return module, slices, buffers
 
-    def _fill_from_files(self, module: nn.Module, slices: Slices) -> None:
+    def _fill_from_files(self, module: nn.Module, slices: Slices, buffers: Mapping[str, torch.Tensor]) -> None:
         load_shards(
             module, self.mesh, slices, self.blueprint.created_tensors(module), f"{self.blueprint.key}.model.model_path"
         )
-        if unknown_buffers := make_buffers(module):
-            raise ConfigError(
-                f"{self.blueprint.key}.training_backend=fsdp: {unknown_buffers[0]} of the model is in no file, and "
-                "transformers does not make it anew for an empty model; choose local"
-            )
         for name, buffer in module.named_buffers():
-            self._set_buffer(module, name, buffer)
+            self._set_buffer(module, name, buffers.get(name, buffer))
 
     def _set_buffer(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         module_name, _, attribute = name.rpartition(".")
@@ -278,13 +277,14 @@ class FsdpBackend(OffloadingBackend):
         if self.scaler is not None:
             self.scaler.unscale(p.grad for p in local_parameters if p.grad is not None)
         norm = self.worker.all_reduce(self._squared_norm().to(self.device)).sqrt()
-        self._update_scale(norm)
-        if self.is_step_skipped(norm):
+        host_norm = norm.cpu()
+        self._update_scale(host_norm)
+        if self.is_step_skipped(host_norm):
             self._bad_gradients = bad_tensors(
                 (name, p.grad) for name, p in self._local_shards.items() if p.grad is not None
             )
             self.optimizer.zero_grad()
-            return norm
+            return host_norm
         if self.optim.clip_grad > 0:
             clip_grads_with_norm_(local_parameters, self.optim.clip_grad, norm.to(self.shard_device))
         for group, group_lr in zip(self.optimizer.param_groups, self.optim.group_lrs(lr), strict=True):
@@ -293,7 +293,7 @@ class FsdpBackend(OffloadingBackend):
         self.optimizer.zero_grad()
         for name in updated_names:
             self._steps[name] += 1
-        return norm
+        return host_norm
 
     def _warms_critic(self) -> bool:
         """Returns whether the next step updates the value parameters alone."""

@@ -245,24 +245,34 @@ def computed_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def make_buffers(module: nn.Module) -> list[str]:
-    """Computes the buffers that no checkpoint contains (`computed_buffers`), for a model that was built empty.
+def make_buffers(module: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Computes the buffers that no checkpoint contains (`computed_buffers`), for a model on the meta device.
 
-    transformers does the same after it has read the weights.
+    transformers does the same after it has read the weights. Its functions also initialize weights, which here have no memory,
+    and some fill buffers of a module's children.
 
     Returns:
-        Names of the buffers that transformers does not compute.
+        The buffers by name, on the CPU; and the names of those that transformers does not compute.
     """
     model = model_in(module)
-    for parameter in module.parameters():  # some families also initialize the weights of submodules
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    empty_buffers = list(computed_buffers(module))
     buffers_by_fill: list[dict[str, torch.Tensor]] = []
     for fill in (0, 1):  # buffers without a value differ between the two passes
-        for _, tensor in computed_buffers(module):
-            tensor.fill_(fill)
+        buffers = {name: torch.full_like(buffer, fill, device="cpu") for name, buffer in empty_buffers}
+        for name, buffer in buffers.items():
+            _set_buffer(module, name, buffer)
         for submodule in model.modules():
-            if submodule._non_persistent_buffers_set and not submodule._parameters:
-                with contextlib.suppress(NotImplementedError):
-                    model._init_weights(submodule)
-        buffers_by_fill.append({name: tensor.clone() for name, tensor in computed_buffers(module)})
-    return [name for name, tensor in buffers_by_fill[0].items() if not torch.equal(tensor, buffers_by_fill[1][name])]
+            with contextlib.suppress(RuntimeError):  # it reads a weight, so it computes no buffer from numbers alone
+                model._init_weights(submodule)
+        buffers_by_fill.append(dict(computed_buffers(module)))
+    for name, buffer in empty_buffers:
+        _set_buffer(module, name, buffer)
+    first_buffers, second_buffers = buffers_by_fill
+    return first_buffers, [
+        name for name, buffer in first_buffers.items() if not torch.equal(buffer, second_buffers[name])
+    ]
+
+
+def _set_buffer(module: nn.Module, name: str, buffer: torch.Tensor) -> None:
+    module_name, _, attribute = name.rpartition(".")
+    module.get_submodule(module_name)._buffers[attribute] = buffer

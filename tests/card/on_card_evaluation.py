@@ -12,9 +12,13 @@ import pytest
 import torch
 
 from rlhpc.embodied.config import PpoConfig
-from rlhpc.embodied.evaluation import evaluate
+from rlhpc.embodied.data.trajectories import read_trajectories
+from rlhpc.embodied.evaluation import evaluate, open_loop
 from rlhpc.embodied.evaluation.evaluate import evaluate_checkpoint, record_episodes
+from rlhpc.embodied.evaluation.open_loop import check_open_loop
+from rlhpc.embodied.preflight import check_against_demonstrations
 from rlhpc.runs.configuration import load_config
+from rlhpc.runs.device import device_of
 from rlhpc.runs.train import train
 from rlhpc.runtime.devices import accelerator
 
@@ -59,6 +63,24 @@ def test_an_evaluation_computes_there_with_the_same_result(checkpoint: Path, dev
     there, here = (evaluate_checkpoint(checkpoint, cfg=config(*words)) for words in ((), ON_CPU))
     assert devices == [accelerator(), "cpu"] == ["card", "cpu"]
     assert there["return_mean"] == here["return_mean"]
+
+
+def test_a_policy_is_checked_against_demonstrations_there(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demos = tmp_path / "demos.h5"
+    record_episodes(str(checkpoint), config(*ON_CPU), demos, episodes=4)
+    policies = list[Any]()
+
+    def compare(policy: Any, *given: Any, **options: Any) -> Any:
+        policies.append(policy)
+        return check_open_loop(policy, *given, **options)
+
+    monkeypatch.setattr(open_loop, "check_open_loop", compare)
+    result = check_against_demonstrations(checkpoint, [str(demos)], num_episodes=4, num_frames=64)
+    assert [device_of(policy).type for policy in policies] == ["card"]
+    result_of_cpu = check_open_loop(policies[0].cpu(), read_trajectories([demos], limit=4, key="demos"), num_frames=64)
+    assert result.errors == result_of_cpu.errors and result.faults == result_of_cpu.faults
 
 
 def test_recorded_actions_are_the_same(checkpoint: Path, devices: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlhpc.config.typed import typed
+from rlhpc.config.typed import default_section, typed
 from rlhpc.embodied.algorithms.ppo import METRICS
-from rlhpc.embodied.config import PpoConfig, SacConfig
+from rlhpc.embodied.config import BcModelConfig, PpoConfig, SacConfig
+from rlhpc.embodied.envs.tensor_tasks import Pendulum
+from rlhpc.embodied.models import build_model
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.workers.bc_actor import BcActor
 from rlhpc.embodied.workers.tensor_actor import OffPolicyTensorActor, TensorActor
@@ -176,26 +179,45 @@ def test_the_numbers_are_those_of_the_cpu() -> None:
         here.update(step)
 
 
-@pytest.mark.parametrize("algorithm", ["sac", "td3", "crossq"])
-def test_an_off_policy_run_stays_there_too(algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rollouts, the replay buffer, batches and updates copy nothing to the host, until it reads the step's metrics."""
+def spec_of_a_flow() -> dict[str, Any]:
+    """Returns the description of a flow policy for pendulums."""
+    cfg: Any = default_section(BcModelConfig)
+    cfg.model_type, cfg.hidden_sizes = "flow", [16]
+    return build_model(cfg, Pendulum.observation_space, Pendulum.action_space, seed=0).spec()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives replay buffers a folder."""
     service = SimpleNamespace(scratch=SimpleNamespace(spill=tmp_path))
     monkeypatch.setattr("rlhpc.embodied.workers.off_policy.current", lambda: SimpleNamespace(service=service))
+
+
+def off_policy_actor(model_type: str, num_updates: int, *overrides: str) -> OffPolicyTensorActor:
     words = [
         f"env.train.num_envs={SLOTS}", "algorithm.rollout_steps=6", "env.train.max_episode_steps=5", "algorithm.n_step=2",
-        f"algorithm.name={algorithm}", f"actor.model.model_type={algorithm}", "actor.model.hidden_sizes=[16,16]",
+        f"algorithm.name={'sac' if model_type == 'dsrl' else model_type}", f"actor.model.model_type={model_type}",
+        "actor.model.hidden_sizes=[16,16]",
         "actor.model.critic_hidden_sizes=[16,16]", "actor.global_batch_size=16",
         "algorithm.replay_buffer={size: 400, min_buffer_size: 0}",
     ]  # fmt: skip
+    if model_type == "dsrl":
+        words.append(f"actor.model.kwargs.base_spec={json.dumps(spec_of_a_flow())}")
+    words += [f"algorithm.update_to_data={num_updates / (6 * SLOTS)}", *overrides]
+    cfg: Any = typed(SacConfig, load_config(ROOT / "configs/embodied/pendulum_sac_tensors.yaml", words, check=False))
+    worker = OffPolicyTensorActor(cfg)
+    worker.accelerators = (0,)
+    worker.build(SlotMap(SLOTS))
+    return worker
+
+
+@pytest.mark.usefixtures("scratch")
+@pytest.mark.parametrize("model_type", ["sac", "td3", "crossq", "iql", "dsrl"])
+def test_an_off_policy_run_stays_there_too(model_type: str) -> None:
+    """Rollouts, the replay buffer, batches and updates copy nothing to the host, until it reads the step's metrics."""
     counts = []
     for updates in (4, 12):
-        overrides = [*words, f"algorithm.update_to_data={updates / (6 * SLOTS)}"]
-        cfg: Any = typed(
-            SacConfig, load_config(ROOT / "configs/embodied/pendulum_sac_tensors.yaml", overrides, check=False)
-        )
-        worker = OffPolicyTensorActor(cfg)
-        worker.accelerators = (0,)
-        worker.build(SlotMap(SLOTS))
+        worker = off_policy_actor(model_type, updates)
         worker.play(1)
         worker.update(1)
         reads, (_, report, metrics) = step_reads(worker, 2)
@@ -209,3 +231,24 @@ def test_an_off_policy_run_stays_there_too(algorithm: str, tmp_path: Path, monke
     worker.off_policy.capture_passes(record)
     worker.play(3)
     assert worker.update(3)["updates"] == 3 * updates
+
+
+@pytest.mark.usefixtures("scratch")
+@pytest.mark.parametrize(("algorithm", "num_reads"), [("ppo", 3), ("sac", 2)])
+def test_a_norm_that_decides_about_a_step_is_read_once(algorithm: str, num_reads: int) -> None:
+    """With `runner.on_nonfinite=skip`. An epoch of PPO has two minibatches, and counts its rows at once; an update of SAC
+    steps the critics and the actor."""
+    counts = []
+    for number in (2, 6):
+        skips = "runner.on_nonfinite=skip"
+        worker: Any = (
+            actor(6, f"algorithm.update_epochs={number}", skips)
+            if algorithm == "ppo"
+            else off_policy_actor("sac", number, skips)
+        )
+        with Reads() as reads:
+            worker.play(1)
+            worker.train(1)
+        worker.read_step()
+        counts.append(reads.counts.total())
+    assert counts[1] - counts[0] == num_reads * (6 - 2)

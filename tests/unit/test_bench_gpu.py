@@ -129,6 +129,21 @@ def test_kernels_that_change_a_family_of_models_come_last() -> None:
     assert [name for name, (changes, _) in step.VARIANTS.items() if "kernels" in changes] == [[*step.VARIANTS][-1]]
 
 
+def test_a_run_says_how_long_updates_of_weights_took(tmp_path: Path) -> None:
+    """The last step sends none, and of a transport that was not used a row has no column."""
+    from bench.gpu import grpo
+
+    report = Report("grpo", "cpu", 0, tmp_path / "figures")
+    times = dict.fromkeys((key for key, _ in grpo.TIMES.values()), 1.0)
+    moved = {"time/weights_gb_per_s": 2.0, "time/weights_by_host": 1.0}
+    grpo.report_rows(
+        report, [times | moved | {"time/sync_s": 0.5}, times | moved | {"time/sync_s": 0.25}, times | moved]
+    )
+    figures = bench.collect(report.file)["figures"]
+    medians = {name: figure["median"] for name, figure in figures.items() if name.startswith("update")}
+    assert [*medians.values()] == [0.375, 2.0, 0.0] and len(figures) == len(grpo.TIMES) + 3
+
+
 def row(median: float, of: str = "") -> dict[str, Any]:
     return {"median": median, **({"of": of} if of else {})}
 

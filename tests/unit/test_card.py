@@ -39,13 +39,13 @@ def test_a_whole_run_computes_there() -> None:
 
 
 def test_commands_that_use_a_trained_policy_compute_there() -> None:
-    assert "2 passed" in on_card("tests/card/on_card_evaluation.py")
+    assert "3 passed" in on_card("tests/card/on_card_evaluation.py")
 
 
 def test_updates_do_not_wait_for_the_accelerator() -> None:
     need_extra("llm")
-    assert "2 passed" in on_card("tests/card/on_card_training.py")
+    assert "3 passed" in on_card("tests/card/on_card_training.py")
 
 
 def test_rollouts_of_tensors_stay_on_the_accelerator() -> None:
-    assert "8 passed" in on_card("tests/card/on_card_rollout.py")
+    assert "12 passed" in on_card("tests/card/on_card_rollout.py")

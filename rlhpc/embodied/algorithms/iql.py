@@ -25,6 +25,8 @@ class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
     """
 
     networks = IQLPolicy
+    #: Advantages of the batch whose critics were trained last, `[b]`.
+    _advantages: Tensor
     critic_metrics = ("q_loss", "q_value", "value_loss", "advantage", "q_grad_norm")
 
     def __init__(
@@ -40,21 +42,37 @@ class IqlUpdate(OffPolicyUpdate[IQLPolicy]):
         The value network moves towards an expectile of the smaller target Q-value; the critics move towards the reward plus
         the discounted value of the next state.
         """
+        metrics = self.run_pass(self._critic_pass, (obs, next_obs, batch.without_obs()))
+        self._advantages = metrics.pop("advantages")
+        return self.step_critics(metrics)
+
+    def _critic_pass(self, inputs: tuple[Any, Any, TransitionBatch]) -> dict[str, Tensor]:
+        obs, next_obs, batch = inputs
         critics, actions, targets = self.policy.critics, batch.actions.flatten(1), self.targets["critics"].module
         features = self.policy.encode(obs)
         with torch.no_grad():
             next_values = critics.value(self.encode(next_obs)).squeeze(-1)
             target_values = targets(self.encode(obs, targets), actions).amin(0)
         errors = target_values - critics.value(features).squeeze(-1)
-        self._advantages = errors.detach()
-        weights = torch.where(self._advantages < 0, 1 - self.expectile, self.expectile)
+        advantages = errors.detach()
+        weights = torch.full_like(advantages, self.expectile).masked_fill(advantages < 0, 1 - self.expectile)
         loss = (weights * errors.square()).sum() / batch.total
-        *critic_metrics, norm = self.fit_critics(critics(features, actions), next_values, batch, extra_loss=loss)
-        return *critic_metrics, loss.detach(), self._advantages.sum() / batch.total, norm
+        return {
+            **self.critic_gradients(critics(features, actions), next_values, batch, extra_loss=loss),
+            "value_loss": loss.detach(),
+            "advantage": advantages.sum() / batch.total,
+            "advantages": advantages,
+        }
 
     def train_actor(self, obs: Any, batch: TransitionBatch) -> tuple[Tensor, ...]:
         """Steps the actor towards the actions in the data, weighted by exp(temperature · advantage)."""
-        weights = (self.temperature * self._advantages).exp().clamp(max=self.max_weight)
+        metrics = self.run_pass(self._actor_pass, (obs, self._advantages, batch.without_obs()))
+        return metrics["loss"], self.step_actor() / self._ranks
+
+    def _actor_pass(self, inputs: tuple[Any, Tensor, TransitionBatch]) -> dict[str, Tensor]:
+        obs, advantages, batch = inputs
+        weights = (self.temperature * advantages).exp().clamp(max=self.max_weight)
         logprobs, _ = self.policy.head.evaluate(self.policy.actor(self.encode(obs)), batch.actions, False)
         loss = -(weights * logprobs).sum() / batch.total
-        return loss.detach(), self.fit_actor(loss) / self._ranks
+        self.actor_gradients(loss)
+        return {"loss": loss.detach()}

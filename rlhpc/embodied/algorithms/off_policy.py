@@ -204,14 +204,15 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
             for target in self.targets.values():
                 target.follow(self.tau)
         self._counts[0] += 1
-        with torch.no_grad():
-            self._sums += torch.stack((*critic_values, *(actor_values or (self._zero,) * len(self.actor_metrics))))
+        metric_values = (*critic_values, *(actor_values or (self._zero,) * len(self.actor_metrics)))
+        with torch.no_grad():  # norms that decide about a step are on the host
+            self._sums += torch.stack([value.to(self._sums.device) for value in metric_values])
 
-    def fit_critics(
+    def critic_gradients(
         self, predicted_values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        """Steps the critics towards reward plus discounted next value, with the sum of their mean squared errors as
-        loss.
+    ) -> dict[str, Tensor]:
+        """Computes the gradients of the critics towards reward plus discounted next value, with the sum of their mean squared
+        errors as loss.
 
         Args:
             predicted_values: Q-values `[critics, b]`.
@@ -220,14 +221,8 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
             extra_loss: Additional loss; the returned loss does not include it.
 
         Returns:
-            Loss, mean value and gradient norm, to be summed over the ranks.
+            Loss and mean value, to be summed over the ranks.
         """
-        return self.step_critics(self.critic_gradients(predicted_values, next_values, batch, extra_loss))
-
-    def critic_gradients(
-        self, predicted_values: Tensor, next_values: Tensor, batch: TransitionBatch, extra_loss: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Computes the gradients of `fit_critics`; returns the loss and the mean value."""
         num_transitions = batch.total
         discounts = self.gamma if batch.steps is None else self.gamma**batch.steps
         targets = batch.rewards + discounts * next_values
@@ -245,11 +240,6 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         """Steps the critics' optimizer; returns the metrics of `critic_gradients` and the gradient norm."""
         norm = self.critic.optimizer_step(self.critic.base_lr * self._lr_factor)
         return *metrics.values(), norm / self._ranks
-
-    def fit_actor(self, loss: Tensor) -> Tensor:
-        """Steps the actor's optimizer; returns the norm of its gradient."""
-        self.actor_gradients(loss)
-        return self.step_actor()
 
     def actor_gradients(self, loss: Tensor) -> None:
         """Computes the gradients of the actor."""

@@ -185,8 +185,8 @@ class SacActorConfig:
     global_batch_size: Annotated[int, COUNT] = 256
     """Transitions per update, over all ranks."""
     capture_graphs: Annotated[bool, FREE] = False
-    """On a CUDA GPU, with `sac`, `td3` or, on one rank, `crossq`: records forward and backward passes once and replays them,
-    because the kernels of small networks take longer to start than to run."""
+    """On a CUDA GPU, with `sac`, `td3`, `iql` or, on one rank, `crossq`: records forward and backward passes once and replays
+    them, because the kernels of small networks take longer to start than to run."""
     model: SacModelConfig = field(default_factory=SacModelConfig)
     """The policy and its critics."""
     optim: SacOptimConfig = field(default_factory=SacOptimConfig)

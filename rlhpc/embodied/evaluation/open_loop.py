@@ -23,6 +23,7 @@ from rlhpc.embodied.data.trajectory import Trajectory
 from rlhpc.embodied.envs.observations import boxes_of
 from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.normalization import ObservationNormaliser, Scaling
+from rlhpc.runs.device import device_of, to_tensors
 from rlhpc.runtime.errors import ConfigError
 
 #: Steps by which a chunk may be shifted against the demonstrated actions.
@@ -263,9 +264,10 @@ class _Comparison:
 
     def _predict(self, obs: Observations) -> Tensor:
         """Returns predicted actions `[F, chunk, dim]`."""
-        predictions = []
+        predictions, device = [], device_of(self._policy)
         for batch_start in range(0, len(self._frames.actions), _BATCH):
-            rows = {name: obs_values[batch_start : batch_start + _BATCH] for name, obs_values in obs.items()}
+            batch = {name: obs_values[batch_start : batch_start + _BATCH] for name, obs_values in obs.items()}
+            rows = to_tensors(batch, device)
             with torch.no_grad():
                 actions, _ = self._policy.predict_action_batch(rows[""] if list(rows) == [""] else rows, mode="eval")
             predictions.append(actions.float().cpu().reshape(len(actions), self._chunk, -1))
@@ -564,9 +566,9 @@ def _check_statistics(policy: Policy, observations: Observations) -> PolicyVerdi
     check_subject, key = "normalisation of observations", "actor.model.kwargs: the statistics of states"
     fault_texts: list[str] = []
     has_statistics = False
-    action_scaling = _find_action_scaling(policy)
+    action_scaling, numbers = _find_action_scaling(policy), to_tensors(dict(observations), device_of(policy))
     for module in policy.modules():
-        for obs_values in observations.values():
+        for obs_values in numbers.values():
             if (
                 isinstance(module, ObservationNormaliser)
                 and len(module.mean) == obs_values.shape[1]

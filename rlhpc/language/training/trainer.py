@@ -589,6 +589,7 @@ class TokenTrainer(ModelTrainer):
         """Returns the token scores of a batch, without gradients, in evaluation mode."""
         try:
             self._set_routing_replay(batch)
+            self._activate_adapter(batch)
             return self.backend.evaluate(self._scores(temperature, compute_entropy), batch.to(self.backend.device))
         finally:
             if self.routing is not None:
@@ -621,6 +622,7 @@ class TokenTrainer(ModelTrainer):
         scores_of = self._scores(temperature, compute_entropy, reading)
 
         def run(module: nn.Module, host_batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+            self._activate_adapter(host_batch)
             batch = host_batch.to(self.backend.device)
             scores = scores_of(module, batch)
             loss_value, metrics = loss(scores, batch)
@@ -633,7 +635,8 @@ class TokenTrainer(ModelTrainer):
     def _activate_adapter(self, batch: TokenBatch) -> None:
         """Activates the adapter of the policy that all samples of a batch share.
 
-        The adapter stays active for the backward pass, until the next call.
+        The adapter stays active for the backward pass, until the next call. The batch is on the host, so that nothing waits
+        for the device.
         """
         if self.policies.names:
             (policy,) = self.policies.indices_of(batch.role).unique().tolist()
@@ -643,7 +646,6 @@ class TokenTrainer(ModelTrainer):
         self, temperature: float, compute_entropy: bool = False, reading: LogitReading | None = None
     ) -> Callable[[nn.Module, TokenBatch], TokenScores]:
         def scores(module: nn.Module, batch: TokenBatch) -> TokenScores:
-            self._activate_adapter(batch)
             return token_scores(module, batch, temperature, compute_entropy, reading, self.share)
 
         return scores

@@ -45,32 +45,38 @@ STEPS = range(4)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models with a tokenizer: Llamas, `untied` and `tied` (embeddings shared with the head), and a GPT-2, which has
-    dropout, learned positions, biases and transposed weights."""
+    """Tiny models with a tokenizer: Llamas, `untied` and `tied` (embeddings shared with the head); a GPT-2, which has dropout,
+    learned positions, biases and transposed weights; and a Gemma 3, which scales its embeddings by a number that is in no
+    file, and has a window in its first layer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
     folders = {}
-    for name in ("untied", "tied", "gpt2"):
+    for name in ("untied", "tied", "gpt2", "gemma3"):
         folders[name] = tmp_path_factory.mktemp("models") / name
         torch.manual_seed(0)
         config = GPT2Config(
             vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
         )
-        llama = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=name == "tied",
-            initializer_range=0.2,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        AutoModelForCausalLM.from_config(config if name == "gpt2" else llama).save_pretrained(folders[name])
+        options = {
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": name == "tied",
+            "initializer_range": 0.2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        if name != "gpt2":
+            config = LlamaConfig(**options)
+        if name == "gemma3":
+            window = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+            config = Gemma3TextConfig(**options, **window, head_dim=8, pad_token_id=0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
         words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t0"))
         words.pre_tokenizer = pre_tokenizers.Whitespace()
         PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t2").save_pretrained(folders[name])
@@ -195,6 +201,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: floa
 CHANGES: dict[str, dict[str, Any]] = {
     "whole": {},
     "tied": {},
+    "gemma3": {"compile": "blocks"},
     "checkpointing": {"model.gradient_checkpointing": True},
     "lora": {"lora.rank": 2},
     "lora-checkpointing": {"lora.rank": 2, "model.gradient_checkpointing": True},
@@ -222,7 +229,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_losses_and_weights_are_those_of_a_plain_loop(run, models, plain, backend: str, n: int, change: str) -> None:
-    model, changes = "tied" if change == "tied" else "untied", CHANGES[change]
+    model, changes = change if change in models else "untied", CHANGES[change]
     cfg = make_config(models[model], training_backend=backend, **changes)
     found = run(n, cfg, offload=change == "whole")
     head = changes.get("model.value_head", False)

@@ -19,6 +19,7 @@ from rlhpc.training.lora import attach_lora
 from rlhpc.training.mesh import Mesh
 from rlhpc.training.tensor_parallel import computed_buffers, divide, expert_modules, make_buffers, summed_gradient
 from tests.extras import need_extra
+from tests.families.models import FAMILIES, SMALL
 from tests.unit.training.fake_groups import group
 
 need_extra("llm")
@@ -152,15 +153,25 @@ def test_gradients_of_several_micro_batches_are_summed_over_the_ranks_once(monke
     torch.testing.assert_close(weight.grad, expected)
 
 
-def test_a_model_that_was_built_empty_computes_its_buffers() -> None:
-    expected = dict(computed_buffers(built("llama")))
+@pytest.mark.parametrize(
+    ("family", "buffer_name"),
+    [
+        ("smollm3", "model.rotary_emb.inv_freq"),
+        ("gemma3_text", "model.embed_tokens.embed_scale"),  # a module with weights of its own
+        ("falcon_h1", "model.layers.1.mamba.mup_vector"),  # computed by the module's parent
+    ],
+)
+def test_a_model_that_was_built_empty_computes_its_buffers(family: str, buffer_name: str) -> None:
+    config = transformers.CONFIG_MAPPING[family](**{**SMALL, **FAMILIES[family]})
+    expected = dict(computed_buffers(transformers.AutoModelForCausalLM.from_config(config)))
     with torch.device("meta"):
-        model = built("llama")
-    model = model.to_empty(device="cpu")
-    model.model.register_buffer("unknown", torch.zeros(2), persistent=False)
-    model.model.register_buffer("saved", torch.zeros(2))
-    assert make_buffers(model) == ["model.unknown"]
-    buffers = dict(computed_buffers(model))
-    assert "model.rotary_emb.inv_freq" in expected and set(buffers) == {*expected, "model.unknown"}
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model.model.register_buffer("unknown", torch.zeros(2), persistent=False)
+        model.model.register_buffer("saved", torch.zeros(2))
+    state = torch.get_rng_state()
+    buffers, unknown_names = make_buffers(model)
+    assert unknown_names == ["model.unknown"] and torch.equal(torch.get_rng_state(), state)
+    assert buffer_name in expected and set(buffers) == {*expected, "model.unknown"}
     for name, tensor in expected.items():
         torch.testing.assert_close(buffers[name], tensor)
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
