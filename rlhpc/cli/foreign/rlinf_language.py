@@ -7,7 +7,7 @@ from typing import Any
 
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.cli.foreign.rlinf_defaults import has_critic
-from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
+from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, LOSSES, adapter_rows, choice, dtype_name, optimizer_rows
 from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, has_pictures, reward_terms
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, Rule
 from rlhpc.runtime.errors import ConfigError
@@ -47,10 +47,6 @@ def _is_megatron(config: ForeignConfig, group: str = "actor") -> bool:
     return bool(config.leaves.get(f"{group}.training_backend") == "megatron")
 
 
-def _dtype_name(value: Any) -> str:
-    return DTYPES.get(str(value).lower().removesuffix("-mixed"), "bfloat16")
-
-
 def _computation_dtype(group: str) -> Rule:
     """Returns the rule of the precision of a trainer's computation. Weights and optimizer state are float32 in rlhpc."""
     precision = f"{group}.model.precision"
@@ -64,7 +60,7 @@ def _computation_dtype(group: str) -> Rule:
             elif config(mixed) is not None:
                 key = mixed
         config(precision)
-        return _dtype_name(config(key, "bf16"))
+        return dtype_name(config, key, "bf16")
 
     return rule
 
@@ -85,7 +81,7 @@ def _engine_dtype(config: ForeignConfig) -> Any:
     precision = config("rollout.model.precision")
     if precision in (None, config.leaves.get("actor.model.precision")):
         return UNSET
-    return _dtype_name(precision)
+    return dtype_name(config, "rollout.model.precision", "bf16")
 
 
 def mesh_size(config: ForeignConfig, group: str, key: str) -> int:

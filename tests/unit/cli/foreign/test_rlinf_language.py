@@ -150,13 +150,13 @@ def test_a_reference_of_a_key_that_training_does_not_read_changes_nothing(
 ) -> None:
     for key, changes in (("megatron", False), ("algorithm", True)):
         section = (
-            {"actor": {"megatron": {"path": "${nothing}"}}}
+            {"actor": {"megatron": {"ckpt_format": "${nothing}"}}}
             if key == "megatron"
             else {"algorithm": {"new": "${nothing}"}}
         )
         file = put(tmp_path, "reference.yaml", merged(LANGUAGE, section))
         omitted = translate(compose(file), str(file)).omitted
-        name = "actor.megatron.path" if key == "megatron" else "algorithm.new"
+        name = "actor.megatron.ckpt_format" if key == "megatron" else "algorithm.new"
         assert "cannot be followed" in omitted[name][0] and omitted[name][1] is changes
 
 
