@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import copy
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.schema import Schema, element_of, fields_of, is_section, typed_value, with_variables, words_of
+from rlhpc.config.schema import (
+    Schema,
+    element_of,
+    fields_of,
+    is_section,
+    nearest_key,
+    typed_value,
+    with_variables,
+    words_of,
+)
 from rlhpc.config.typed import default_section
 from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.text import cut, first_line, short_repr
 
-#: Function that returns a message about a key of another task type; empty if no task type has the key.
-ForeignKeyExplainer = Callable[[str], str]
+
+class ForeignKeys(Protocol):
+    """Keys of other task types, for messages about keys that a task type does not have."""
+
+    def explain_foreign_key(self, key: str) -> str:
+        """Returns the message about a key of another task type; "" if no task type has the key."""
+
+    def foreign_names(self, section: str) -> Collection[str]:
+        """Returns the names that only other task types allow in a section; "" is the top."""
 
 
 class ConfigLayers:
@@ -27,7 +43,7 @@ class ConfigLayers:
 
     Args:
         schema: Keys of the configuration.
-        explain_foreign_key: Function that returns the message about a key of another task type.
+        foreign_keys: Keys of other task types.
         null_numbers: Key → number that null stands for.
 
     Attributes:
@@ -39,10 +55,10 @@ class ConfigLayers:
     def __init__(
         self,
         schema: Schema,
-        explain_foreign_key: ForeignKeyExplainer = lambda key: "",
+        foreign_keys: ForeignKeys | None = None,
         null_numbers: Mapping[str, int] | None = None,
     ) -> None:
-        self.schema, self._explain_foreign_key, self._null_numbers = schema, explain_foreign_key, null_numbers or {}
+        self.schema, self._foreign_keys, self._null_numbers = schema, foreign_keys, null_numbers or {}
         self.cfg: DictConfig = default_section(schema.root)
         self.sources: dict[str, str] = {}
         self.element_keys: dict[str, list[set[str]]] = {}
@@ -154,10 +170,7 @@ class ConfigLayers:
         for key, key_value in layer_content.items():
             path = f"{prefix}{key}"
             if key not in fields:
-                if foreign_reason := self._explain_foreign_key(path):
-                    raise ConfigError(f"{source}: {path} {foreign_reason}")
-                hint = self.schema.nearest(str(key), fields, prefix)
-                raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
+                raise ConfigError(f"{source}: {self._explain_unknown_key(str(key), fields, prefix)}")
             field_type = fields[key]
             if is_section(field_type):
                 self._check_content(key_value, field_type, f"{path}.", source)
@@ -170,6 +183,20 @@ class ConfigLayers:
                 raise ConfigError(
                     f"{source}: {path} is {short_repr(key_value)}; it must be {self.schema.type_name(path)}"
                 )
+
+    def _explain_unknown_key(self, key: str, fields: Collection[str], prefix: str) -> str:
+        """Returns the message about a key that this task type does not have."""
+        path = f"{prefix}{key}"
+        foreign_names: Collection[str] = ()
+        if self._foreign_keys is not None:
+            if reason_text := self._foreign_keys.explain_foreign_key(path):
+                return f"{path} {reason_text}"
+            foreign_names = self._foreign_keys.foreign_names(prefix.rstrip("."))
+        similar_key = nearest_key(key, prefix, fields, self.schema.keys, foreign_names)
+        hint = f"did you mean {similar_key}? " if similar_key else ""
+        if self._foreign_keys is not None and similar_key and similar_key not in self.schema:
+            hint += f"it {self._foreign_keys.explain_foreign_key(similar_key)}; "
+        return f"unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}"
 
     def _iter_leaves(
         self, content: dict[str, Any], parent_path: str = "", node: str = ""
