@@ -8,7 +8,7 @@ from typing import Any
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.cli.foreign.rlinf_defaults import has_critic
 from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, LOSSES, adapter_rows, choice, dtype_name, optimizer_rows
-from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, has_pictures, reward_terms
+from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, failed_reward, has_pictures, reward_terms
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, Rule
 from rlhpc.runtime.errors import ConfigError
 
@@ -224,6 +224,9 @@ def _warmup(group: str) -> Rule:
         if _is_megatron(config, group):
             if (share := config(fraction)) is not None:
                 steps = float(share) * int(config(length, _MEGATRON_STEPS))
+            if steps > 0:
+                key = f"{fraction} {group}.lr_sched.lr_warmup_iters"
+                config.omit(key, "RLinf begins at 0: its first update changes no weight", False)
         else:
             config.omit(fraction, "RLinf's FSDP trainer does not read it", False)
             if steps < 0:  # a negative number stands for a share of the schedule
@@ -573,6 +576,7 @@ _TRAINING: Rows = [
     ("rollout.temperature", lambda config: config.number("algorithm.sampling_params.temperature", 1.0)),
     ("data.prompts_per_step", "data.rollout_batch_size"),
     ("reward.terms", reward_terms),
+    ("reward.failed", failed_reward),
     ("actor.global_batch_size", _global_batch_size),
     ("actor.offload_in_rollout", _offload_in_rollout),
     (

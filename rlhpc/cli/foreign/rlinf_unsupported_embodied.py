@@ -254,9 +254,8 @@ BC = [
         "actor.optim.lr_warmup_steps", "each round of rlhpc dagger has a warm-up of its own: choose one", (-1, 0)
     ),
     UnsupportedKeys("actor.optim.value_lr actor.optim.critic_warmup_steps", "for a critic", True),
-    UnsupportedKeys(
-        "actor.optim.warmup_style actor.optim.total_training_steps", "RLinf reads it with another lr_scheduler", True
-    ),
+    UnsupportedKeys("actor.optim.warmup_style", "RLinf's trainer does not read it", True),
+    UnsupportedKeys("actor.optim.total_training_steps", "RLinf reads it with another lr_scheduler", True),
     UnsupportedKeys(
         "runner.early_stop.min_delta",
         "any improvement counts",
@@ -354,10 +353,11 @@ EMBODIED = [
     ),
     UnsupportedKeys("actor.num_steps", "RLinf reads actor.model.num_steps", True),
     UnsupportedKeys(
-        "actor.optim.{min_lr,min_lr_rate,num_cycles,warmup_style}",
+        "actor.optim.{min_lr,min_lr_rate,num_cycles}",
         "for a schedule that falls (actor.optim.lr_scheduler)",
         True,
     ),
+    UnsupportedKeys("actor.optim.warmup_style", "RLinf's trainer does not read it", True),
     UnsupportedKeys("actor.optim.total_training_steps", "a schedule ends with the run", True),
     UnsupportedKeys(
         "actor.optim.{weight_decay,value_lr,critic_warmup_steps,lr_warmup_steps,lr_warmup_steps_ratio}",
