@@ -170,7 +170,10 @@ class ConfigLayers:
         for key, key_value in layer_content.items():
             path = f"{prefix}{key}"
             if key not in fields:
-                raise ConfigError(f"{source}: {self._explain_unknown_key(str(key), fields, prefix)}")
+                if self._foreign_keys and (foreign_reason := self._foreign_keys.explain_foreign_key(path)):
+                    raise ConfigError(f"{source}: {path} {foreign_reason}")
+                hint = self._hint_at_key(str(key), fields, prefix)
+                raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
             field_type = fields[key]
             if is_section(field_type):
                 self._check_content(key_value, field_type, f"{path}.", source)
@@ -184,19 +187,16 @@ class ConfigLayers:
                     f"{source}: {path} is {short_repr(key_value)}; it must be {self.schema.type_name(path)}"
                 )
 
-    def _explain_unknown_key(self, key: str, fields: Collection[str], prefix: str) -> str:
-        """Returns the message about a key that this task type does not have."""
-        path = f"{prefix}{key}"
-        foreign_names: Collection[str] = ()
-        if self._foreign_keys is not None:
-            if reason_text := self._foreign_keys.explain_foreign_key(path):
-                return f"{path} {reason_text}"
-            foreign_names = self._foreign_keys.foreign_names(prefix.rstrip("."))
+    def _hint_at_key(self, key: str, fields: Collection[str], prefix: str) -> str:
+        """Returns a hint with the key most similar to an unknown one, and with the task types of that key if it is theirs."""
+        foreign_names = self._foreign_keys.foreign_names(prefix.rstrip(".")) if self._foreign_keys else ()
         similar_key = nearest_key(key, prefix, fields, self.schema.keys, foreign_names)
-        hint = f"did you mean {similar_key}? " if similar_key else ""
-        if self._foreign_keys is not None and similar_key and similar_key not in self.schema:
+        if similar_key is None:
+            return ""
+        hint = f"did you mean {similar_key}? "
+        if self._foreign_keys and similar_key not in self.schema:
             hint += f"it {self._foreign_keys.explain_foreign_key(similar_key)}; "
-        return f"unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}"
+        return hint
 
     def _iter_leaves(
         self, content: dict[str, Any], parent_path: str = "", node: str = ""
