@@ -280,3 +280,22 @@ def test_a_placement_that_fits_nothing_is_told_and_the_file_is_written(
     assert (
         report.splitlines()[-1].startswith("rlhpc plan does not accept it yet: ") and "no node group 'a100'" in report
     )
+
+
+@pytest.mark.parametrize("key", ["actor.model.precision", "rollout.model.precision"])
+def test_a_precision_that_rlinf_does_not_have_is_refused(key: str) -> None:
+    group = key.partition(".")[0]
+    with pytest.raises(ConfigError, match=rf"{key} is 'fp8'; RLinf has the precisions 32, fp32"):
+        translated({group: {"model": {"precision": "fp8"}}})
+
+
+def test_a_language_model_learns_by_one_loss() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.loss_type is 'actor_critic': RLinf's actors of language models"):
+        translated({"algorithm": {"loss_type": "actor_critic"}})
+
+
+@pytest.mark.parametrize(("iters", "begins_at_0"), [(0, False), (8, True)])
+def test_the_first_update_of_megatrons_warm_up_is_named(iters: int, begins_at_0: bool) -> None:
+    made = translated({"actor": {"lr_sched": {"lr_warmup_iters": iters}}})
+    named = made.omitted.get("actor.lr_sched.lr_warmup_iters", ("", False))
+    assert ("begins at 0" in named[0]) is begins_at_0
