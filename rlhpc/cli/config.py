@@ -110,7 +110,7 @@ def _import(args: argparse.Namespace) -> int:
         translation.ours[key], translation.origin[key] = typed_value(key_value, schema.type_of(key)), []
     config_text = format_config(translation, args.subject, "RLinf")
     # Refuses values whose type the key does not take, before anything is written.
-    layers = ConfigLayers(schema, null_numbers=null_numbers(task_type.keys.by_path))
+    layers = ConfigLayers(schema, task_type.keys, null_numbers(task_type.keys.by_path))
     layers.add(yaml.load(config_text, WrittenScalars), args.subject)
     sys.stderr.write(
         format_report(

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlhpc.config.constraints import normalize_words, null_numbers
 from rlhpc.config.files import ConfigSource, read_files, source_name
-from rlhpc.config.merge import ConfigLayers, parse_override, reason
+from rlhpc.config.merge import ConfigLayers, ForeignKeys, parse_override, reason
 from rlhpc.config.schema import ConfigKey, Schema, SchemaKeys, typed_value
 from rlhpc.config.sections import RunConfig
 from rlhpc.config.sites import apply_site, find_site
@@ -45,15 +45,12 @@ _REMOVED_KEYS = (
 TASK = "runner.task_type"
 
 
-class TaskTypeInfo(SchemaKeys, Protocol):
+class TaskTypeInfo(SchemaKeys, ForeignKeys, Protocol):
     """Facts about a task type that are needed to read its configurations."""
 
     @property
     def by_path(self) -> Mapping[str, ConfigKey]:
         """Path → key, with the key's range."""
-
-    def explain_foreign_key(self, key: str) -> str:
-        """Returns the message about a key of another task type; "" if no task type has the key."""
 
     def missing(self, cfg: Any) -> list[str]:
         """Returns the required keys that are not set."""
@@ -83,7 +80,7 @@ def read_layers(
     if trust is not None:
         trust.check({"runner": {"task_type": task_type_name}}, task_source)  # before its modules are imported
     task_type = find(task_type_name, task_source)
-    layers = ConfigLayers(task_type.schema, task_type.explain_foreign_key, null_numbers(task_type.by_path))
+    layers = ConfigLayers(task_type.schema, task_type, null_numbers(task_type.by_path))
     for source, content in files:
         layers.add(
             _drop_removed_keys(content, task_type.schema),

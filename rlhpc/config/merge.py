@@ -5,24 +5,41 @@ from __future__ import annotations
 import copy
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlhpc.config.schema import Schema, element_of, fields_of, is_section, typed_value, with_variables, words_of
+from rlhpc.config.schema import (
+    Schema,
+    element_of,
+    fields_of,
+    is_section,
+    nearest_key,
+    typed_value,
+    with_variables,
+    words_of,
+)
 from rlhpc.config.typed import default_section
 from rlhpc.config.yaml_files import Scalar, WrittenScalars
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_yaml
 from rlhpc.runtime.text import cut, first_line, short_repr
 
-#: Function that returns a message about a key of another task type; empty if no task type has the key.
-ForeignKeyExplainer = Callable[[str], str]
 #: Index of a list's element in a dotted key: `[2]`; it may also be written `.2`.
 _LIST_INDEX = re.compile(r"\[(\d+)\]")
+
+
+class ForeignKeys(Protocol):
+    """Keys of other task types, for messages about keys that a task type does not have."""
+
+    def explain_foreign_key(self, key: str) -> str:
+        """Returns the message about a key of another task type; "" if no task type has the key."""
+
+    def foreign_names(self, section: str) -> Collection[str]:
+        """Returns the names that only other task types allow in a section; "" is the top."""
 
 
 class ConfigLayers:
@@ -30,7 +47,7 @@ class ConfigLayers:
 
     Args:
         schema: Keys of the configuration.
-        explain_foreign_key: Function that returns the message about a key of another task type.
+        foreign_keys: Keys of other task types.
         null_numbers: Key → number that null stands for.
 
     Attributes:
@@ -42,10 +59,10 @@ class ConfigLayers:
     def __init__(
         self,
         schema: Schema,
-        explain_foreign_key: ForeignKeyExplainer = lambda key: "",
+        foreign_keys: ForeignKeys | None = None,
         null_numbers: Mapping[str, int] | None = None,
     ) -> None:
-        self.schema, self._explain_foreign_key, self._null_numbers = schema, explain_foreign_key, null_numbers or {}
+        self.schema, self._foreign_keys, self._null_numbers = schema, foreign_keys, null_numbers or {}
         self.cfg: DictConfig = default_section(schema.root)
         self.sources: dict[str, str] = {}
         self.element_keys: dict[str, list[set[str]]] = {}
@@ -195,9 +212,9 @@ class ConfigLayers:
         for key, key_value in layer_content.items():
             path = f"{prefix}{key}"
             if key not in fields:
-                if foreign_reason := self._explain_foreign_key(path):
+                if self._foreign_keys and (foreign_reason := self._foreign_keys.explain_foreign_key(path)):
                     raise ConfigError(f"{source}: {path} {foreign_reason}")
-                hint = self.schema.nearest(str(key), fields, prefix)
+                hint = self._hint_at_key(str(key), fields, prefix)
                 raise ConfigError(f"{source}: unknown key {cut(path)}; {hint}allowed here: {', '.join(fields)}")
             field_type = fields[key]
             if is_section(field_type):
@@ -211,6 +228,17 @@ class ConfigLayers:
                 raise ConfigError(
                     f"{source}: {path} is {short_repr(key_value)}; it must be {self.schema.type_name(path)}"
                 )
+
+    def _hint_at_key(self, key: str, fields: Collection[str], prefix: str) -> str:
+        """Returns a hint with the key most similar to an unknown one, and with the task types of that key if it is theirs."""
+        foreign_names = self._foreign_keys.foreign_names(prefix.rstrip(".")) if self._foreign_keys else ()
+        similar_key = nearest_key(key, prefix, fields, self.schema.keys, foreign_names)
+        if similar_key is None:
+            return ""
+        hint = f"did you mean {similar_key}? "
+        if self._foreign_keys and similar_key not in self.schema:
+            hint += f"it {self._foreign_keys.explain_foreign_key(similar_key)}; "
+        return hint
 
     def _iter_leaves(
         self, content: dict[str, Any], parent_path: str = "", node: str = ""

@@ -11,7 +11,7 @@ import inspect
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from rlhpc.config.constraints import Fail, values_at
@@ -21,6 +21,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.former_names import current_keywords
 from rlhpc.runtime.key_metadata import INTERNAL, Choices, Range
 from rlhpc.runtime.plugins import suggest_name
+from rlhpc.runtime.similar_names import similar_names
 from rlhpc.runtime.text import short_repr
 
 Options = TypeVar("Options")
@@ -52,6 +53,7 @@ def check_options(
     component: str,
     num_positional: int = 0,
     fail: Fail | None = None,
+    list_other_options: Callable[[], Mapping[str, Iterable[str]]] = dict,
 ) -> dict[str, Any]:
     """Checks options against the parameters of a dataclass, a class or a function.
 
@@ -63,6 +65,7 @@ def check_options(
         component: Name of the component in messages, such as "the mlp".
         num_positional: Number of leading parameters that are not options.
         fail: Function that builds the error, for messages that name the source of the key.
+        list_other_options: Function that returns the options of the components that could be chosen instead.
 
     Returns:
         The options by their current names, without OmegaConf's types. Words with `Choices` are in lower case, because their
@@ -91,7 +94,8 @@ def check_options(
     for name, option_value in options.items():
         rule = _format_broken_rule(option_value, annotations[name]) if name in annotations else ""
         if name not in parameter_names and not takes_any:
-            rule = f"{suggest_name(name, public_names)}{component} has no such option; {allowed_text}"
+            hint = _hint_at_option(name, public_names, list_other_options())
+            rule = f"{hint}{component} has no such option; {allowed_text}"
         if rule:
             raise (
                 fail(f"{key}.{name}", rule)
@@ -108,6 +112,18 @@ def check_options(
     return options
 
 
+def _hint_at_option(name: str, public_names: Sequence[str], other_options: Mapping[str, Iterable[str]]) -> str:
+    """Returns a hint with the option most similar to an unknown one, and the components that have it if this one does not."""
+    names_of_others = {other for names in other_options.values() for other in names} - {*public_names}
+    closest = next(iter(similar_names(name, [*public_names, *names_of_others])), None)
+    if closest not in names_of_others:
+        return suggest_name(name, public_names)
+    owners = [component for component, names in other_options.items() if closest in names]
+    return (
+        f"{'' if closest == name else f'did you mean {closest!r}? '}{closest!r} is an option of {', '.join(owners)}; "
+    )
+
+
 def check_components(cfg: object, keys_by_path: Mapping[str, ConfigKey], fail: Fail) -> None:
     """Checks the options of all components of a configuration that declare them.
 
@@ -121,7 +137,14 @@ def check_components(cfg: object, keys_by_path: Mapping[str, ConfigKey], fail: F
             name = str(select(cfg, f"{path.removesuffix(key.name)}{key.options.selector}"))
             options_type = key.options_of(name)
             if options_type is not None:
-                check_options(options_type, configured_names, path, f"{key.options.selector} {name}", fail=fail)
+                check_options(
+                    options_type,
+                    configured_names,
+                    path,
+                    f"{key.options.selector} {name}",
+                    fail=fail,
+                    list_other_options=key.option_keys,
+                )
 
 
 def as_list(option_or_list: Option | list[Option]) -> list[Option]:

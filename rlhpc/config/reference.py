@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING
 
 from rlhpc.config.constraints import ANY
-from rlhpc.config.schema import ConfigKey, SchemaKeys, element_of, fields_of, tree_of, words_of
+from rlhpc.config.schema import ConfigKey, SchemaKeys, element_of, fields_of, nearest_key, tree_of, words_of
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.key_metadata import OnResume
 from rlhpc.runtime.text import cut
@@ -111,16 +111,10 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
         if trees:
             return _describe_groups(path, {name: tree[option] for name, tree in trees.items()})
         section, _, key_name = path.rpartition(".")
-        hints = [
-            hint
-            for schema_keys in schemas.values()
-            if (
-                hint := schema_keys.schema.nearest(
-                    key_name, _list_names_in(section, schema_keys.tree), f"{section}." if section else ""
-                )
-            )
-        ]
-        hint = max(hints, key=hints.count, default="")
+        names = {name: None for keys in schemas.values() for name in _list_names_in(section, keys.tree)}
+        paths = {path: None for keys in schemas.values() for path in keys.schema.keys}
+        similar_key = nearest_key(key_name, f"{section}." if section else "", names, paths)
+        hint = f"did you mean {similar_key}? " if similar_key else ""
         raise ConfigError(f"there is no key {cut(path)}; {hint}rlhpc config show runner lists the keys of a section")
     if any(key.is_section for key in keys_by_schema.values()):
         return _describe_section(path, {name: schemas[name].tree for name in keys_by_schema})

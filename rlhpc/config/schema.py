@@ -346,16 +346,32 @@ class Schema:
         """Returns whether a key or section exists; `path` has the form that `type_of` accepts."""
         return self.type_of(path) is not None
 
-    def nearest(self, key: str, allowed_keys: Iterable[str], prefix: str) -> str:
-        """Returns a hint with the key most similar to an unknown key below `prefix`; empty if no key is similar."""
-        allowed_keys = list(allowed_keys)
-        key = _ALSO_KNOWN_AS.get(key, key)
-        matches = [key] if key in allowed_keys else similar_names(key, allowed_keys, 1, 0.5)
-        if matches:
-            return f"did you mean {prefix}{matches[0]}? "
-        similar_keys = [path for path in self.keys if path.rsplit(".", 1)[-1] == key]
-        similar_keys = similar_keys or similar_names(f"{prefix}{key}", self.keys, 1, 0.6)
-        return f"did you mean {similar_keys[0]}? " if similar_keys else ""
+
+def nearest_key(
+    key: str, prefix: str, allowed_names: Iterable[str], paths: Iterable[str], foreign_names: Iterable[str] = ()
+) -> str | None:
+    """Returns the key most similar to an unknown key below `prefix`.
+
+    Args:
+        key: Last part of the unknown key.
+        prefix: The part before it, with its dot; empty at the top.
+        allowed_names: Names that are allowed there.
+        paths: All keys, of which one of another section may be meant.
+        foreign_names: Names that other task types allow there.
+
+    Returns:
+        The key, or None if no key is similar. A foreign key is more similar than all others, and clearly similar.
+    """
+    allowed_names = list(allowed_names)
+    name = _ALSO_KNOWN_AS.get(key, key)
+    if name in allowed_names:
+        return f"{prefix}{name}"
+    closest = similar_names(name, [*allowed_names, *similar_names(name, foreign_names, 1, 0.6)], 1, 0.5)
+    if closest:
+        return f"{prefix}{closest[0]}"
+    paths = list(paths)
+    same_name = [path for path in paths if path.rsplit(".", 1)[-1] == name]
+    return next(iter(same_name or similar_names(f"{prefix}{name}", paths, 1, 0.6)), None)
 
 
 class SchemaKeys(Protocol):

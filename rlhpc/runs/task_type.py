@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -18,7 +18,7 @@ import yaml
 
 from rlhpc.config.conditional_keys import Condition
 from rlhpc.config.constraints import Range
-from rlhpc.config.schema import ConfigKey, Schema, tree_of
+from rlhpc.config.schema import ConfigKey, Schema, fields_of, is_section, tree_of
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import CONFIG, RunPaths
 from rlhpc.runs.preflight import Check
@@ -153,6 +153,19 @@ class ConfigKeys:
             return ""
         noun = "a task type" if len(owners) == 1 else "task types"
         return f"is for {noun} that this one ({self._task_type}) is not: {', '.join(owners)}; leave it out"
+
+    def foreign_names(self, section: str) -> Collection[str]:
+        """Returns the names that only other task types allow in a section; "" is the top."""
+        names: set[str] = set()
+        for task_type in all_task_types():
+            names.update(_names_in(section, task_type.config, task_type.schema))
+        return names - set(_names_in(section, self._config, self.schema))
+
+
+def _names_in(section: str, config: type, schema: Schema) -> Collection[str]:
+    """Returns the names in a section of a configuration; "" is the top."""
+    section_type = schema.type_of(section) if section else config
+    return fields_of(section_type) if is_section(section_type) else ()
 
 
 class TaskType(Generic[Cfg]):

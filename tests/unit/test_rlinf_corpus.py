@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhpc.cli.foreign import rlinf
+from rlhpc.cli.foreign import rlinf, rlinf_language_unsupported, rlinf_unsupported_embodied
+from rlhpc.cli.foreign.hydra import compose
+from rlhpc.cli.foreign.rules import Translation, UnsupportedKeys
+from rlhpc.runtime.errors import ConfigError
 from tests import rlinf_corpus, rlinf_sample
+from tests.drawn import drawn
 from tests.rlinf_corpus import Verdict, format_table, read_table, summary, verdicts
 from tests.unit.cli.foreign.rlinf_configs import merged, put
 
@@ -132,26 +137,160 @@ def test_each_of_rlinfs_fields_gives_a_value_or_is_named(name: str) -> None:
     assert numbers.keys() <= CONVERTED
 
 
-#: Sections whose further keys cannot select another run: speed and memory of RLinf's trainers and engines, logs, Hydra, and
-#: parts that the file turns off or that have the actor's values.
-_WITHOUT_EFFECT = (
-    "actor.fsdp_config*", "actor.megatron*", "*tokenizer", "weight_syncer*", "*.video_cfg", "hydra*", "rollout.vllm",
-    "rollout.sglang", "rollout.model", "inference*", "critic", "critic.*", "reward", "reward.model*", "rollout_judge*",
-)  # fmt: skip
+#: Name of a key that no version of RLinf has.
+_MADE_UP = "of_a_later_version"
+#: Modules with tables of keys that have no counterpart.
+_TABLES = (rlinf, rlinf_language_unsupported, rlinf_unsupported_embodied)
+#: Reasons of rules that hold for any component: a run on demonstrations has one group, and rewards have processes.
+_OF_PLACEMENT = ("only actors train on demonstrations", "rewards are judged by processes beside the rollout")
 
 
-@pytest.mark.parametrize("name", rlinf_corpus.COMPARED)
-def test_no_section_passes_a_key_of_a_later_version_over_in_silence(name: str) -> None:
-    """A key that no table names is refused, copied or named as a difference: it may select anything."""
-    leaves = rlinf_corpus.read_resolved()[name]
-    sections = {key.rpartition(".")[0] for key in leaves if "." in key} - {"cluster.component_placement"}
+def every_unsupported_key() -> list[UnsupportedKeys]:
+    """Returns the entries of all tables, also of the rows that a task type may lack."""
+    values = [value for module in _TABLES for value in vars(module).values() if isinstance(value, list)]
+    rows = [row.otherwise for kind in rlinf.KINDS for row in kind.optional]
+    return [*rows, *(entry for table in values for entry in table if isinstance(entry, UnsupportedKeys))]
+
+
+def unread_reasons(leaves: dict[str, Any]) -> set[str]:
+    """Returns the reasons of a file's kind of run that hold for keys of any name."""
+    kind = next(kind for kind in rlinf.KINDS if kind.applies(leaves))
+    entries = [*kind.unsupported_of(leaves, ()), *rlinf.EVERYWHERE, *rlinf.NO_CRITIC]
+    return {entry.reason for entry in entries if entry.any_name}
+
+
+def test_a_pattern_that_passes_values_over_lists_its_keys() -> None:
+    """A key of a later version may have any effect; only null says the same as no key."""
+    entries = every_unsupported_key()
+    assert len(entries) > 150
+    for entry in entries:
+        passes_values = entry.harmless is True or any(value is not None for value in entry.harmless)
+        wide = [pattern for pattern in entry.patterns if "*" in pattern]
+        assert entry.any_name or not wide or not passes_values, (wide, entry.reason)
+
+
+@functools.cache
+def importable() -> dict[str, dict[str, Any]]:
+    """Returns file → dotted key → value: of the committed files, and of those of a checkout that are imported."""
+    if "RLHPC_RLINF" not in os.environ:
+        return rlinf_corpus.read_resolved()
+    folder = Path(os.environ["RLHPC_RLINF"]) / "examples"
+    return {
+        name: compose(folder / name).leaves
+        for name, verdict in read_table().items()
+        if verdict.word != "import refuses"
+    }
+
+
+def _outcome(name: str, leaves: dict[str, Any]) -> Translation | None:
+    """Returns the translation, or None if the file is refused."""
+    try:
+        return rlinf_corpus.translated(name, leaves)
+    except ConfigError:
+        return None
+
+
+@pytest.mark.parametrize("name", importable())
+def test_no_mapping_passes_a_made_up_key_over_in_silence(name: str) -> None:
+    """A key that no table has is refused, copied or named as a difference, unless nothing reads the mapping at all."""
+    leaves = importable()[name]
+    sections = {key.rsplit(".", depth)[0] for key in leaves for depth in range(1, key.count(".") + 1)}
+    names = {f"{section}.{_MADE_UP}" for section in sections} | {f"{key}_{_MADE_UP}" for key in leaves}
+    unread = unread_reasons(leaves)
+    together = _outcome(name, {**leaves, **dict.fromkeys(names, 7)})
+    for key in sorted(names):
+        translation = together or _outcome(name, {**leaves, key: 7})
+        if translation is None or key in translation.used:
+            continue
+        reason, changes_training = translation.omitted[key]
+        assert changes_training or reason in unread or reason.startswith(_OF_PLACEMENT), (key, reason)
+
+
+#: Keys of which several values mean the same → why.
+_SAME_EITHER_WAY = {
+    "*.fsdp_config.*": "memory, and autocast in the precision of the model",
+    "*.enable_offload": "memory",
+    "actor.offload_weight": "memory",
+    "*.gradient_checkpointing": "memory",
+    "*.recompute_granularity": "memory",
+    "*.attn_implementation": "speed",
+    "*.precision": "32 and fp32 are one precision, and a value of fsdp_config.mixed_precision goes before it",
+    "*.lr_warmup_iters": "lr_warmup_fraction goes before it, and a step has several updates",
+    "*.lr_scheduler": "cosine and openpi_cosine differ in the rate at which their warm-up begins",
+    "*num_images_in_input": "any number but 1 stands for all cameras",
+    "actor.model.image_num": "any number but 1 stands for all cameras",
+    "actor.model.model_type": "several names of RLinf's for one network",
+    "actor.model.openpi.config_name": "several names of RLinf's for one robot",
+    "actor.model.openpi.action_env_dim": "the simulator's actions have a size of their own",
+    "actor.training_backend": "FSDP2 stands for RLinf's FSDP and Megatron",
+    "actor.pack_traj": "the weights of turns and episodes are the same with one scale",
+    "algorithm.calculate_entropy": "an entropy_bonus of 0",
+    "algorithm.entropy_bonus": "read with calculate_entropy",
+    "algorithm.group_size": "env.train.group_size has it, with a critic",
+    "algorithm.loss_agg_func": "micro-batches of one response, or loss_scales",
+    "algorithm.loss_scales": "repetitions",
+    "algorithm.recompute_logprobs": "importance_sampling_fix needs both log-probs",
+    "*.top_k": "-1, 0 and numbers above the vocabulary's stand for all tokens",
+    "algorithm.training_batch_size_per_gpu": "enable_dynamic_batch_size goes before it",
+    "algorithm.use_valid_token_scale": "loss_scales go before it",
+    "runner.enable_dynamic_batch_size": "a micro-batch has at least the longest sequence",
+    "runner.max_tokens_per_mbs": "a micro-batch has at least the longest sequence",
+    "cluster.auto_scheduler": "speed",
+    "data.train_data_paths": "for training",
+    "env.*.control_mode": "the mode that the robot has without it",
+    "env.eval.max_steps_per_rollout_epoch": "the number of complete episodes is the same",
+    "rollout.rollout_backend": "vLLM stands for RLinf's vLLM and SGLang",
+    "runner.max_epochs": "the smaller of max_epochs and max_steps ends the run",
+    "runner.max_steps": "the smaller of max_epochs and max_steps ends the run",
+    "runner.task_type": "several names of RLinf's for one kind of run",
+}
+
+
+def _other_values(value: Any, values: set[Any]) -> list[Any]:
+    """Returns other legal values of a key: those that RLinf's files have, and for numbers and flags others of the type."""
+    others = sorted((other for other in values if type(other) is type(value) and other != value), key=str)[:2]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [*others, 2 * abs(value) + 1]
+    if isinstance(value, float):
+        return [*others, 2 * value + 0.125]
+    return others
+
+
+def _values() -> dict[str, set[Any]]:
+    """Returns key → the scalar values that RLinf's files have."""
+    values: dict[str, set[Any]] = {}
+    for leaves in importable().values():
+        for key, value in leaves.items():
+            if isinstance(value, (str, bool, int, float)):
+                values.setdefault(key, set()).add(value)
+    return values
+
+
+def _of_scalars() -> list[str]:
+    return [
+        f"{name} {key}"
+        for name, leaves in importable().items()
+        for key, value in leaves.items()
+        if isinstance(value, (str, bool, int, float))
+    ]
+
+
+def test_each_value_decides_something_or_is_named() -> None:
+    """Another legal value of a key changes the translation, is named with a reason, or is refused."""
+    files, values = importable(), _values()
     silent = []
-    for section in sorted(sections):
-        key = f"{section}.of_a_later_version"
-        translation = rlinf_corpus.translated(name, {**leaves, key: 7})
-        is_named = key not in translation.omitted or translation.omitted[key][1]
-        if not is_named and not any(fnmatch.fnmatchcase(section, pattern) for pattern in _WITHOUT_EFFECT):
-            silent.append(section)
+    for drawn_key in drawn("values of RLinf's files", _of_scalars(), least=300):
+        name, _, key = drawn_key.partition(" ")
+        leaves = files[name]
+        for other in _other_values(leaves[key], values[key]):
+            translation, before = _outcome(name, {**leaves, key: other}), rlinf_corpus.translated(name, leaves)
+            if translation is None or key in translation.omitted:
+                continue
+            is_same = translation.ours == before.ours and translation.omitted == before.omitted
+            if is_same and not any(fnmatch.fnmatchcase(key, pattern) for pattern in _SAME_EITHER_WAY):
+                silent.append((drawn_key, leaves[key], other))
     assert not silent
 
 

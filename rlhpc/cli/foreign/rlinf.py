@@ -50,7 +50,8 @@ def translate(composed: ComposedConfig, source: str) -> Translation:
     keys = find_task_type(kind.task_type).schema.keys
     rows = kind.rows_of(leaves, keys)
     replaced = {key for key, _ in rows if key}
-    unsupported = [*kind.unsupported_of(leaves, keys), *EVERYWHERE]
+    has_critic = kind.task_type == "reasoning" and rlinf_defaults.has_critic(leaves)
+    unsupported = [*kind.unsupported_of(leaves, keys), *EVERYWHERE, *([] if has_critic else NO_CRITIC)]
     try:
         translation = apply_rules(
             kind.title(leaves),
@@ -212,10 +213,11 @@ RUN: Rows = [
 
 #: Unsupported keys of every run.
 EVERYWHERE = [
-    UnsupportedKeys("hydra.*", "Hydra's own", True),
-    UnsupportedKeys("*.group_name", "groups have their components' names", True),
+    UnsupportedKeys("hydra.*", "Hydra's own", True, any_name=True),
+    UnsupportedKeys("*.group_name", "groups have their components' names", True, any_name=True),
     UnsupportedKeys(
-        "runner.logger.log_path runner.output_dir runner.per_worker_log* runner.logger.project_name runner.experiment_name",
+        "runner.logger.log_path runner.output_dir runner.{per_worker_log,per_worker_log_path} "
+        "runner.logger.project_name runner.experiment_name",
         "all files of a run lie in runner.run_dir/runner.name",
         True,
     ),
@@ -236,13 +238,29 @@ EVERYWHERE = [
     UnsupportedKeys("runner.local_update_steps runner.log_interval", "the runner is another one"),
     UnsupportedKeys("runner.seq_length runner.max_prompt_length", "for sequences of language models", True),
     UnsupportedKeys("cluster.*", "Ray's or RLinf's scheduler; Slurm is the process manager here"),
-    UnsupportedKeys("weight_syncer.*", "weights travel as rollout.weight_sync and weight_delta say; only speed", True),
-    UnsupportedKeys("critic.*", "RLinf reads it with use_critic_model", True),
     UnsupportedKeys(
-        "profile.* profiler.* tracer.*", "not a part of the configuration: see time/ in a run's metrics", True
+        "weight_syncer.bucket.bucket_dtype", "weights travel in their own precision", (None,), r"sync_dtype"
+    ),
+    UnsupportedKeys(
+        "weight_syncer.{type,use_ring_sync,nccl_max_ctas,nccl_min_ctas,snapshot_device,transport_device} "
+        "weight_syncer.bucket.{bucket_size,bucket_device,is_agent,load_instant} "
+        "weight_syncer.patch.{compression,compression_algorithm,delta_encoding,snapshot_device,transport_device} "
+        "weight_syncer.patch.init_sync.{enabled,prefixes,bucket_size}",
+        "weights travel as rollout.weight_sync and weight_delta say; only speed",
+        True,
+    ),
+    UnsupportedKeys(
+        "profile.* profiler.* tracer.*",
+        "not a part of the configuration: see time/ in a run's metrics",
+        True,
+        any_name=True,
     ),
     UnsupportedKeys("router_server_args.* reward.*", "of RLinf's servers and workers of rewards"),
 ]
+
+
+#: Unsupported keys of runs without a critic model.
+NO_CRITIC = [UnsupportedKeys("critic.*", "RLinf reads it with use_critic_model", True, any_name=True)]
 
 
 #: Kinds of RLinf's runs; the first one that applies translates the file.

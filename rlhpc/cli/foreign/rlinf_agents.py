@@ -137,6 +137,7 @@ AGENT_ROWS: Rows = [
     ("agent.untrained_roles", _untrained_roles),
     ("agent.feedback_timeout_s", _feedback_s),
     ("reward.terms", _reward_terms),
+    ("reward.failed", lambda config: UNSET),
 ]
 
 

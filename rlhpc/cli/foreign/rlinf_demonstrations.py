@@ -11,7 +11,7 @@ from typing import Any
 from rlhpc.cli.foreign import rlinf_defaults
 from rlhpc.cli.foreign.rlinf_embodied import POLICY, SCHEDULE, optimizer_rows
 from rlhpc.cli.foreign.rlinf_environments import ENVIRONMENTS, is_embodied, is_mlp, model_type_of
-from rlhpc.cli.foreign.rlinf_unsupported_embodied import BC, EMBODIED
+from rlhpc.cli.foreign.rlinf_unsupported_embodied import BC, embodied_keys
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Requirement, Rows, Rule, RunKind, is_null
 
 #: RLinf's policies that act; its other models of `task_type: sft` are language models.
@@ -139,7 +139,7 @@ def _environment(key: str) -> Any:
     """Returns the rule of a key of the environment whose spaces the demonstrations have."""
 
     def rule(config: ForeignConfig) -> Any:
-        config_name = str(config("actor.model.openpi.config_name", ""))
+        config_name = str(config.leaves.get("actor.model.openpi.config_name", ""))
         reason = "RLinf's file names no environment: set env.train.env_type and env.train.env_id to the recorded one"
         config.omit("data.train_data_paths", reason)
         if "libero" not in config_name:
@@ -180,7 +180,7 @@ def _holdout(config: ForeignConfig) -> Any:
 
 
 def _patience(config: ForeignConfig) -> Any:
-    return config.integer("runner.early_stop.patience") if config.flag("runner.early_stop.enabled") else UNSET
+    return config.integer("runner.early_stop.patience", 5) if config.flag("runner.early_stop.enabled") else UNSET
 
 
 def _best_metric(config: ForeignConfig) -> Any:
@@ -229,7 +229,7 @@ KINDS: Sequence[RunKind] = (
         "bc",
         lambda leaves: is_embodied(leaves) and leaves.get("algorithm.loss_type") == "embodied_dagger",
         lambda leaves: DAGGER,
-        lambda leaves: [*BC, *EMBODIED],
+        lambda leaves: [*BC, *embodied_keys(leaves)],
         lambda leaves: rlinf_defaults.DAGGER,
     ),
     RunKind(
@@ -237,7 +237,7 @@ KINDS: Sequence[RunKind] = (
         "bc",
         lambda leaves: _is_supervised(leaves, (*_POLICIES, *_VALUE_MODELS)),
         lambda leaves: SUPERVISED,
-        lambda leaves: [*BC, *EMBODIED],
+        lambda leaves: [*BC, *embodied_keys(leaves)],
         lambda leaves: rlinf_defaults.SUPERVISED,
         _METHODS,
     ),
@@ -246,7 +246,7 @@ KINDS: Sequence[RunKind] = (
         "bc",
         lambda leaves: _is_supervised(leaves, ("resnet",)) and not is_null(leaves.get("actor.model.model_type")),
         lambda leaves: CLASSIFIER,
-        lambda leaves: [*BC, *EMBODIED],
+        lambda leaves: [*BC, *embodied_keys(leaves)],
         lambda leaves: rlinf_defaults.SUPERVISED,
     ),
 )

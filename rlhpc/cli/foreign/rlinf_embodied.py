@@ -18,12 +18,30 @@ from rlhpc.cli.foreign.rlinf_environments import (
     rollout_epochs,
 )
 from rlhpc.cli.foreign.rlinf_openpi import openpi_options
-from rlhpc.cli.foreign.rlinf_unsupported_embodied import EMBODIED, PPO_OPTIONAL
+from rlhpc.cli.foreign.rlinf_unsupported_embodied import PPO_OPTIONAL, embodied_keys
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Requirement, Rows, Rule, RunKind, allow_only, is_null
+from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import short_repr
 
 LOSSES = {"actor_critic": "ppo", "actor": "ppo", "decoupled_actor_critic": "decoupled_ppo"}
 ADVANTAGES = {"gae": "gae", "grpo": "grpo", "raw": "raw", "reinpp": "reinforce++"}
-DTYPES = {"32": "float32", "fp32": "float32", "bf16": "bfloat16", "16": "float16", "fp16": "float16"}
+#: RLinf's names of precisions (config.py, torch_dtype_from_precision) → those of rlhpc.
+_DTYPES = {
+    "32": "float32", "fp32": "float32", "32-true": "float32", "bf16": "bfloat16", "bf16-mixed": "bfloat16",
+    "16": "float16", "fp16": "float16", "16-mixed": "float16",
+}  # fmt: skip
+
+
+def dtype_name(config: ForeignConfig, key: str, default: str) -> str:
+    """Returns the name of the precision that a key has, or of RLinf's default.
+
+    Raises:
+        ConfigError: RLinf has no such precision.
+    """
+    name = str(config(key, default)).lower()
+    if name not in _DTYPES:
+        raise ConfigError(f"{key} is {short_repr(name)}; RLinf has the precisions {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def optimizer_rows(group: str) -> Rows:
@@ -134,9 +152,9 @@ def _decoupled(key: str) -> Rule:
     return rule
 
 
-def _value_clip(config: ForeignConfig) -> Any:
-    clip = config("algorithm.value_clip")
-    return UNSET if is_grpo(config) or clip is None else clip
+def _of_critic(key: str) -> Rule:
+    """Returns the rule of a key that RLinf reads with a critic."""
+    return lambda config: UNSET if is_grpo(config) else config(key, UNSET)
 
 
 def _group_size(config: ForeignConfig) -> int:
@@ -331,11 +349,11 @@ _PPO: Rows = [
     ("algorithm.adv_type", choice("algorithm.adv_type", ADVANTAGES)),
     ("algorithm.loss_type", choice("algorithm.loss_type", LOSSES)),
     ("algorithm.gamma", _gamma),
-    ("algorithm.gae_lambda", lambda config: UNSET if is_grpo(config) else config("algorithm.gae_lambda")),
+    ("algorithm.gae_lambda", _of_critic("algorithm.gae_lambda")),
     ("algorithm.normalize_advantages", _embodied_normalization),
     ("algorithm.clip_ratio_low", "algorithm.clip_ratio_low"),
     ("algorithm.clip_ratio_high", "algorithm.clip_ratio_high"),
-    ("algorithm.value_clip", _value_clip),
+    ("algorithm.value_clip", _of_critic("algorithm.value_clip")),
     ("algorithm.value_coef", lambda config: 0.0 if config("algorithm.loss_type") == "actor" else 1.0),
     ("algorithm.loss_agg", _loss_agg),
     ("algorithm.count_filtered_groups", _counts_filtered_groups),
@@ -435,7 +453,7 @@ def _policy_dtype(config: ForeignConfig) -> Any:
             "LeRobot's policies compute in float32",
             config.leaves.get("actor.model.precision") not in ("32", "fp32"),
         )
-    return DTYPES.get(str(config("actor.model.precision", "32")), "float32")
+    return dtype_name(config, "actor.model.precision", "32")
 
 
 def _policy_options(config: ForeignConfig) -> Any:
@@ -643,7 +661,7 @@ KINDS: Sequence[RunKind] = (
         "embodied",
         lambda leaves: is_embodied(leaves) and str(leaves.get("algorithm.loss_type")) in LOSSES,
         lambda leaves: [*ENVIRONMENTS, *_PPO, *POLICY, *_ON_POLICY],
-        lambda leaves: EMBODIED,
+        embodied_keys,
         lambda leaves: rlinf_defaults.EMBODIED,
         _PPO_REQUIREMENTS,
         PPO_OPTIONAL,

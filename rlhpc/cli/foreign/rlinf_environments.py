@@ -305,6 +305,10 @@ def _episodes(config: ForeignConfig) -> Any:
     slots, rounds = config.integer("env.eval.total_num_envs"), config.integer("env.eval.rollout_epoch", 1)
     steps = config.integer("env.eval.max_steps_per_rollout_epoch", 1)
     max_steps = max(1, config.integer("env.eval.max_episode_steps", 1))
+    if steps < max_steps:
+        config.omit(
+            "env.eval.max_steps_per_rollout_epoch", "RLinf ends evaluation episodes so early, rlhpc does not", False
+        )
     return slots * max(1, rounds) * max(1, steps // max_steps) if slots else UNSET
 
 
@@ -338,8 +342,10 @@ def _reward_model(config: ForeignConfig) -> Any:
         config.omit("reward.env_reward_weight", "the classifier's reward replaces the simulator's")
     if config.number("reward.reward_weight", 1.0) != 1:
         config.omit("reward.reward_weight", "set env.train.reward_scale")
-    config.omit("reward.reward_threshold", "the reward is the classifier's probability itself")
-    config.omit("reward.model.model_path", "RLinf's classifier has another format: train one here (model_type success)")
+    config.omit(
+        "reward.model.model_path reward.use_reward_model",
+        "RLinf's classifier has another format: train one here (model_type success)",
+    )
     return str(config("reward.model.model_path", "runs/reward_model"))
 
 

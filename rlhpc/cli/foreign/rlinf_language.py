@@ -7,8 +7,8 @@ from typing import Any
 
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.cli.foreign.rlinf_defaults import has_critic
-from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, DTYPES, LOSSES, adapter_rows, choice, optimizer_rows
-from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, has_pictures, reward_terms
+from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, LOSSES, adapter_rows, choice, dtype_name, optimizer_rows
+from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, failed_reward, has_pictures, reward_terms
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, Rule
 from rlhpc.runtime.errors import ConfigError
 
@@ -47,10 +47,6 @@ def _is_megatron(config: ForeignConfig, group: str = "actor") -> bool:
     return bool(config.leaves.get(f"{group}.training_backend") == "megatron")
 
 
-def _dtype_name(value: Any) -> str:
-    return DTYPES.get(str(value).lower().removesuffix("-mixed"), "bfloat16")
-
-
 def _computation_dtype(group: str) -> Rule:
     """Returns the rule of the precision of a trainer's computation. Weights and optimizer state are float32 in rlhpc."""
     precision = f"{group}.model.precision"
@@ -64,7 +60,7 @@ def _computation_dtype(group: str) -> Rule:
             elif config(mixed) is not None:
                 key = mixed
         config(precision)
-        return _dtype_name(config(key, "bf16"))
+        return dtype_name(config, key, "bf16")
 
     return rule
 
@@ -85,7 +81,7 @@ def _engine_dtype(config: ForeignConfig) -> Any:
     precision = config("rollout.model.precision")
     if precision in (None, config.leaves.get("actor.model.precision")):
         return UNSET
-    return _dtype_name(precision)
+    return dtype_name(config, "rollout.model.precision", "bf16")
 
 
 def mesh_size(config: ForeignConfig, group: str, key: str) -> int:
@@ -228,6 +224,9 @@ def _warmup(group: str) -> Rule:
         if _is_megatron(config, group):
             if (share := config(fraction)) is not None:
                 steps = float(share) * int(config(length, _MEGATRON_STEPS))
+            if steps > 0:
+                key = f"{fraction} {group}.lr_sched.lr_warmup_iters"
+                config.omit(key, "RLinf begins at 0: its first update changes no weight", False)
         else:
             config.omit(fraction, "RLinf's FSDP trainer does not read it", False)
             if steps < 0:  # a negative number stands for a share of the schedule
@@ -577,6 +576,7 @@ _TRAINING: Rows = [
     ("rollout.temperature", lambda config: config.number("algorithm.sampling_params.temperature", 1.0)),
     ("data.prompts_per_step", "data.rollout_batch_size"),
     ("reward.terms", reward_terms),
+    ("reward.failed", failed_reward),
     ("actor.global_batch_size", _global_batch_size),
     ("actor.offload_in_rollout", _offload_in_rollout),
     (

@@ -21,7 +21,7 @@ from rlhpc.cli.foreign.rlinf_language_unsupported import (
     SUPERVISED_KEYS,
 )
 from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, eval_suites, suite_names
-from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, Rule, RunKind, UnsupportedKeys
+from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, Rule, RunKind, UnsupportedKeys, allow_only
 
 #: Beginnings of the names of RLinf's language models (config.py, SupportedModel).
 _LANGUAGE_MODELS = ("qwen", "deepseek")
@@ -75,6 +75,7 @@ KINDS: Sequence[RunKind] = (
         _training_rows,
         _training_keys,
         language_defaults,
+        (allow_only("algorithm.loss_type", ("actor",), "RLinf's actors of language models learn by no other loss"),),
     ),
 )
 

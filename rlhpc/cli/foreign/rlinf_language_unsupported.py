@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rlhpc.cli.foreign.rlinf_unsupported_embodied import FSDP_KEYS, keys_below
 from rlhpc.cli.foreign.rules import UnsupportedKeys
 
+#: Keys of RLinf's Megatron trainer: processes, checkpoints and profiles.
+_MEGATRON_KEYS = (
+    "megatron.{accumulate_allreduce_grads_in_fp32,ckpt_format,ddp_bucket_size,distributed_backend,"
+    "distributed_timeout_minutes,mbridge,tp_comm_bootstrap_backend,tp_comm_overlap_cfg,use_dist_ckpt,use_hf_ckpt,"
+    "use_profiler} megatron.ckpt_convertor.{model,model_type,hf_model_path,save_path,tensor_model_parallel_size,"
+    "pipeline_model_parallel_size,expert_model_parallel_size,expert_tensor_parallel_size,grouped_gemm,process_num,"
+    "te_ln_add_extra_state,te_ln_linear_mlp_fc1,te_ln_linear_qkv,use_gpu_index,use_gpu_num} "
+    "megatron.profiler.{activities,chrome_filename_prefix,export_chrome_trace,export_tensorboard,output_dir,"
+    "profile_memory,record_shapes,schedule_wait,schedule_active,schedule_repeat,schedule_warmup,with_flops,with_modules,"
+    "with_stack}"
+)
+_TOKENIZER_KEYS = "tokenizer.{tokenizer_model,tokenizer_path,use_fast,padding_side}"
+#: Keys of RLinf's engines that concern speed, memory and addresses.
+_ENGINE_KEYS = (
+    "sglang.{attention_backend,decode_log_interval,serving_mode,tool_call_parser,torch_compile_max_bs,use_torch_compile} "
+    "sglang.server.{host,port} vllm.{attention_backend,enable_chunked_prefill,enable_flash_infer_sampler,"
+    "enable_prefix_caching,max_num_batched_tokens,torch_profiler_dir}"
+)
 _TRAINER = [
     UnsupportedKeys(
-        "actor.megatron.* actor.mcore_gpt actor.spec_name actor.variable_seq_lengths",
+        f"{keys_below('actor', _MEGATRON_KEYS)} actor.mcore_gpt actor.spec_name actor.variable_seq_lengths",
         "Megatron's; rlhpc trains with FSDP2 or DeepSpeed",
         True,
     ),
     UnsupportedKeys(
-        "actor.model.pipeline_model_parallel_size actor.model.virtual_pipeline*",
+        "actor.model.{pipeline_model_parallel_size,virtual_pipeline_model_parallel_size}",
         "layers are sharded over the ranks, not divided among them: only speed and memory",
         True,
         missing_feature=r"pipeline.?parallel|parallel\.pipeline",
@@ -30,7 +49,9 @@ _TRAINER = [
         missing_feature=r"router_bias|bias_update",
     ),
     UnsupportedKeys(
-        "actor.model.recompute_* actor.model.moe_* actor.model.*fusion actor.model.use_cpu_initialization "
+        "actor.model.{recompute_granularity,recompute_method,recompute_num_layers,moe_grouped_gemm,moe_permute_fusion,"
+        "moe_router_load_balancing_type,moe_router_pre_softmax,moe_router_topk,moe_token_dispatcher_type,apply_rope_fusion,"
+        "bias_activation_fusion,bias_dropout_fusion,gradient_accumulation_fusion,use_cpu_initialization} "
         "actor.model.batch_p2p_comm actor.model.variable_seq_lengths actor.model.init_method_std actor.model.qk_layernorm "
         "actor.model.multi_latent_attention actor.model.persist_layer_norm actor.model.add_qkv_bias",
         "Megatron's; transformers builds the model from its own folder",
@@ -54,7 +75,7 @@ _TRAINER = [
         (False, None),
     ),
     UnsupportedKeys(
-        "actor.offload_* actor.enable_offload",
+        "actor.{offload_optimizer,offload_weight,offload_grad,enable_offload}",
         "collocated groups make room for one another by actor.offload_in_rollout; only memory",
         True,
     ),
@@ -67,14 +88,19 @@ _TRAINER = [
     UnsupportedKeys(
         "actor.lr_sched.max_lr", "RLinf takes the learning rate from optim.lr (config.py, validate_megatron_cfg)", True
     ),
-    UnsupportedKeys("actor.lr_sched.*weight_decay*", "the weight decay is constant: actor.optim.weight_decay", True),
+    UnsupportedKeys(
+        "actor.lr_sched.{start_weight_decay,end_weight_decay,weight_decay_incr_style}",
+        "the weight decay is constant: actor.optim.weight_decay",
+        True,
+    ),
     UnsupportedKeys("actor.lr_sched.*", "the schedule has no such part", missing_feature=r"lr_sched\."),
     UnsupportedKeys("actor.optim.num_cycles", "a cosine falls once", (None, 0.5), missing_feature=r"num_cycles"),
     UnsupportedKeys("actor.optim.value_lr", "RLinf reads it for models with a value head", True),
     UnsupportedKeys("actor.optim.warmup_style", "RLinf's trainer does not read it", True),
     UnsupportedKeys(
-        "actor.optim.*bf16 actor.optim.fp16 actor.optim.*loss_scale* actor.optim.*overlap* actor.optim.*offload* "
-        "actor.optim.optimizer_enable_pin actor.optim.use_* actor.optim.lr_warmup_steps_ratio",
+        "actor.optim.{bf16,fp16,loss_scale,initial_loss_scale,loss_scale_window,overlap_grad_reduce,overlap_param_gather,"
+        "overlap_param_gather_with_optimizer_step,optimizer_cpu_offload,optimizer_enable_pin,use_distributed_optimizer,"
+        "use_precision_aware_optimizer,lr_warmup_steps_ratio}",
         "of Megatron's optimizer; only speed and memory: weights are float32, and the loss scale is actor.grad_scaler",
         True,
     ),
@@ -83,8 +109,8 @@ _TRAINER = [
         "set actor.model.trust_remote_code yourself where the model brings code of its own",
         True,
     ),
-    UnsupportedKeys("actor.tokenizer.* reward.tokenizer.*", "the tokenizer comes with the model", True),
-    UnsupportedKeys("actor.fsdp_config.*", "FSDP2 has its own way: float32 master weights", True),
+    UnsupportedKeys(keys_below("actor", _TOKENIZER_KEYS), "the tokenizer comes with the model", True),
+    UnsupportedKeys(keys_below("actor", FSDP_KEYS), "FSDP2 has its own way: float32 master weights", True),
     UnsupportedKeys("actor.calculate_flops", "only a metric", True),
 ]
 
@@ -98,7 +124,7 @@ LANGUAGE_KEYS = [
     ),
     UnsupportedKeys("algorithm.use_valid_token_scale", "used by way of algorithm.loss_agg", True),
     UnsupportedKeys(
-        "algorithm.*rollout_batch_size_per_gpu algorithm.logprob_forward_micro_batch_size "
+        "algorithm.{rollout_batch_size_per_gpu,val_rollout_batch_size_per_gpu,logprob_forward_micro_batch_size} "
         "algorithm.training_batch_size_per_gpu",
         "batches are cut by tokens (actor.max_tokens_per_micro_batch); only speed and memory",
         True,
@@ -123,7 +149,7 @@ LANGUAGE_KEYS = [
     ),
     UnsupportedKeys("algorithm.max_num_gen_batches", "groups are refilled as algorithm.filter_groups says", (1,)),
     UnsupportedKeys(
-        "algorithm.clip_log_ratio_*",
+        "algorithm.{clip_log_ratio_min,clip_log_ratio_max}",
         "log-ratios are not clipped by themselves",
         (None, 20, -20),
         missing_feature=r"log.?ratio",
@@ -160,7 +186,9 @@ LANGUAGE_KEYS = [
         missing_feature=r"pipeline.?parallel|parallel\.pipeline",
     ),
     UnsupportedKeys(
-        "rollout.sglang.* rollout.vllm.*", "left to the engine (rollout.engine_kwargs takes vLLM's own arguments)", True
+        keys_below("rollout", _ENGINE_KEYS),
+        "left to the engine (rollout.engine_kwargs takes vLLM's own arguments)",
+        True,
     ),
     UnsupportedKeys(
         "rollout.recompute_logprobs rollout.return_logprobs",
@@ -174,8 +202,9 @@ LANGUAGE_KEYS = [
         missing_feature=r"custom_chat_template|model\.chat_template",
     ),
     UnsupportedKeys(
-        "rollout.model.* rollout.distributed_executor_backend rollout.disable_log_stats rollout.detokenize rollout.padding "
-        "rollout.eos rollout.weight_reload rollout.validate_weight* rollout.validate_save_dir rollout.print_outputs "
+        "rollout.model.{model_path,model_type} rollout.distributed_executor_backend rollout.disable_log_stats "
+        "rollout.detokenize rollout.padding rollout.eos rollout.weight_reload "
+        "rollout.{validate_weight,validate_weight_first_sync} rollout.validate_save_dir rollout.print_outputs "
         "rollout.cuda_graph_max_bs rollout.seed rollout.is_eval rollout.group_name",
         "left to the engine; only speed, memory and logs",
         True,
@@ -198,8 +227,14 @@ LANGUAGE_KEYS = [
     ),
     UnsupportedKeys("data.data_size", "all problems are used", (-1, None)),
     UnsupportedKeys(
-        "data.validation_shuffle data.num_workers data.seed data.val_rollout_batch_size data.process_*",
+        "data.validation_shuffle data.num_workers data.seed data.val_rollout_batch_size "
+        "data.{process_workers,process_batch_size}",
         "loading is the runner's; runner.seed says the order",
+        True,
+    ),
+    UnsupportedKeys(
+        f"{keys_below('reward', _TOKENIZER_KEYS)} reward.tokenizer.trust_remote_code",
+        "the tokenizer comes with the model",
         True,
     ),
     UnsupportedKeys("reward.use_reward_model", "RLinf has no reward models for language models", (False,)),
@@ -209,8 +244,14 @@ LANGUAGE_KEYS = [
         "of RLinf's reward: set the weight in reward.terms",
         (1.0,),
     ),
-    UnsupportedKeys("reward.reward_weights.*", "a term of weight 0 is left out", (0, 0.0)),
-    UnsupportedKeys("inference.*", "the actor computes these log-probs itself, or the group reference", True),
+    UnsupportedKeys("reward.reward_weights.*", "a term of weight 0 is left out", (0, 0.0), any_name=True),
+    UnsupportedKeys(
+        f"inference.{{group_name,load_from_actor,model_type}} inference.model.{{model_path,model_type,precision,is_lora,"
+        f"tensor_model_parallel_size,pipeline_model_parallel_size,sequence_parallel}} {keys_below('inference', FSDP_KEYS)} "
+        f"{keys_below('inference', _TOKENIZER_KEYS)} inference.tokenizer.trust_remote_code",
+        "the actor computes these log-probs itself, or the group reference",
+        True,
+    ),
     UnsupportedKeys(
         "runner.seq_length runner.max_tokens_per_mbs runner.enable_dynamic_batch_size",
         "in rollout.max_model_len and actor.max_tokens_per_micro_batch",
@@ -218,9 +259,12 @@ LANGUAGE_KEYS = [
     ),
     UnsupportedKeys(
         "cluster.auto_scheduler cluster.use_pre_process_policy cluster.use_wait_before_last_iter_policy "
-        "cluster.recreate_nccl_groups profile_data.*",
+        "cluster.recreate_nccl_groups",
         "RLinf moves accelerators between groups while it runs; only speed (cluster.elastic lets ranks join)",
         True,
+    ),
+    UnsupportedKeys(
+        "profile_data.*", "RLinf's estimates of speed, by which it moves accelerators", True, any_name=True
     ),
     UnsupportedKeys("critic.use_critic_model", "no critic is placed", (False,)),
 ]
@@ -248,7 +292,7 @@ CRITIC_KEYS = [
 _OWN_JUDGE = "an agent asks its judge by itself: start the judge's server as one of agent.services"
 #: Unsupported keys of agents.
 AGENT_KEYS = [
-    UnsupportedKeys("*.group_name", "groups have their components' names", True),
+    UnsupportedKeys("*.group_name", "groups have their components' names", True, any_name=True),
     UnsupportedKeys("agentloop.print_outputs", "rlhpc report shows the episodes", True),
     UnsupportedKeys("agentloop.is_dynamic_rollout_batch", "an episode always has as many turns as it takes", True),
     UnsupportedKeys("agentloop.max_user_turns", "the model's turns are counted (agent.max_turns)", (None,)),
@@ -267,18 +311,28 @@ AGENT_KEYS = [
         "agentloop.*", "part of RLinf's agent, which is a program: write yours (docs/how-to/train-your-agent.md)"
     ),
     UnsupportedKeys("agentlightning.n_runners", "agent.episodes_per_rank says how many episodes run at a time", True),
-    UnsupportedKeys("tools.codejudge.*", "programs run in rlhpc's sandbox, on the rollout's own nodes", True),
+    UnsupportedKeys(
+        "tools.codejudge.{concurrency_limit,host_addr,host_port}",
+        "programs run in rlhpc's sandbox, on the rollout's own nodes",
+        True,
+    ),
     UnsupportedKeys("tools.mcp_file_system", "agent.servers names MCP servers", (None,)),
     UnsupportedKeys("tools.*", "part of RLinf's tools, which are programs"),
-    UnsupportedKeys("rollout_server.*", "rlhpc's endpoint has a free port (docs/how-to/train-your-agent.md)", True),
+    UnsupportedKeys(
+        "rollout_server.{online_router,tracking_rollout}.{host,port}",
+        "rlhpc's endpoint has a free port (docs/how-to/train-your-agent.md)",
+        True,
+    ),
     UnsupportedKeys("rollout_judge.model.model_path", _OWN_JUDGE),
-    UnsupportedKeys("rollout_judge.*", _OWN_JUDGE, True),
+    UnsupportedKeys("rollout_judge.*", _OWN_JUDGE, True, any_name=True),
     UnsupportedKeys(
         "rollout_fixed_worker.model.model_path rollout.use_fixed_worker",
         "the roles of an episode share a model, or are adapters of one (agent.policies)",
         (False,),
     ),
-    UnsupportedKeys("rollout_fixed_worker.*", "the engine of a second model, which this run does not have", True),
+    UnsupportedKeys(
+        "rollout_fixed_worker.*", "the engine of a second model, which this run does not have", True, any_name=True
+    ),
     UnsupportedKeys(
         "data.is_* data.unique_columns data.norm_column", "part of RLinf's agent, which gets the columns as task.meta"
     ),
@@ -290,16 +344,19 @@ AGENT_KEYS = [
 EVALUATION_KEYS = [
     UnsupportedKeys("eval data.validation_shuffle", "rlhpc eval evaluates all problems once", True),
     UnsupportedKeys(
-        "algorithm.adv_type algorithm.advantage_mode algorithm.loss_* algorithm.*clip* algorithm.kl_* algorithm.entropy_bonus "
-        "algorithm.calculate_entropy algorithm.normalize_advantages algorithm.early_stop_imp_ratio algorithm.shuffle_rollout "
-        "algorithm.recompute_logprobs algorithm.use_valid_token_scale actor.* critic.* inference.* data.train_data_paths "
-        "data.shuffle data.rollout_batch_size runner.save_interval runner.max_* runner.enable_dynamic_batch_size",
+        "algorithm.{adv_type,advantage_mode,loss_agg_func,loss_scales,loss_type,clip_ratio_c,clip_ratio_high,clip_ratio_low,"
+        "ratio_clip_eps,clip_log_ratio_min,clip_log_ratio_max,kl_beta,kl_penalty_type,entropy_bonus,calculate_entropy,"
+        "normalize_advantages,early_stop_imp_ratio,shuffle_rollout,recompute_logprobs,use_valid_token_scale} "
+        "data.train_data_paths data.shuffle data.rollout_batch_size "
+        "runner.{save_interval,max_steps,max_epochs,max_tokens_per_mbs,enable_dynamic_batch_size}",
         "for training",
         True,
     ),
+    UnsupportedKeys("actor.* critic.* inference.*", "for training", True, any_name=True),
     UnsupportedKeys("data.data_size", "all problems are used", (-1, None)),
     UnsupportedKeys(
-        "algorithm.group_size algorithm.sampling_params.temperature data.prompt_key data.answer_key data.*chat_template",
+        "algorithm.group_size algorithm.sampling_params.temperature "
+        "data.{prompt_key,answer_key,apply_chat_template,use_chat_template}",
         "of suites, and data.val_data_paths names none",
         True,
     ),
@@ -307,7 +364,7 @@ EVALUATION_KEYS = [
 
 #: Unsupported keys of supervised runs.
 SUPERVISED_KEYS = [
-    UnsupportedKeys("algorithm.*", "RLinf's supervised runs do not read it", True),
+    UnsupportedKeys("algorithm.{adv_type,sampling_params.temperature}", "RLinf's supervised runs do not read it", True),
     UnsupportedKeys("actor.eval_batch_size", "only speed and memory", True),
     UnsupportedKeys(
         "actor.micro_batch_size", "micro-batches are cut by tokens (actor.max_tokens_per_micro_batch)", True
@@ -320,7 +377,9 @@ SUPERVISED_KEYS = [
         missing_feature=r"trainable_modules",
     ),
     UnsupportedKeys(
-        "actor.model.format_ce_coef actor.model.sample_reweight.* actor.model.success_head.* actor.model.extra_label_loss.*",
+        "actor.model.format_ce_coef actor.model.{sample_reweight,success_head,extra_label_loss}.enabled "
+        "actor.model.sample_reweight.{use_meta_sample_weight,success_weight,non_success_weight} "
+        "actor.model.sample_reweight.target_label_ratio.{positive,negative,unclear}",
         "the loss is the mean over the response's tokens, each of the same weight",
         (False, None),
         missing_feature=r"sample_reweight|ce_coef|key data\.train\.weight",

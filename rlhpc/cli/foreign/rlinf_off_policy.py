@@ -15,7 +15,7 @@ from rlhpc.cli.foreign.rlinf_environments import (
     model_type_of,
     rollout_epochs,
 )
-from rlhpc.cli.foreign.rlinf_unsupported_embodied import BOOTSTRAP, EMBODIED, OFF_POLICY, WEIGHT_SYNC
+from rlhpc.cli.foreign.rlinf_unsupported_embodied import BOOTSTRAP, OFF_POLICY, WEIGHT_SYNC, embodied_keys
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Requirement, Rows, Rule, RunKind, allow_only, is_null
 
 _OFF_POLICY_LOSS = "embodied_sac"
@@ -125,6 +125,10 @@ def _omit_unused(config: ForeignConfig) -> Any:
         key = f"actor.critic_optim.{name}"
         if config.leaves.get(key) == config.leaves.get(f"actor.optim.{name}"):
             config.omit(key, "actor and critics have the same value", False)
+    if not config.flag("env.train.auto_reset"):
+        config.omit(
+            "env.train.auto_reset", "a slot goes on with the next episode; RLinf's waits until the next rollout"
+        )
     if config.flag("env.train.ignore_terminations"):
         config.omit("algorithm.bootstrap_type", "episodes run to their limit", False)
     if not _has_pictures(config.leaves):
@@ -375,7 +379,7 @@ KINDS: Sequence[RunKind] = (
         "off_policy",
         lambda leaves: is_embodied(leaves) and leaves.get("algorithm.loss_type") == _OFF_POLICY_LOSS,
         lambda leaves: [*ENVIRONMENTS, *SAC],
-        lambda leaves: [*OFF_POLICY, *EMBODIED],
+        lambda leaves: [*OFF_POLICY, *embodied_keys(leaves)],
         lambda leaves: rlinf_defaults.SAC,
         _SAC_REQUIREMENTS,
         (BOOTSTRAP, WEIGHT_SYNC),
@@ -387,7 +391,7 @@ KINDS: Sequence[RunKind] = (
             leaves.get("runner.task_type") == "offline" and leaves.get("algorithm.loss_type") == "offline_iql"
         ),
         lambda leaves: IQL,
-        lambda leaves: [*OFF_POLICY, *EMBODIED],
+        lambda leaves: [*OFF_POLICY, *embodied_keys(leaves)],
         lambda leaves: rlinf_defaults.IQL,
         _IQL_REQUIREMENTS,
     ),

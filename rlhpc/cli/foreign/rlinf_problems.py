@@ -114,9 +114,29 @@ def reward_terms(config: ForeignConfig) -> Any:
             missing_feature=rf"^name {name}$",
         )
         return [{"name": name}]
-    reward_bounds = [config.number(f"reward.reward_{key}") for key in ("max_val", "min_val")]
-    weight = (reward_bounds[0] - reward_bounds[1]) * config.number("reward.reward_scale")
-    return [{"name": name, "weight": weight}]  # an answer is worth 0 or 1 before its weight
+    wrong, right = (_math_reward(config, key) for key in ("min_val", "max_val"))
+    term = {"name": name, "weight": right - wrong}  # an answer is worth 0 or 1 before its weight
+    return [term] if _ignores_offset(config) or not wrong else [term, {**_EVERY_RESPONSE, "weight": wrong}]
+
+
+def _math_reward(config: ForeignConfig, key: str) -> float:
+    return config.number(f"reward.reward_{key}") * config.number("reward.reward_scale")
+
+
+#: Estimators that subtract a mean of the rewards: they do not depend on what a wrong answer is worth.
+_WITH_BASELINE = ("grpo", "grpo_dynamic", "reinpp")
+#: Reward of 1 for every response.
+_EVERY_RESPONSE: dict[str, Any] = {"name": "format", "kwargs": {"pattern": ".*"}}
+
+
+def _ignores_offset(config: ForeignConfig) -> bool:
+    return config.text("algorithm.adv_type", "grpo") in _WITH_BASELINE
+
+
+def failed_reward(config: ForeignConfig) -> Any:
+    """Returns the reward of a response that cannot be judged, which RLinf takes for a wrong one."""
+    is_offset = config.text("reward.reward_type", "math") == "math" and not _ignores_offset(config)
+    return (_math_reward(config, "min_val") or UNSET) if is_offset else UNSET
 
 
 #: RLinf's rewards of multiple-choice questions (algorithms/rewards/vqa), as rlhpc's.

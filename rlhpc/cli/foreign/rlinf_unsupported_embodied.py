@@ -4,10 +4,27 @@ applies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, OptionalRow, Rule, UnsupportedKeys
+
+#: Keys of RLinf's FSDP trainer (config.py, validate_fsdp_cfg).
+FSDP_KEYS = (
+    "fsdp_config.{strategy,sharding_strategy,cpu_offload,offload_pin_memory,reshard_after_forward,"
+    "enable_gradient_accumulation,forward_prefetch,backward_prefetch,limit_all_gathers,fsdp_size,use_orig_params,"
+    "use_liger_kernel,gradient_checkpointing,gradient_checkpointing_use_reentrant,save_full_model_weights} "
+    "fsdp_config.mixed_precision.{param_dtype,reduce_dtype,buffer_dtype} fsdp_config.amp_autocast.{enabled,precision} "
+    "fsdp_config.grad_scaler.{enabled,init_scale,growth_interval} fsdp_config.amp.{enabled,precision,use_grad_scaler} "
+    "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+)
+
+
+def keys_below(group: str, keys: str) -> str:
+    """Returns patterns with a group in front of each."""
+    return " ".join(f"{group}.{pattern}" for pattern in keys.split())
+
 
 #: RLinf's estimators that need no critic.
 GROUP_ESTIMATORS = ("grpo", "raw", "reinpp")
@@ -71,7 +88,7 @@ PPO_OPTIONAL = (
             key,
             _of_filter(key),
             UnsupportedKeys(
-                f"{key} algorithm.reward_*_bound",
+                f"{key} algorithm.{{rewards_lower_bound,rewards_upper_bound}}",
                 "all groups train, whatever their mean reward is",
                 (False,),
                 r"^embodied key .*(filter_rewards|rewards_lower_bound)",
@@ -122,7 +139,7 @@ OFF_POLICY = [
         True,
     ),
     UnsupportedKeys(
-        "algorithm.replay_buffer.auto_save* algorithm.replay_buffer.load_path",
+        "algorithm.replay_buffer.{auto_save,auto_save_path,auto_save_interval,load_path}",
         "the buffer is a memory-mapped file, and part of each checkpoint",
         True,
     ),
@@ -161,7 +178,7 @@ OFF_POLICY = [
     ),
     UnsupportedKeys("algorithm.group_size env.train.group_size", "each slot draws its own resets", (1,)),
     UnsupportedKeys(
-        "actor.training_backend actor.fsdp_config.* actor.use_fsdp_wrap actor.offline_torch_compile",
+        f"actor.training_backend {keys_below('actor', FSDP_KEYS)} actor.use_fsdp_wrap actor.offline_torch_compile",
         "small networks: gradients are summed over the ranks",
         True,
     ),
@@ -169,7 +186,7 @@ OFF_POLICY = [
         "actor.micro_batch_size", "a rank computes its part of a batch at once; it only saves memory", True
     ),
     UnsupportedKeys("actor.enable_offload rollout.enable_offload", "it only saves memory", True),
-    UnsupportedKeys("actor.model.iql_config.log_std_m*", "the log-std is clamped to [-20, 2]", (2.0,)),
+    UnsupportedKeys("actor.model.iql_config.{log_std_min,log_std_max}", "the log-std is clamped to [-20, 2]", (2.0,)),
     UnsupportedKeys(
         "actor.model.iql_config.type actor.model.iql_config.hidden_dims actor.model.iql_config.dropout_rate "
         "actor.model.iql_config.state_dependent_std algorithm.hidden_dims algorithm.dropout_rate",
@@ -211,8 +228,8 @@ BC = [
         missing_feature=r"^bc key [\w.]*replay",
     ),
     UnsupportedKeys(
-        "algorithm.gamma algorithm.adv_type algorithm.loss_type algorithm.group_size algorithm.*advantages "
-        "algorithm.reward_type algorithm.logprob_type algorithm.entropy_* algorithm.kl_* algorithm.clip_* "
+        "algorithm.{gamma,adv_type,loss_type,group_size,normalize_advantages,reward_type,logprob_type,entropy_type,"
+        "entropy_bonus,kl_beta,kl_penalty,clip_ratio_low,clip_ratio_high,clip_ratio_c,clip_log_ratio_min,clip_log_ratio_max} "
         "algorithm.value_clip algorithm.huber_delta algorithm.gae_lambda algorithm.loss_agg_func algorithm.reward_coef",
         "RLinf's loss on demonstrations does not read it",
         True,
@@ -237,18 +254,20 @@ BC = [
         "actor.optim.lr_warmup_steps", "each round of rlhpc dagger has a warm-up of its own: choose one", (-1, 0)
     ),
     UnsupportedKeys("actor.optim.value_lr actor.optim.critic_warmup_steps", "for a critic", True),
-    UnsupportedKeys(
-        "actor.optim.warmup_style actor.optim.total_training_steps", "RLinf reads it with another lr_scheduler", True
-    ),
+    UnsupportedKeys("actor.optim.warmup_style", "RLinf's trainer does not read it", True),
+    UnsupportedKeys("actor.optim.total_training_steps", "RLinf reads it with another lr_scheduler", True),
     UnsupportedKeys(
         "runner.early_stop.min_delta",
         "any improvement counts",
         missing_feature=r"min_delta|smallest improvement",
     ),
-    UnsupportedKeys("runner.early_stop.*", "in runner.patience and runner.keep_best", True),
+    UnsupportedKeys(
+        "runner.early_stop.monitor", "the held-out loss decides", ("val_loss", None), r"^bc .*holdout_accuracy"
+    ),
+    UnsupportedKeys("runner.early_stop.{enabled,patience}", "in runner.patience and runner.keep_best", True),
     UnsupportedKeys("data.val_data_paths", "set demos.holdout: a part of the episodes is held out"),
     UnsupportedKeys(
-        "data.num_workers data.prefetch_factor data.lazy_load data.parquet_cache_size data.video_backend data.*tolerance_s",
+        "data.{num_workers,prefetch_factor,lazy_load,parquet_cache_size,video_backend,tolerance_s,video_tolerance_s}",
         "the runner loads demonstrations in its own order, by runner.seed; only speed and memory",
         True,
     ),
@@ -265,13 +284,17 @@ BC = [
     UnsupportedKeys("actor.model.normalize", "the encoder scales pictures itself", True),
     UnsupportedKeys("actor.model.freeze_vit actor.model.use_flash_attention", "for transformers", True),
     UnsupportedKeys("runner.val_check_interval", "the held-out loss is computed at every step", True),
+    UnsupportedKeys("rollout.expert_model.{precision,model_path}", "the expert is --expert's", True),
     UnsupportedKeys(
-        "rollout.group_name rollout.*backend rollout.recompute_logprobs rollout.unnorm_key rollout.enable_* rollout.model.* "
-        "rollout.pipeline_stage_num rollout.collect_* rollout.sync_weight_*",
+        "rollout.expert_model.* rollout.rlt_feature_model.*", "of a second policy in the rollout, such as an expert"
+    ),
+    UnsupportedKeys(
+        "rollout.{group_name,backend,rollout_backend,generation_backend,recompute_logprobs,unnorm_key,enable_offload,"
+        "enable_torch_compile,enable_cuda_graph,pipeline_stage_num,collect_prev_infos,collect_transitions,"
+        "sync_weight_nccl_max_ctas} rollout.model.{model_type,model_path,precision}",
         "only actors train on demonstrations",
         True,
     ),
-    UnsupportedKeys("rollout.expert_model.precision rollout.expert_model.model_path", "the expert is --expert's", True),
     UnsupportedKeys("actor.eval_batch_size", "the held-out loss is a mean over all rows", True),
     UnsupportedKeys("runner.enable_decoupled_mode", "rlhpc dagger plays and trains in turns", True),
 ]  # fmt: skip
@@ -302,19 +325,27 @@ EMBODIED = [
     UnsupportedKeys("algorithm.eval_rollout_epoch", "in env.eval.num_episodes", True),
     UnsupportedKeys("algorithm.rollout_epoch", "in algorithm.rollout_steps", True),
     UnsupportedKeys(
-        "actor.compile_model actor.num_gpus actor.sync_weight_no_wait rollout.sync_weight_*", "only speed", True
+        "actor.{compile_model,num_gpus,sync_weight_no_wait} rollout.sync_weight_nccl_max_ctas", "only speed", True
     ),
     UnsupportedKeys(
-        "actor.enable_sft_co_train actor.sft_* actor.config_name",
+        "actor.{enable_sft_co_train,sft_data_path,sft_loss_weight,config_name}",
         "PPO learns from its rollouts; demonstrations come before it (task_type bc and runner.init_from)",
         (False,),
         r"^embodied key [\w.]*(sft_|demo_buffer|demos)",
     ),
-    UnsupportedKeys("env.eval.group_size env.delay_sampler.*", "evaluation plays single episodes", True),
+    UnsupportedKeys("env.eval.group_size", "evaluation plays single episodes", True),
+    UnsupportedKeys(
+        "env.delay_sampler.{type,delay,min_delay,max_delay,rate,mean,stddev,seed}",
+        "RLinf waits so long after each step of a simulator, to imitate a slow robot or network; only speed",
+        True,
+    ),
     UnsupportedKeys("algorithm.reward_coef", "RLinf reads env.train.reward_coef", True),
     UnsupportedKeys("algorithm.group_size", "in env.train.group_size", True),
     UnsupportedKeys(
-        "algorithm.length_params.* algorithm.sampling_params.*", "RLinf's policies do not read it", True
+        "algorithm.length_params.{max_length,max_new_token,min_length} algorithm.sampling_params.{do_sample,"
+        "temperature_train,temperature_eval,top_k,top_p,repetition_penalty,add_BOS}",
+        "RLinf's policies do not read it",
+        True,
     ),
     UnsupportedKeys("algorithm.use_fixed_reset_state_ids", "RLinf reads env.train.use_fixed_reset_state_ids", True),
     UnsupportedKeys(
@@ -322,17 +353,20 @@ EMBODIED = [
     ),
     UnsupportedKeys("actor.num_steps", "RLinf reads actor.model.num_steps", True),
     UnsupportedKeys(
-        "actor.optim.min_lr* actor.optim.num_cycles actor.optim.warmup_style",
+        "actor.optim.{min_lr,min_lr_rate,num_cycles}",
         "for a schedule that falls (actor.optim.lr_scheduler)",
         True,
     ),
+    UnsupportedKeys("actor.optim.warmup_style", "RLinf's trainer does not read it", True),
     UnsupportedKeys("actor.optim.total_training_steps", "a schedule ends with the run", True),
     UnsupportedKeys(
-        "actor.optim.weight_decay actor.optim.value_lr actor.optim.critic_warmup_steps actor.optim.lr_warmup_steps*",
+        "actor.optim.{weight_decay,value_lr,critic_warmup_steps,lr_warmup_steps,lr_warmup_steps_ratio}",
         "RLinf's optimizer of such runs does not read it",
         True,
     ),
-    UnsupportedKeys("env.*enable_offload env.*.enable_init_offload", "it only saves memory", True),
+    UnsupportedKeys(
+        "env.enable_offload env.{train,eval}.{enable_offload,enable_init_offload}", "it only saves memory", True
+    ),
     UnsupportedKeys("actor.enable_offload rollout.enable_offload", "each group has its own accelerators", True),
     UnsupportedKeys(
         "actor.fsdp_config.sharding_strategy actor.fsdp_config.strategy actor.fsdp_config.reshard_after_forward "
@@ -341,17 +375,27 @@ EMBODIED = [
         True,
     ),
     UnsupportedKeys(
-        "actor.fsdp_config.mixed_precision.* actor.fsdp_config.amp_autocast.*",
+        "actor.fsdp_config.mixed_precision.{param_dtype,reduce_dtype,buffer_dtype} "
+        "actor.fsdp_config.amp_autocast.{enabled,precision}",
         "weights are float32, and computation has actor.model.dtype",
         True,
     ),
     UnsupportedKeys(
         "actor.fsdp_config.gradient_checkpointing actor.model.gradient_checkpointing", "it only saves memory", True
     ),
-    UnsupportedKeys("actor.fsdp_config.grad_scaler.*", "float16 needs a scaled loss, bfloat16 and float32 do not", True),
-    UnsupportedKeys("actor.fsdp_config.*", "only memory and speed", True),
+    UnsupportedKeys(
+        "actor.fsdp_config.grad_scaler.{enabled,init_scale,growth_interval}",
+        "float16 needs a scaled loss, bfloat16 and float32 do not",
+        True,
+    ),
+    UnsupportedKeys(keys_below("actor", FSDP_KEYS), "only memory and speed", True),
     UnsupportedKeys("actor.model.precision", "the policy computes in float32", ("32", 32, "fp32", None)),
-    UnsupportedKeys("rollout.model.*", "the rollout has the actor's model", True),
+    UnsupportedKeys(
+        "rollout.model.{model_type,model_path,tokenizer_path,backbone_model_path,precision,action_dim,state_dim,image_num,"
+        "num_q_heads}",
+        "the rollout has the actor's model",
+        True,
+    ),
     UnsupportedKeys("actor.model.model_path", "such a policy starts from random weights", ("", None)),
     UnsupportedKeys(
         "actor.model.obs_dim actor.model.action_dim actor.model.state_dim actor.model.image_size actor.model.proprio_dim "
@@ -381,7 +425,10 @@ EMBODIED = [
         "actor.model.openpi.noise_params", "RLinf reads it with noise_anneal", True
     ),
     UnsupportedKeys(
-        "actor.model.openpi.dsrl_* actor.model.openpi.use_dsrl actor.model.openpi.is_nft", "for DSRL and NFT", True
+        "actor.model.openpi.dsrl_{action_noise_dim,agg_q,hidden_dims,image_latent_dim,num_q_heads,state_dim,"
+        "state_latent_dim} actor.model.openpi.{use_dsrl,is_nft}",
+        "for DSRL and NFT",
+        True,
     ),
     UnsupportedKeys(
         "actor.model.add_bias_linear actor.model.add_qkv_bias", "Megatron's, which RLinf's policies do not read", True
@@ -391,14 +438,18 @@ EMBODIED = [
         "RLinf's policies do not read it",
         True,
     ),
-    UnsupportedKeys("actor.model.openpi_data.*", "LeRobot's folder has the statistics and names of its data", True),
+    UnsupportedKeys(
+        "actor.model.openpi_data.{action_space,default_prompt,image_space,norm_stats_path,repo_id,state_space}",
+        "LeRobot's folder has the statistics and names of its data",
+        True,
+    ),
     UnsupportedKeys("actor.model.hidden_dim", "RLinf's MLP has three layers of 256 with any value", (256,)),
     UnsupportedKeys("actor.model.add_value_head actor.model.add_q_head", "algorithm and policy decide it", True),
     UnsupportedKeys(
         "actor.model.lora_rank actor.model.is_lora", "all weights train", ("", False, 32, None)
     ),
     UnsupportedKeys(
-        "actor.model.policy_setup actor.model.model_name env.*.policy_setup", "the environment knows its robot", True
+        "actor.model.{policy_setup,model_name} env.{train,eval}.policy_setup", "the environment knows its robot", True
     ),
     UnsupportedKeys(
         "actor.model.attn_implementation actor.model.low_cpu_mem_usage actor.model.use_cache",
@@ -421,7 +472,7 @@ EMBODIED = [
         "rollout.backend rollout.generation_backend", "policies act by their forward pass", ("huggingface",)
     ),
     UnsupportedKeys(
-        "rollout.sampling_params.temperature_* rollout.sampling_params.top_k rollout.sampling_params.do_sample",
+        "rollout.sampling_params.{temperature_train,temperature_eval,top_k,do_sample}",
         "RLinf reads it with action tokens",
         True,
     ),
@@ -441,33 +492,35 @@ EMBODIED = [
         "only speed",
         True,
     ),
-    UnsupportedKeys("rollout.collect_*", "the runner knows what it needs", True),
+    UnsupportedKeys("rollout.{collect_prev_infos,collect_transitions}", "the runner knows what it needs", True),
     UnsupportedKeys("rollout.recompute_logprobs", "RLinf recomputes none in such runs", (False, None)),
     UnsupportedKeys("rollout.unnorm_key", "RLinf's policies read actor.model.unnorm_key", True),
     UnsupportedKeys(
         "rollout.expert_model.* rollout.rlt_feature_model.*", "of a second policy in the rollout, such as an expert"
     ),
     UnsupportedKeys(
-        "env.train.video_cfg.* env.eval.video_cfg.*", "videos are made in evaluation, into the run's folder", True
+        "env.{train,eval}.video_cfg.{save_video,video_base_dir,fps,info_on_video,extra_info_on_video}",
+        "videos are made in evaluation, into the run's folder",
+        True,
     ),
     UnsupportedKeys(
-        "env.*.wrap_obs_mode",
+        "env.{train,eval}.wrap_obs_mode",
         "observations are the simulator's (env.train.kwargs.obs_mode)",
         ("simple", "default", "simple_prompt", None),
     ),
-    UnsupportedKeys("env.*.use_full_state", "observations are the simulator's", (False,)),
+    UnsupportedKeys("env.{train,eval}.use_full_state", "observations are the simulator's", (False,)),
     UnsupportedKeys(
-        "env.*.init_params.num_envs env.*.init_params.max_episode_steps", "set from the environment's own keys", True
+        "env.{train,eval}.init_params.{num_envs,max_episode_steps}", "set from the environment's own keys", True
     ),
     UnsupportedKeys(
-        "env.*.init_params.sim_backend env.*.init_params.render_mode env.*.init_params.control_mode",
+        "env.{train,eval}.init_params.{sim_backend,render_mode,control_mode}",
         "the simulation runs on a GPU where there is one, and videos ask for a renderer themselves",
         ("gpu", "auto", "all", "rgb_array", "None", None),
     ),
-    UnsupportedKeys("env.*.init_params.*", "RLinf's environment reads it; set env.train.kwargs", ("default",)),
-    UnsupportedKeys("env.*.is_eval", "the stage decides it", True),
+    UnsupportedKeys("env.*.init_params.*", "RLinf's environment reads it; set env.train.kwargs"),
+    UnsupportedKeys("env.{train,eval}.is_eval", "the stage decides it", True),
     UnsupportedKeys(
-        "env.*.reset_gripper_open",
+        "env.{train,eval}.reset_gripper_open",
         "objects come to rest with the gripper open before an episode begins",
         (True, None),
         r"^option .*gripper_open",
@@ -476,8 +529,8 @@ EMBODIED = [
     UnsupportedKeys(
         "env.eval.use_ordered_reset_state_ids", "evaluation plays the states of a suite in order", (True, False, None)
     ),
-    UnsupportedKeys("env.*.specific_reset_id", "episodes start from all states", (None,)),
-    UnsupportedKeys("env.*.use_step_penalty", "LIBERO's reward is 1 at success and 0 before it", (False, None)),
+    UnsupportedKeys("env.{train,eval}.specific_reset_id", "episodes start from all states", (None,)),
+    UnsupportedKeys("env.{train,eval}.use_step_penalty", "LIBERO's reward is 1 at success and 0 before it", (False, None)),
     UnsupportedKeys(
         "env.eval.env_type env.eval.seed env.eval.auto_reset env.eval.use_rel_reward env.eval.reward_mode "
         "env.eval.reward_coef env.eval.rollout_epoch env.eval.max_steps_per_rollout_epoch env.eval.task_suite_name "
@@ -486,11 +539,46 @@ EMBODIED = [
         "evaluation plays complete episodes, counts their returns, and draws seeds for itself",
         True,
     ),
-    UnsupportedKeys("env.*.data_collection.*", "rlhpc record writes demonstrations (docs/how-to/demonstrations.md)", True),
+    UnsupportedKeys(
+        "env.{train,eval}.data_collection.{enabled,save_dir,export_format,robot_type,fps,only_success,finalize_interval,"
+        "collect_env_stride,gae_gamma,gae_lambda,sidecar_rgb_capture}",
+        "rlhpc record writes demonstrations (docs/how-to/demonstrations.md)",
+        True,
+    ),
     UnsupportedKeys(
         "env.train.rollout_epoch env.train.max_steps_per_rollout_epoch", "in algorithm.rollout_steps", True
     ),
     UnsupportedKeys("env.train.*  env.eval.*", "RLinf's environment reads it"),
     UnsupportedKeys("reward.use_reward_model", "in env.train.reward_model", True),
-    UnsupportedKeys("reward.*", "RLinf reads it with a reward model; here its folder has it", True),
 ]  # fmt: skip
+
+#: Unsupported keys of a run with policies that asks a reward model.
+REWARD_MODEL = [
+    UnsupportedKeys("reward.{worker_type,standalone_realworld}", "the environments ask the classifier", True),
+    UnsupportedKeys("reward.reward_mode", "the classifier judges each step", True),
+    UnsupportedKeys("reward.group_name", "groups have their components' names", True),
+    UnsupportedKeys("reward.enable_offload", "it only saves memory", True),
+    UnsupportedKeys("reward.{reward_threshold,use_reward_prob}", "RLinf reads it, and does nothing with it", True),
+    UnsupportedKeys(
+        "reward.model.reward_threshold",
+        "the reward is the classifier's probability, also below a threshold",
+        (None,),
+        r"^(embodied|off_policy) key .*reward_threshold",
+    ),
+    UnsupportedKeys(
+        "reward.model.{arch,dropout,hidden_dim,image_size,normalize,pretrained,precision,model_type}",
+        "the classifier's folder has it",
+        True,
+    ),
+    UnsupportedKeys("reward.*", "of RLinf's reward model, which rlhpc builds in another way"),
+]
+
+
+#: Unsupported keys of a run with policies and without a reward model.
+NO_REWARD_MODEL = [UnsupportedKeys("reward.*", "RLinf reads it with use_reward_model", True, any_name=True)]
+
+
+def embodied_keys(leaves: Mapping[str, Any]) -> list[UnsupportedKeys]:
+    """Returns the unsupported keys of all runs with policies."""
+    has_model = leaves.get("reward.use_reward_model") is True
+    return [*EMBODIED, *(REWARD_MODEL if has_model else NO_REWARD_MODEL)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,15 +125,17 @@ class ForeignConfig:
         """Records the reason for omitting a key. Returns `UNSET`, so that a rule can return the result of this call.
 
         Args:
-            key: Foreign key.
+            key: Foreign key; of several, separated by spaces, the first one that the configuration sets. A difference that
+                exists without the first one, too, has a last one that each configuration sets.
             reason: Reason for its complete or partial omission.
             changes_training: True if training differs because of it.
             missing_feature: As `UnsupportedKeys.missing_feature`.
         """
-        if key in self.configured_keys:
-            self.reasons[key] = (reason, changes_training)
+        configured_key = next((name for name in key.split() if name in self.configured_keys), None)
+        if configured_key is not None:
+            self.reasons[configured_key] = (reason, changes_training)
             if missing_feature:
-                self.missing_feature[key] = missing_feature
+                self.missing_feature[configured_key] = missing_feature
         return UNSET
 
 
@@ -157,21 +160,30 @@ class UnsupportedKeys:
     """Foreign keys without a counterpart.
 
     Attributes:
-        keys: Patterns, separated by spaces.
+        keys: Patterns, separated by spaces. `{a,b}` stands for the one or the other name.
         reason: Reason why no counterpart exists.
-        harmless: Values that can be omitted without a change of training; True if this holds for all values.
+        harmless: Values that can be omitted without a change of training; True if this holds for all values. A pattern of such
+            an entry lists its keys, because a key of a later version may have any effect; only `any_name` permits a `*`.
         missing_feature: Regular expression of the capability that rlhpc lacks, if that is the reason. A test checks that no
             key, option or registered name of rlhpc matches it, so that a reason does not outlive the gap that it names.
+        any_name: True if the reason holds for every key that a pattern matches, also for those of a later version: the part
+            that would read them does not exist in such a run, or concerns no training.
     """
 
     keys: str
     reason: str
     harmless: Any = ()
     missing_feature: str = ""
+    any_name: bool = False
+
+    @property
+    def patterns(self) -> Sequence[str]:
+        """Patterns of the keys, without braces."""
+        return _expand_patterns(self.keys)
 
     def matches(self, key: str) -> bool:
         """Returns whether one of the patterns matches a key."""
-        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys.split())
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.patterns)
 
     def is_harmless(self, value: Any) -> bool:
         """Returns whether a value can be omitted without a change of training. A boolean is not a number: the reset state 0 is
@@ -180,6 +192,21 @@ class UnsupportedKeys:
         return self.harmless is True or any(
             value == harmless and isinstance(value, bool) == isinstance(harmless, bool) for harmless in self.harmless
         )
+
+
+@functools.cache
+def _expand_patterns(keys: str) -> Sequence[str]:
+    patterns = keys.split()
+    while any("{" in pattern for pattern in patterns):
+        patterns = [expanded for pattern in patterns for expanded in _expand_braces(pattern)]
+    return tuple(patterns)
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Returns a pattern with each of the names in its first braces; braces within braces do not occur."""
+    before, brace, after = pattern.partition("{")
+    names, _, after = after.partition("}")
+    return [f"{before}{name}{after}" for name in names.split(",")] if brace else [pattern]
 
 
 @dataclass(frozen=True)

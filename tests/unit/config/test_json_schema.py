@@ -50,7 +50,7 @@ def loader_refuses(kind: TaskType[Any], document: dict[str, Any]) -> bool:
     def fail(key: str, rule: str) -> ConfigError:
         return ConfigError(f"{key}: {rule}")
 
-    layers = ConfigLayers(kind.schema, kind.keys.explain_foreign_key, null_numbers(kind.keys.by_path))
+    layers = ConfigLayers(kind.schema, kind.keys, null_numbers(kind.keys.by_path))
     try:
         layers.add(document, "file")
         keys = {path: key for path, key in kind.keys.by_path.items() if path in touched(document)}
@@ -214,7 +214,7 @@ def options_document(key: ConfigKey, name: str, options: dict[str, Any]) -> dict
 
 def options_refused(kind: TaskType[Any], document: dict[str, Any]) -> tuple[bool, bool]:
     """Returns whether the schema and the loader refuse a document."""
-    layers = ConfigLayers(kind.schema, kind.keys.explain_foreign_key, null_numbers(kind.keys.by_path))
+    layers = ConfigLayers(kind.schema, kind.keys, null_numbers(kind.keys.by_path))
     layers.add(document, "file")
     keys = {path: key for path, key in kind.keys.by_path.items() if path in touched(document)}
     try:

@@ -71,7 +71,7 @@ def test_null_is_none_for_every_interval(kind: TaskType[Any]) -> None:
     assert "runner.save_interval" in intervals and set(intervals) <= set(nulls)
     for key in nulls:
         if key in kind.schema:
-            layers = ConfigLayers(kind.schema, kind.keys.explain_foreign_key, nulls)
+            layers = ConfigLayers(kind.schema, kind.keys, nulls)
             layers.override(f"{key}=null")
             assert OmegaConf.select(layers.cfg, key) == nulls[key], key
     with pytest.raises(ConfigError, match=r"runner\.seed is null; it must be int$"):

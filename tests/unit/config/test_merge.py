@@ -34,9 +34,19 @@ def test_not_a_number_is_read_back() -> None:
     assert math.isnan(scalar_values(parse_override(override("key", math.nan))[1]))
 
 
+class OfGrpo:
+    """Keys of another task type."""
+
+    def explain_foreign_key(self, key: str) -> str:
+        return "is a key of GRPO" if key in ("data", "algorithm.filter_groups") else ""
+
+    def foreign_names(self, section: str) -> set[str]:
+        return {"": {"data"}, "algorithm": {"filter_groups"}}.get(section, set())
+
+
 @pytest.fixture
 def layers() -> ConfigLayers:
-    return ConfigLayers(Schema(PpoConfig), lambda key: "is a key of GRPO" if key == "data" else "")
+    return ConfigLayers(Schema(PpoConfig), OfGrpo())
 
 
 def test_later_layers_win_and_are_the_source(layers: ConfigLayers) -> None:
@@ -129,6 +139,10 @@ def test_null_may_stand_for_a_number() -> None:
     [
         ({"runner": {"max_stpes": 3}}, "a.yaml: unknown key runner.max_stpes; did you mean"),
         ({"data": {}}, "a.yaml: data is a key of GRPO"),
+        (
+            {"algorithm": {"filter_gruops": {}}},
+            "unknown key algorithm.filter_gruops; did you mean algorithm.filter_groups? it is a key of GRPO; allowed here: ",
+        ),
         ({"runner": 3}, "a.yaml: runner is 3; it is a section with the keys "),
         ({"runner": {"max_steps": True}}, "a.yaml: runner.max_steps is True; it must be int"),
         ({"runner": {"max_steps": {"a": 1}}}, "a.yaml: runner.max_steps is {'a': 1}; it must be int"),

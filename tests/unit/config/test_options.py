@@ -81,6 +81,31 @@ REFUSED: list[tuple[Callable[..., Any], int, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("depth", "'depth' is an option of tree, forest; "),  # of other components
+        ("dpeth", "did you mean 'depth'? 'depth' is an option of tree, forest; "),
+        ("stesp", "did you mean 'steps'? "),
+        ("zzzz", ""),
+    ],
+)
+def test_an_option_of_other_components_is_named_as_theirs(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_options(
+            FlowOptions,
+            {name: 1},
+            "k",
+            "the flow",
+            list_other_options=lambda: {
+                "tree": ["depth"],
+                "forest": ["depth", "num_trees"],
+                "flow": ["steps", "noise"],
+            },
+        )
+    assert str(refused.value).startswith(f"k.{name} is 1; {hint}the flow has no such option; ")
+
+
 @pytest.mark.parametrize(("options_type", "positional", "values"), ACCEPTED)
 def test_declared_options_are_accepted(
     options_type: Callable[..., Any], positional: int, values: dict[str, Any]

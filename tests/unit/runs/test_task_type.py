@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlhpc import load_config
+from rlhpc.config.merge import ConfigLayers
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.runs.task_type import Kind, all_task_types, find_task_type, task_type_of, task_type_of_run
+from rlhpc.runs.task_type import Kind, TaskType, all_task_types, find_task_type, task_type_of, task_type_of_run
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.policies import GroupPolicy, SessionPolicies
+from tests.drawn import drawn
 from tests.extras import need_extra
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -45,6 +48,43 @@ def test_a_key_of_another_kind_is_refused(config: Path, word: str) -> None:
     assert owners and own not in owners
     assert said.startswith(f"override {word!r}: ") and f"that this one ({own}) is not: " in said
     assert said.split("is not: ")[1].split(";")[0].split(", ")[0] in owners
+
+
+def _misspellings(name: str) -> list[str]:
+    """Returns a name without its middle letter, with two of its letters exchanged, and with its last letter twice."""
+    middle = len(name) // 2
+    exchanged = f"{name[: middle - 1]}{name[middle]}{name[middle - 1]}{name[middle + 1 :]}"
+    return [f"{name[:middle]}{name[middle + 1 :]}", exchanged, f"{name}{name[-1]}"]
+
+
+def _misspelt_keys() -> dict[str, str]:
+    """Returns misspelt key → key, of all task types."""
+    schemas = [kind.schema for kind in all_task_types()]
+    keys = {key for schema in schemas for key in schema.keys if len(key.rpartition(".")[2]) > 2}
+    return {
+        misspelt: key
+        for key in sorted(keys)
+        for name in _misspellings(key.rpartition(".")[2])
+        if not any((misspelt := f"{key.removesuffix(key.rpartition('.')[2])}{name}") in schema for schema in schemas)
+    }
+
+
+@pytest.mark.parametrize("kind", all_task_types(), ids=lambda kind: kind.name)
+def test_a_misspelt_key_has_the_hint_at_the_key_or_at_the_task_types_that_have_it(kind: TaskType[Any]) -> None:
+    """A hint at the nearest key of this task type alone would name another key than the one that was meant."""
+    misspelt_keys = _misspelt_keys()
+    for misspelt in drawn(f"misspelt keys of {kind.name}", misspelt_keys, least=100):
+        key = misspelt_keys[misspelt]
+        with pytest.raises(ConfigError) as refused:
+            ConfigLayers(kind.schema, kind.keys).set(misspelt, 1, "run.yaml")
+        message = str(refused.value)
+        if key in kind.schema:
+            assert f"did you mean {key}? allowed here: " in message
+            continue
+        parts = key.split(".")
+        missing = next(path for n in range(len(parts)) if (path := ".".join(parts[: n + 1])) not in kind.schema)
+        hint = f"did you mean {key}? it is for " if missing == key else f"run.yaml: {missing} is for "
+        assert hint in message and f"that this one ({kind.name}) is not: " in message and "leave it out" in message
 
 
 def test_an_unknown_key_is_not_somebody_elses() -> None:

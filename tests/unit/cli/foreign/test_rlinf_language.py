@@ -150,13 +150,13 @@ def test_a_reference_of_a_key_that_training_does_not_read_changes_nothing(
 ) -> None:
     for key, changes in (("megatron", False), ("algorithm", True)):
         section = (
-            {"actor": {"megatron": {"path": "${nothing}"}}}
+            {"actor": {"megatron": {"ckpt_format": "${nothing}"}}}
             if key == "megatron"
             else {"algorithm": {"new": "${nothing}"}}
         )
         file = put(tmp_path, "reference.yaml", merged(LANGUAGE, section))
         omitted = translate(compose(file), str(file)).omitted
-        name = "actor.megatron.path" if key == "megatron" else "algorithm.new"
+        name = "actor.megatron.ckpt_format" if key == "megatron" else "algorithm.new"
         assert "cannot be followed" in omitted[name][0] and omitted[name][1] is changes
 
 
@@ -280,3 +280,22 @@ def test_a_placement_that_fits_nothing_is_told_and_the_file_is_written(
     assert (
         report.splitlines()[-1].startswith("rlhpc plan does not accept it yet: ") and "no node group 'a100'" in report
     )
+
+
+@pytest.mark.parametrize("key", ["actor.model.precision", "rollout.model.precision"])
+def test_a_precision_that_rlinf_does_not_have_is_refused(key: str) -> None:
+    group = key.partition(".")[0]
+    with pytest.raises(ConfigError, match=rf"{key} is 'fp8'; RLinf has the precisions 32, fp32"):
+        translated({group: {"model": {"precision": "fp8"}}})
+
+
+def test_a_language_model_learns_by_one_loss() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.loss_type is 'actor_critic': RLinf's actors of language models"):
+        translated({"algorithm": {"loss_type": "actor_critic"}})
+
+
+@pytest.mark.parametrize(("iters", "begins_at_0"), [(0, False), (8, True)])
+def test_the_first_update_of_megatrons_warm_up_is_named(iters: int, begins_at_0: bool) -> None:
+    made = translated({"actor": {"lr_sched": {"lr_warmup_iters": iters}}})
+    named = made.omitted.get("actor.lr_sched.lr_warmup_iters", ("", False))
+    assert ("begins at 0" in named[0]) is begins_at_0

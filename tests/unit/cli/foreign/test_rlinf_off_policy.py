@@ -177,3 +177,41 @@ def test_what_rlinfs_limit_of_gradients_and_its_temperature_do_otherwise_is_name
 def test_targets_of_encoders_follow_as_in_rlinf_or_are_named(model: str, kind: str, differs: bool) -> None:
     own = {"algorithm": {"target_update_type": kind}, "actor": {"model": {"model_type": model}}}
     assert translation(sac(own)).omitted["algorithm.target_update_type"][1] is differs
+
+
+def test_slots_that_wait_for_the_next_rollout_are_named() -> None:
+    resets = translation(flat(sac({"env": {"train": {"auto_reset": True}}})))
+    waits = translation(flat(sac({"env": {"train": {"auto_reset": False}}})))
+    assert "env.train.auto_reset" not in resets.omitted and waits.omitted["env.train.auto_reset"][1]
+
+
+def test_each_key_of_a_reward_model_is_known_or_named() -> None:
+    """Without one, RLinf reads none of them, whatever their names are."""
+    model = {"model_type": "resnet", "arch": "resnet18", "reward_threshold": 0.5, "of_a_later_version": 1}
+    pictures = {"actor": {"model": {"model_type": "cnn_policy"}}}
+    reward = {"use_reward_model": True, "reward_threshold": 0.6, "model": model}
+    asked = translation(flat(sac(merged(pictures, {"reward": reward})))).omitted
+    assert (
+        not asked["reward.model.arch"][1] and not asked["reward.reward_threshold"][1]
+    )  # RLinf ignores the second, too
+    assert asked["reward.model.reward_threshold"][1] and asked["reward.model.of_a_later_version"][1]
+    assert "another format" in asked["reward.use_reward_model"][0]  # no path is set
+    unread = translation(flat(sac(merged(pictures, {"reward": {**reward, "use_reward_model": False}})))).omitted
+    assert {reason for key, reason in unread.items() if key.startswith("reward.model")} == {
+        ("RLinf reads it with use_reward_model", False)
+    }
+
+
+def test_a_transport_in_another_precision_is_named() -> None:
+    for dtype, differs in ((None, False), ("bf16", True)):
+        made = translation(flat(sac({"weight_syncer": {"type": "bucket", "bucket": {"bucket_dtype": dtype}}})))
+        assert made.omitted["weight_syncer.bucket.bucket_dtype"][1] is differs
+
+
+def test_evaluation_episodes_that_rlinf_ends_early_are_named() -> None:
+    for steps in (20, 80):
+        made = translation(
+            flat(sac({"env": {"eval": {"max_steps_per_rollout_epoch": steps, "max_episode_steps": 40}}}))
+        )
+        named = made.omitted.get("env.eval.max_steps_per_rollout_epoch", ("", False))
+        assert ("so early" in named[0]) is (steps < 40)

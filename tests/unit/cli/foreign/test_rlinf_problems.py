@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.foreign.rlinf_configs import LANGUAGE, _kinds, imported, merged, put
+from rlhpc.language.rewards.base import Sample
+from rlhpc.language.rewards.text_rewards import FormatReward
+from tests.unit.cli.foreign.rlinf_configs import CRITIC, LANGUAGE, _kinds, imported, merged, put
 from tests.unit.cli.foreign.test_rlinf_language import changed, translated
 
 _kinds()
@@ -30,6 +32,20 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (train.images_key, train.chat_template, train.source) == ("scans", True, "parquet")
     assert "{options}" in train.prompt_template and cfg.data["eval"][0].images_key == "scans"
     assert [(term.name, term.weight) for term in cfg.reward.terms] == [("exact", 1.0), ("format", 0.5)]
+
+
+def test_a_critic_learns_what_a_wrong_answer_is_worth() -> None:
+    """Estimators with a baseline do not depend on it; a critic starts at 0, and GAE passes its error on."""
+    bounds = {"reward": {"reward_min_val": -1.0, "reward_max_val": 1.0}}
+    made = translated(merged(CRITIC, bounds))
+    right, every = made.ours["reward.terms"]
+    assert (right["name"], right["weight"]) == ("math", 10.0) and every["weight"] == made.ours["reward.failed"] == -5.0
+    constant = FormatReward(**every["kwargs"])
+    assert constant(Sample("1 + 1", "", "")) == constant(Sample("1 + 1", "two\nlines", "")) == 1.0
+    without = translated(bounds)
+    assert without.ours["reward.terms"] == [{"name": "math", "weight": 10.0}] and "reward.failed" not in without.ours
+    unscaled = translated(merged(CRITIC, {"reward": {"reward_min_val": 0.0}}))
+    assert unscaled.ours["reward.terms"] == [{"name": "math", "weight": 5.0}]
 
 
 def test_two_columns_of_pictures_are_named() -> None:
