@@ -179,8 +179,10 @@ class InterventionEnv(VectorEnv):
         return signals
 
     def _stop_on_failure(self) -> None:
-        """Stops a robot whose person has lost control against their will."""
+        """Stops a robot whose person has lost control against their will. In a simulator the policy leads on."""
         if self.source.failure and not self._has_source_failed:
+            if not self.holds_hardware:
+                log.warning("%s; the policy leads until it is back", self.source.failure)
             self.env.stop(self.source.failure)
         self._has_source_failed = bool(self.source.failure)
 
