@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +91,7 @@ def _serve(args: argparse.Namespace) -> int:
     from rlhpc.embodied.robots.safety import safe_robot
     from rlhpc.embodied.robots.server import BOUNDS, RobotRoute, RobotServer, machine_limits
     from rlhpc.runtime.files import read_yaml
+    from rlhpc.runtime.interrupts import Interrupts
 
     if not args.robot:
         raise ConfigError("rlhpc robot serve needs --robot, the robot's class as module:Class")
@@ -107,12 +107,12 @@ def _serve(args: argparse.Namespace) -> int:
         ) from None
     user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
     bounds = {name: positive_number(name, bound_value) for name, bound_value in user_bounds.items()}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the robot is stopped first
-    robot = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
-    try:
-        RobotServer(robot, bounds, tell).serve(key, connection, args.patience)
-    finally:
-        robot.close()
+    with Interrupts():  # a signal ends the command after the robot is stopped
+        robot = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
+        try:
+            RobotServer(robot, bounds, tell).serve(key, connection, args.patience)
+        finally:
+            robot.close()
     return 0
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import read_json
+from rlhpc.runtime.interrupts import Interrupts
 
 #: Environment variable with the path of LeRobot's Python interpreter.
 PYTHON = "RLHPC_LEROBOT_PYTHON"
@@ -65,19 +67,35 @@ def call_where_importable(
     with tempfile.TemporaryDirectory() as folder:
         answer_file = Path(folder, "answer")
         try:
-            completed_process = subprocess.run(
-                [python, "-m", __name__, str(answer_file)], input=pickled_call, env=env, stdout=subprocess.DEVNULL
-            )
+            exit_code, is_interrupted = _run([python, "-m", __name__, str(answer_file)], pickled_call, env)
         except OSError as error:
             raise lerobot_error(
                 f"{PYTHON} is {python!r}, which cannot be started ({error.strerror}); {policy_source}"
             ) from error
         if not answer_file.is_file():
-            raise RlhpcError(f"{python} ended with {completed_process.returncode} and no answer; what it said is above")
+            if is_interrupted:
+                raise KeyboardInterrupt
+            raise RlhpcError(f"{python} ended with {exit_code} and no answer; what it said is above")
         answer_value, raised_error = pickle.loads(answer_file.read_bytes())
     if raised_error is not None:
         raise raised_error
     return answer_value
+
+
+def _run(command: list[str], input_bytes: bytes, env: dict[str, str]) -> tuple[int, bool]:
+    """Runs a command; returns its exit code, and whether a signal has ended it.
+
+    A signal that would end this process is sent to the command, which is waited for: it may stop a robot and write data.
+    """
+    is_interrupted = False
+    with Interrupts(), subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env) as process:
+        try:
+            process.communicate(input_bytes)
+        except KeyboardInterrupt:
+            is_interrupted = True
+            process.send_signal(signal.SIGINT)
+            process.wait()
+    return process.returncode, is_interrupted
 
 
 def _is_lerobot(folder: Path) -> bool:
@@ -95,10 +113,11 @@ def _is_lerobot(folder: Path) -> bool:
 def main() -> None:
     """Runs a pickled call from standard input and writes the pickled answer to a file."""
     module, name, args, kwargs = pickle.loads(sys.stdin.buffer.read())
-    answer, exception = None, None
+    answer: Any = None
+    exception: BaseException | None = None
     try:
         answer = getattr(importlib.import_module(module), name)(*args, **kwargs)
-    except RlhpcError as error:
+    except (RlhpcError, KeyboardInterrupt) as error:
         exception = error
     Path(sys.argv[1]).write_bytes(pickle.dumps((answer, exception)))
 

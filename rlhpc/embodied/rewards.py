@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,6 +24,7 @@ from rlhpc.embodied.data.replay_buffer import ReplayBuffer
 from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed
 from rlhpc.embodied.envs.observations import Obs as EnvObs
 from rlhpc.embodied.envs.observations import as_arrays, columns_of, rows_of, space_to_json, take
+from rlhpc.embodied.envs.vector_wrapper import VectorEnvWrapper
 from rlhpc.embodied.interventions.sources import MARK_CODES, Mark
 from rlhpc.embodied.models.base import Obs, Policy
 from rlhpc.embodied.models.cnn import build_obs_encoder, encode_obs, shift_images
@@ -106,7 +107,7 @@ def reward_model(path: str, observation_space: Any, key: str = KEY) -> SuccessMo
     return model
 
 
-class SuccessRewardEnv(VectorEnv):
+class SuccessRewardEnv(VectorEnvWrapper):
     """Wrapper of a vector environment that replaces rewards with a classifier's probability that the task is done after
     the step.
 
@@ -120,40 +121,17 @@ class SuccessRewardEnv(VectorEnv):
     """
 
     def __init__(self, env: VectorEnv, cfg: PlayedEnvConfig, device: torch.device) -> None:
-        self.env = env
+        super().__init__(env)
         self.device = device
         self.model = reward_model(str(cfg.reward_model), env.observation_space).to(device)
-        self.num_envs = env.num_envs
-        self.observation_space, self.action_space = env.observation_space, env.action_space
-        self.supports_state = env.supports_state
-        self.max_episode_steps = env.max_episode_steps
-        self.record_kwargs = env.record_kwargs
-        self.timing, self.holds_hardware, self.control_hz = env.timing, env.holds_hardware, env.control_hz
         self._scale = np.float32(cfg.reward_scale)
         self._relative = cfg.use_rel_reward
         self._last_probability = np.zeros(env.num_envs, np.float32)
-
-    @property
-    def restarts(self) -> int:  # type: ignore[override]
-        """Number of restarts of the wrapped environment's processes."""
-        return self.env.restarts
 
     def reset(self, seed: int | None = None) -> tuple[EnvObs, dict[str, Any]]:
         """Starts an episode in every slot (`VectorEnv.reset`)."""
         self._last_probability[:] = 0
         return self.env.reset(seed)
-
-    def refresh(self) -> EnvObs | None:
-        """Returns current observations (`VectorEnv.refresh`)."""
-        return self.env.refresh()
-
-    def hold(self) -> None:
-        """Makes a robot hold still (`VectorEnv.hold`)."""
-        self.env.hold()
-
-    def stop(self, reason: str) -> None:
-        """Stops a robot for safety (`VectorEnv.stop`)."""
-        self.env.stop(reason)
 
     def step(self, actions: np.ndarray) -> Step:
         """Steps every slot by one action (`VectorEnv.step`)."""
@@ -185,37 +163,13 @@ class SuccessRewardEnv(VectorEnv):
             infos["chunk"]["rewards"] = last_rewards
         return obs, rewards, terminations, truncations, infos
 
-    def state_dict(self) -> Any:
-        """Returns the state of the slots for a checkpoint (`VectorEnv.state_dict`)."""
-        return {"env": self.env.state_dict(), "before": self._last_probability.copy()}
+    def own_columns(self) -> dict[str, Any]:
+        """Returns the probabilities before the next step (`VectorEnvWrapper.own_columns`)."""
+        return {"before": self._last_probability.copy()}
 
-    def load_state_dict(self, state: Any) -> None:
-        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
-        self.env.load_state_dict(state["env"])
-        self._last_probability = np.asarray(state["before"], np.float32).copy()
-
-    def slot_state(self, state: Any, index: int) -> Any:
-        """Returns one slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
-        return {"env": self.env.slot_state(state["env"], index), "before": float(state["before"][index])}
-
-    def merge_states(self, slots: list[Any]) -> Any:
-        """Builds a `state_dict` from slots' parts (`VectorEnv.merge_states`)."""
-        return {
-            "env": self.env.merge_states([slot["env"] for slot in slots]),
-            "before": np.array([slot["before"] for slot in slots], np.float32),
-        }
-
-    def env_states(self) -> dict[str, Any] | None:
-        """Returns the simulators' states (`VectorEnv.env_states`)."""
-        return self.env.env_states()
-
-    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Renders slots (`VectorEnv.render`)."""
-        return self.env.render(slots)
-
-    def close(self) -> None:
-        """Closes the wrapped environment."""
-        self.env.close()
+    def load_own_columns(self, columns: Mapping[str, Any]) -> None:
+        """Restores what `own_columns` returned."""
+        self._last_probability = np.asarray(columns["before"], np.float32).copy()
 
 
 def _select_last_obs(obs: Any, final_obs: Any, is_done: np.ndarray) -> Any:

@@ -33,10 +33,10 @@ def report_errors(command: Callable[[], int]) -> int:
                 raise
             raise failure from error
     except RlhpcError as error:
-        _report((readable if isinstance(error, UserError) else mask_values)(str(error)))
+        _report((readable if isinstance(error, UserError) else mask_values)(_with_notes(str(error), error)))
         return error.exit_code
-    except KeyboardInterrupt:
-        tell("rlhpc: interrupted")
+    except KeyboardInterrupt as error:
+        tell(f"rlhpc: {_with_notes('interrupted', error)}")
         return 130
     except BrokenPipeError:
         silence_output()
@@ -55,6 +55,11 @@ def report_errors(command: Callable[[], int]) -> int:
         return _fault(error)
     except Exception as error:
         return _fault(error)
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    """Returns the message followed by the error's notes."""
+    return "; ".join([message, *getattr(error, "__notes__", ())])
 
 
 def _fault(error: Exception) -> int:

@@ -461,7 +461,17 @@ class TrajectoryWriter(EpisodeWriter):
         )
         if problem := describe_nonfinite({**fields, "actions": np.asarray(fields["actions"])}, ("obs", "actions")):
             raise ConfigError(problem)
-        group = self._file.create_group(f"traj_{index}", track_order=True)
+        name = f"traj_{index}"
+        try:
+            self._metadata["episodes"].append(self._write_group(name, index, T, fields))
+            self._file.flush()  # a full disk is found here, not at the end
+        except OSError:
+            del self._metadata["episodes"][index:], self._file[name]
+            raise
+
+    def _write_group(self, name: str, index: int, num_steps: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes the group of an episode; returns its entry of the JSON file."""
+        group = self._file.create_group(name, track_order=True)
         if fields["obs"] is not None:
             _write(group, "obs", fields["obs"])
         actions = np.asarray(fields["actions"])
@@ -474,17 +484,17 @@ class TrajectoryWriter(EpisodeWriter):
             "episode_id": index,
             "episode_seed": seed,
             "control_mode": self._control_mode,
-            "elapsed_steps": T,
+            "elapsed_steps": num_steps,
             "reset_kwargs": {"options": None, **({} if seed is None else {"seed": seed})},
         }
         if fields["success"] is not None:
             group.create_dataset("success", data=fields["success"], dtype=bool)
-            episode["success"] = bool(T and fields["success"][-1])
+            episode["success"] = bool(num_steps and fields["success"][-1])
         if fields["env_states"] is not None:
             _write(group, "env_states", fields["env_states"])
         if fields["rewards"] is not None:
             group.create_dataset("rewards", data=fields["rewards"], dtype=np.float32)
-        self._metadata["episodes"].append(episode)
+        return episode
 
     def close(self) -> None:
         """Finishes both files and renames them to their final names."""

@@ -14,7 +14,6 @@ source         file and episode, for messages
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -28,8 +27,6 @@ from rlhpc.checkpoint.export_folder import filled_folder
 from rlhpc.embodied.data.frames import FramePool, Frames, load_frames, load_obs
 from rlhpc.embodied.envs.observations import bad_rows
 from rlhpc.runtime.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 Trajectory = dict[str, Any]
 
@@ -118,13 +115,7 @@ def iter_episodes(episode_source: EpisodeSource) -> Iterator[Trajectory]:
 
 
 class EpisodeWriter(ABC):
-    """Writer of episodes, for use in a `with` statement.
-
-    Attributes:
-        keeps_episodes: Whether an error in the block keeps the episodes that were written before; otherwise it discards them.
-    """
-
-    keeps_episodes = False
+    """Writer of episodes, for use in a `with` statement, in which an error discards them."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -154,9 +145,6 @@ class EpisodeWriter(ABC):
     ) -> None:
         if kind is None:
             self.close()
-        elif self.keeps_episodes and len(self):
-            self.close()
-            log.warning("the recording ended early; complete episodes that are kept: %d", len(self))
         else:
             self.discard()
 

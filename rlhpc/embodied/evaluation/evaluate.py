@@ -309,6 +309,7 @@ def record_episodes(
     teacher: str | None = None,
     intervene: str | None = None,
     only_taken: bool = False,
+    counts_whole: bool = False,
     trust_code: bool = False,
     options: WriteOptions | None = None,
 ) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def record_episodes(
         seed: Seed instead of `runner.seed`.
         teacher: Policy that labels the episodes: its actions replace the executed actions. Same forms as `policy_source`.
         intervene: Source of interventions (`find_intervention`).
-        only_taken, options: See `record`.
+        only_taken, counts_whole, options: See `record`.
         trust_code: Import code that a checkpoint or export names as `module:Class`, even if `cfg` does not name it.
 
     Returns:
@@ -343,8 +344,8 @@ def record_episodes(
     try:
         return record(
             actor, cfg.env.eval, output, episodes=episodes, seed=seed, only_success=only_success, mode=mode,
-            teacher=teacher_policy, intervention=intervention, only_taken=only_taken, source_type=source_type,
-            source_desc=policy_source, extra_facts={"rlhpc": provenance}, options=options,
+            teacher=teacher_policy, intervention=intervention, only_taken=only_taken, counts_whole=counts_whole,
+            source_type=source_type, source_desc=policy_source, extra_facts={"rlhpc": provenance}, options=options,
         )  # fmt: skip
     except RuntimeError as error:
         raise ConfigError(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ import torch
 from rlhpc.config.typed import with_value
 from rlhpc.embodied.config import EvalEnvConfig
 from rlhpc.embodied.data.datasets import DatasetFacts, WriteOptions
+from rlhpc.embodied.data.recording import Recording
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.data.trajectory import EpisodeWriter
 from rlhpc.embodied.envs import make_env
@@ -23,6 +26,7 @@ from rlhpc.embodied.evaluation.episodes import StepObserver, eval_noise, eval_se
 from rlhpc.embodied.interventions.intervention_env import InterventionEnv
 from rlhpc.embodied.interventions.sources import Intervention
 from rlhpc.runs.device import device_of, to_tensors
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 #: Episodes played per requested episode before `only_success` gives up.
@@ -30,43 +34,53 @@ MAX_ATTEMPTS = 20
 
 
 class EpisodeRecorder(StepObserver):
-    """Observer of `play` that writes complete episodes.
+    """Observer of `play` that writes episodes. Used in a `with` statement, an error in it ends the episodes in progress early
+    (`Recording.add_incomplete`).
 
     Args:
-        writer: Writer of the episodes.
+        recording: Writer of the episodes.
         env: Environment.
         only_success: Write only episodes that succeeded.
         num_episodes: Number of episodes to write.
         teacher: Policy that labels the episodes (DAgger): its actions replace the executed actions. Rewards are then
             omitted, because they belong to the executed actions.
         has_interventions: Whether `env` is an `InterventionEnv`, whose infos have the executed actions.
+        has_marks: Whether the source of interventions may mark episodes, so that one without a mark is no success.
     """
 
     def __init__(
         self,
-        writer: EpisodeWriter,
+        recording: Recording,
         env: VectorEnv,
         *,
         only_success: bool,
         num_episodes: int,
         teacher: Any = None,
         has_interventions: bool = False,
+        has_marks: bool = False,
     ) -> None:
-        self._teacher, self._has_interventions = teacher, has_interventions
-        self._writer, self._env, self._only_success, self._num_episodes = writer, env, only_success, num_episodes
+        self._teacher, self._has_interventions, self._has_marks = teacher, has_interventions, has_marks
+        self._recording, self._env = recording, env
+        self._only_success, self._num_episodes = only_success, num_episodes
         self._last_inputs: dict[str, Any] = {}
         self._open_steps: list[list[dict[str, Any]]] = [[] for _ in range(env.num_envs)]
+        self._is_in_step = False
         self.num_played = 0
         self.success_known = False
 
-    def forget(self) -> None:
-        """Drops the unfinished episodes."""
-        self._open_steps = [[] for _ in self._open_steps]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for slot in range(len(self._open_steps)) if error is not None else ():
+            self._end_early(slot)
 
     @property
     def num_missing(self) -> int:
         """Number of episodes that must still be played."""
-        return self._num_episodes - len(self._writer)
+        return self._num_episodes - len(self._recording)
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
         """Stores observation and actions of the step (`StepObserver.before`)."""
@@ -81,16 +95,21 @@ class EpisodeRecorder(StepObserver):
         self._last_inputs = {"obs": copy.deepcopy(obs), "actions": actions}
         if (simulator_states := self._env.env_states()) is not None:
             self._last_inputs["env_states"] = simulator_states
+        num_rows = sum(len(steps) + 2 for steps in self._open_steps)
+        self._is_in_step = True
+        self._recording.prepare_step(num_rows * _count_bytes(self._last_inputs) // len(self._open_steps))
 
     def after(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the step's result (`StepObserver.after`). Episodes whose simulator or robot failed are not recorded."""
+        """Stores the step's result (`StepObserver.after`). If the simulator or robot failed, the step is dropped, and its
+        episode ended early.
+        """
         has_failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
             if has_failed[slot]:
-                self._open_steps[slot] = []
+                self._end_early(slot)
                 continue
             step = {name: _select_slot(column, slot) for name, column in self._last_inputs.items()}
             step |= {"rewards": rewards[slot], "terminations": terminations[slot], "truncations": truncations[slot]}
@@ -101,25 +120,52 @@ class EpisodeRecorder(StepObserver):
             self._open_steps[slot].append(step)
             if terminations[slot] or truncations[slot]:
                 self._write_episode(slot, infos)
+        self._is_in_step = False
+
+    def _end_early(self, slot: int) -> None:
+        """Writes the episode in progress without the step in progress. Without one, the observation after the last step is
+        unknown, and this step is dropped.
+        """
+        last_inputs = {name: _select_slot(column, slot) for name, column in self._last_inputs.items()}
+        steps = self._open_steps[slot]
+        if steps and not self._is_in_step:
+            last_inputs, steps = steps[-1], steps[:-1]
+        self._open_steps[slot] = []
+        if steps:
+            success = self._success_column(steps)
+            self._recording.add_incomplete(
+                self._build_trajectory(steps, last_inputs["obs"], last_inputs.get("env_states"), success)
+            )
 
     def _write_episode(self, slot: int, infos: Mapping[str, Any]) -> None:
-        steps, self._open_steps[slot] = self._open_steps[slot], []
+        steps = self._open_steps[slot]
         self.num_played += 1
         episode = infos.get("episode", {})
-        flags = [step.get("success") for step in steps]  # some environments report success only at the end
-        success = None if flags[-1] is None else np.array([bool(success_flag) for success_flag in flags])
+        success = self._success_column(steps)  # some environments report success only at the end
         success_at_end = next((episode[name] for name in ("success_at_end", "success") if name in episode), None)
-        if success is None and success_at_end is not None:
+        self.success_known |= success is not None or success_at_end is not None
+        if success is None and (success_at_end is not None or self._has_marks):
             success = np.zeros(len(steps), bool)
-            success[-1] = bool(success_at_end[slot])
-        self.success_known |= success is not None
+            success[-1] = success_at_end is not None and bool(success_at_end[slot])
         has_success = success is not None and bool(success.any() or _read_flag(episode, "success_once", slot))
-        if len(self._writer) >= self._num_episodes or (self._only_success and not has_success):
-            return
-        final_state = infos.get("final_env_states")
-        self._writer.add({
+        if len(self._recording) < self._num_episodes and (has_success or not self._only_success):
+            final_state = infos.get("final_env_states")
+            final_state = None if final_state is None else _select_slot(final_state, slot)
+            final_obs = _select_slot(infos["final_obs"], slot)
+            self._recording.add(self._build_trajectory(steps, final_obs, final_state, success))
+        self._open_steps[slot] = []
+
+    def _success_column(self, steps: Sequence[Mapping[str, Any]]) -> np.ndarray | None:
+        """Returns the success of each step `[T]`; None if the last step has none."""
+        flags = [step.get("success") for step in steps]
+        return None if flags[-1] is None else np.array([bool(success_flag) for success_flag in flags])
+
+    def _build_trajectory(
+        self, steps: Sequence[Mapping[str, Any]], final_obs: Any, final_state: Any, success: np.ndarray | None
+    ) -> dict[str, Any]:
+        return {
             "source": f"episode {self.num_played} of the recording",
-            "obs": _stack([*(step["obs"] for step in steps), _select_slot(infos["final_obs"], slot)]),
+            "obs": _stack([*(step["obs"] for step in steps), final_obs]),
             "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
             **{name: np.array([step[name] for step in steps]) for name in ("terminations", "truncations")},
             "rewards": np.array([step["rewards"] for step in steps]) if self._teacher is None else None,
@@ -127,8 +173,8 @@ class EpisodeRecorder(StepObserver):
             "taken": np.array([step["taken"] for step in steps]) if self._has_interventions else None,
             "env_states": None
             if final_state is None
-            else _stack([*(step["env_states"] for step in steps), _select_slot(final_state, slot)]),
-        })  # fmt: skip
+            else _stack([*(step["env_states"] for step in steps), final_state]),
+        }  # fmt: skip
 
 
 class InterventionRecorder(EpisodeRecorder):
@@ -136,12 +182,12 @@ class InterventionRecorder(EpisodeRecorder):
     control.
 
     Args:
-        writer, env: See `EpisodeRecorder`; `env` is an `InterventionEnv`.
+        recording, env: See `EpisodeRecorder`; `env` is an `InterventionEnv`.
         num_episodes: Number of episodes to watch, regardless of the number of interventions.
     """
 
-    def __init__(self, writer: EpisodeWriter, env: VectorEnv, *, num_episodes: int) -> None:
-        super().__init__(writer, env, only_success=False, num_episodes=num_episodes, has_interventions=True)
+    def __init__(self, recording: Recording, env: VectorEnv, *, num_episodes: int) -> None:
+        super().__init__(recording, env, only_success=False, num_episodes=num_episodes, has_interventions=True)
         self.num_intervention_steps = 0
 
     @property
@@ -162,25 +208,34 @@ class InterventionRecorder(EpisodeRecorder):
             steps = self._open_steps[slot]
             if is_intervened[slot]:
                 step = {"obs": _select_slot(self._last_inputs["obs"], slot), "actions": infos["executed_actions"][slot]}
-                steps.append(step | {"rewards": rewards[slot], "terminations": terminations[slot]})
+                step |= {
+                    "rewards": rewards[slot],
+                    "terminations": terminations[slot],
+                    "truncations": False,
+                    "taken": True,
+                }
+                steps.append(step)
                 self.num_intervention_steps += 1
             if steps and (is_done[slot] or not is_intervened[slot]):
                 self._write_intervention(
                     slot, _select_slot(infos["final_obs"] if is_intervened[slot] else self._last_inputs["obs"], slot)
                 )
             self.num_played += int(is_done[slot] and not has_failed[slot])
+        self._is_in_step = False
 
     def _write_intervention(self, slot: int, final_obs: Any) -> None:
-        steps, self._open_steps[slot] = self._open_steps[slot], []
-        truncations = np.zeros(len(steps), bool)
-        truncations[-1] = not steps[-1]["terminations"]
-        self._writer.add({
-            "source": f"a part of episode {self.num_played + 1} of the recording",
-            "obs": _stack([*(step["obs"] for step in steps), final_obs]),
-            "actions": np.stack([np.asarray(step["actions"]).reshape(-1) for step in steps]),
-            **{name: np.array([step[name] for step in steps]) for name in ("rewards", "terminations")},
-            "truncations": truncations, "taken": np.ones(len(steps), bool),
-        })  # fmt: skip
+        steps = self._open_steps[slot]
+        trajectory = self._build_trajectory(steps, final_obs, None, None)
+        trajectory["truncations"][-1] = not steps[-1]["terminations"]
+        trajectory["source"] = f"a part of episode {self.num_played + 1} of the recording"
+        self._recording.add(trajectory)
+        self._open_steps[slot] = []
+
+
+def _count_bytes(data: Any) -> int:
+    if isinstance(data, Mapping):
+        return sum(_count_bytes(array) for array in data.values())
+    return int(np.asarray(data).nbytes)
 
 
 def _read_flag(episode: Mapping[str, Any], name: str, slot: int) -> bool:
@@ -215,11 +270,11 @@ def _wrap_for_intervention(
 def record(
     actor: Any, env_cfg: EvalEnvConfig, output: Path, *, episodes: int, seed: int, only_success: bool = False,
     mode: str = "eval", teacher: Any = None, intervention: Intervention | None = None, only_taken: bool = False,
-    source_type: str = "rl", source_desc: str = "", extra_facts: Mapping[str, Any] | None = None,
+    counts_whole: bool = False, source_type: str = "rl", source_desc: str = "", extra_facts: Mapping[str, Any] | None = None,
     options: WriteOptions | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Plays episodes and writes them as trajectories. If it is interrupted or fails, the complete episodes of a person or a
-    robot are kept; others are discarded.
+    """Plays episodes and writes them as trajectories. If it is interrupted or fails, the episodes of a person or a robot are
+    kept, those in progress apart (`Recording`); others are discarded.
 
     Args:
         actor: A policy, or an `ExpertPolicy`.
@@ -232,6 +287,7 @@ def record(
         teacher: See `EpisodeRecorder`.
         intervention: Observer that may act instead of the actor.
         only_taken: Write only interventions; `episodes` then counts the watched episodes (`InterventionRecorder`).
+        counts_whole: See `Recording`.
         source_type, source_desc, extra_facts: See `TrajectoryWriter`; LeRobot's format does not store them.
         options: Format of the output; ManiSkill's HDF5 by default.
 
@@ -264,38 +320,40 @@ def record(
     kwargs = dict((env_cfg.kwargs or {}) if env.record_kwargs is None else env.record_kwargs)
     step_limit = (env_cfg.max_episode_steps if env.max_episode_steps is None else env.max_episode_steps) or None
     dataset_facts = DatasetFacts(fps=env.control_hz)
+
+    def open_writer(path: Path) -> EpisodeWriter:
+        if options is not None and options.to == "lerobot":
+            return options.lerobot_writer(path, env_cfg.env_id, dataset_facts)
+        return TrajectoryWriter(
+            path, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=step_limit, source_type=source_type,
+            source_desc=source_desc, extra_facts=extra_facts, facts=dataset_facts.to_json(),
+        )  # fmt: skip
+
     returns: list[float] = []
     successes: list[float] = []
     num_steps = 0
-    try:
-        if options is not None and options.to == "lerobot":
-            episode_writer: EpisodeWriter = options.lerobot_writer(output, env_cfg.env_id, dataset_facts)
+    with ExitStack() as stack:
+        stack.callback(env.close)
+        # A person's time and a robot's episodes are not to be had again.
+        keeps = intervention is not None or env.holds_hardware
+        recording = Recording(open_writer, output, keeps=keeps, counts_whole=counts_whole)
+        if only_taken and intervention is not None:
+            recorder: EpisodeRecorder = InterventionRecorder(recording, env, num_episodes=episodes)
         else:
-            episode_writer = TrajectoryWriter(
-                output, env_id=env_cfg.env_id, env_kwargs=kwargs, max_episode_steps=step_limit, source_type=source_type,
-                source_desc=source_desc, extra_facts=extra_facts, facts=dataset_facts.to_json(),
+            recorder = EpisodeRecorder(
+                recording, env, only_success=only_success, num_episodes=episodes, teacher=teacher,
+                has_interventions=intervention is not None, has_marks=intervention is not None and intervention.gives_signals,
             )  # fmt: skip
-        # A person's time and a robot's episodes are not to be had again. A round of DAgger is recorded as a whole.
-        episode_writer.keeps_episodes = (intervention is not None or env.holds_hardware) and not only_taken
-        with torch.random.fork_rng(devices=[]), episode_writer as writer:
+        # A robot is stopped first. Then the episodes in progress are written.
+        with torch.random.fork_rng(devices=[]), recording, recorder, stack.pop_all():
             torch.manual_seed(seed)  # makes samples reproducible
             num_attempts = -1
-            recorder = EpisodeRecorder(
-                writer,
-                env,
-                only_success=only_success,
-                num_episodes=episodes,
-                teacher=teacher,
-                has_interventions=intervention is not None,
-            )
-            if only_taken and intervention is not None:
-                recorder = InterventionRecorder(writer, env, num_episodes=episodes)
             while (num_missing := recorder.num_missing) > 0:
                 if recorder.num_played and only_success and not recorder.success_known:
                     raise ConfigError(f"--only-success: {env_cfg.env_id} does not say whether an episode succeeded")
                 if recorder.num_played >= MAX_ATTEMPTS * episodes:
                     raise RlhpcError(
-                        f"of {recorder.num_played} episodes only {len(writer)} succeeded; {episodes} were wanted"
+                        f"of {recorder.num_played} episodes only {len(recording)} succeeded; {episodes} were wanted"
                     )
                 num_attempts += 1
                 noise = eval_noise(actor, env_cfg, seed + num_attempts) if mode == "eval" else None
@@ -308,15 +366,13 @@ def record(
                     observer=recorder,
                     noise=noise,
                 )
-                recorder.forget()
                 returns += [row["return"] for row in rows]
                 num_steps += int(sum(row["length"] for row in rows))
                 successes += [row["success_once"] for row in rows if "success_once" in row]
-            num_written = len(writer)
-    finally:
-        env.close()
+    if recording.num_incomplete:
+        note(recording.summary())
     summary: dict[str, Any] = {
-        "episodes": num_written,
+        "episodes": len(recording),
         "played": recorder.num_played,
         "steps": num_steps,
         "return_mean": float(np.mean(returns)),

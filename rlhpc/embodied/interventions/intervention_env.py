@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhpc.embodied.envs.base import Step, VectorEnv, env_failed, merge_infos
 from rlhpc.embodied.envs.observations import Obs, as_arrays
+from rlhpc.embodied.envs.vector_wrapper import VectorEnvWrapper
 from rlhpc.embodied.interventions.sources import KEY, MARK_CODES, Intervention, Mark, Signals, build_intervention
 from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError
@@ -36,7 +37,7 @@ _PAUSE_POLL_S = 0.02
 MISSED_FACTOR = 1.1
 
 
-class InterventionEnv(VectorEnv):
+class InterventionEnv(VectorEnvWrapper):
     """Vector environment in which a source of interventions may act in place of the policy.
 
     With one slot, a chunk of the policy's actions ends early if the person gives back control, pauses or marks the episode,
@@ -64,15 +65,9 @@ class InterventionEnv(VectorEnv):
     ) -> None:  # fmt: skip
         if source.one_slot and env.num_envs > 1:
             raise ConfigError(f"a person watches one slot at a time: set {key}=1 (it is {env.num_envs})")
-        self.env, self.source = env, source
-        self.num_envs = env.num_envs
-        self.observation_space, self.action_space = env.observation_space, env.action_space
-        self.supports_state = env.supports_state
-        self.max_episode_steps = env.max_episode_steps
-        self.record_kwargs, self.task_names = env.record_kwargs, env.task_names
+        super().__init__(env)
+        self.source = source
         self.control_hz = env.control_hz or source.hz
-        self.holds_hardware = env.holds_hardware
-        self.timing = env.timing
         self._scale = np.float32(cfg.reward_scale)
         self._period_s = 0.0 if source.hz is None or env.holds_hardware else 1.0 / source.hz
         self._step_end = 0.0
@@ -81,11 +76,6 @@ class InterventionEnv(VectorEnv):
         self._had_intervention = np.zeros(env.num_envs, bool)
         self._returns, self._lengths = np.zeros(env.num_envs), np.zeros(env.num_envs, np.int64)
         source.begin(slots, seed)
-
-    @property
-    def restarts(self) -> int:  # type: ignore[override]
-        """Number of restarts of the wrapped environment's processes."""
-        return self.env.restarts
 
     # -- episodes -------------------------------------------------------------------------------------------------
 
@@ -179,8 +169,10 @@ class InterventionEnv(VectorEnv):
         return signals
 
     def _stop_on_failure(self) -> None:
-        """Stops a robot whose person has lost control against their will."""
+        """Stops a robot whose person has lost control against their will. In a simulator the policy leads on."""
         if self.source.failure and not self._has_source_failed:
+            if not self.holds_hardware:
+                log.warning("%s; the policy leads until it is back", self.source.failure)
             self.env.stop(self.source.failure)
         self._has_source_failed = bool(self.source.failure)
 
@@ -237,20 +229,9 @@ class InterventionEnv(VectorEnv):
         self._obs = self._obs if obs is None else obs
         return obs
 
-    def hold(self) -> None:
-        """Makes a robot hold still (`VectorEnv.hold`)."""
-        self.env.hold()
-
-    def stop(self, reason: str) -> None:
-        """Stops a robot for safety (`VectorEnv.stop`)."""
-        self.env.stop(reason)
-
-    # -- checkpoint -----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> Any:
-        """Returns the state of the slots for a checkpoint (`VectorEnv.state_dict`)."""
+    def own_columns(self) -> dict[str, Any]:
+        """Returns the state of the episodes and of the source (`VectorEnvWrapper.own_columns`)."""
         return {
-            "env": self.env.state_dict(),
             "obs": as_arrays(self._obs),
             "helped": self._had_intervention.copy(),
             "returns": self._returns.copy(),
@@ -258,42 +239,13 @@ class InterventionEnv(VectorEnv):
             "source": self.source.slot_states() or [None] * self.num_envs,
         }
 
-    def load_state_dict(self, state: Any) -> None:
-        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
-        self.env.load_state_dict(state["env"])
-        self._obs = state["obs"]
-        self._had_intervention = np.asarray(state["helped"], bool).copy()
-        self._returns, self._lengths = np.array(state["returns"], float), np.array(state["lengths"], np.int64)
-        if None not in state["source"]:
-            self.source.load_slot_states(state["source"])
-
-    def slot_state(self, state: Any, index: int) -> Any:
-        """Returns one slot's part of a `state_dict` (`VectorEnv.slot_state`)."""
-        columns = {name: state[name][index] for name in ("helped", "returns", "lengths", "source")}
-        obs = state["obs"]
-        row = {name: array[index] for name, array in obs.items()} if isinstance(obs, dict) else obs[index]
-        return {"env": self.env.slot_state(state["env"], index), "obs": row, **columns}
-
-    def merge_states(self, slots: list[Any]) -> Any:
-        """Builds a `state_dict` from slots' parts (`VectorEnv.merge_states`)."""
-        rows = [slot["obs"] for slot in slots]
-        columns = {name: np.array([slot[name] for slot in slots]) for name in ("helped", "returns", "lengths")}
-        return {
-            "env": self.env.merge_states([slot["env"] for slot in slots]),
-            "obs": {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            if isinstance(rows[0], dict)
-            else np.stack(rows),
-            "source": [slot["source"] for slot in slots],
-            **columns,
-        }
-
-    def env_states(self) -> dict[str, Any] | None:
-        """Returns the simulators' states (`VectorEnv.env_states`)."""
-        return self.env.env_states()
-
-    def render(self, slots: Sequence[int] | None = None) -> np.ndarray | None:
-        """Renders slots (`VectorEnv.render`)."""
-        return self.env.render(slots)
+    def load_own_columns(self, columns: Mapping[str, Any]) -> None:
+        """Restores what `own_columns` returned."""
+        self._obs = columns["obs"]
+        self._had_intervention = np.array(columns["helped"], bool)
+        self._returns, self._lengths = np.array(columns["returns"], float), np.array(columns["lengths"], np.int64)
+        if None not in columns["source"]:
+            self.source.load_slot_states(columns["source"])
 
     def close(self) -> None:
         """Closes the wrapped environment and the source."""

@@ -310,7 +310,6 @@ class DevicePerson(Person):
         self._device, self._next_attempt = None, time.monotonic() + _REOPEN_S
         if self.in_control:
             self.failure = f"the {self._kind} disconnected while a person led ({error})"
-            log.error("%s; what was played is kept, and a robot is stopped until a person allows it", self.failure)
         else:
             log.warning("the %s disconnected (%s); the policy leads until it is back", self._kind, error)
         self.in_control = False

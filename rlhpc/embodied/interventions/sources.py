@@ -82,6 +82,11 @@ class Intervention(ABC):
     hz: float | None = None
     failure = ""
 
+    @property
+    def gives_signals(self) -> bool:
+        """True if its class gives signals, so that an episode may be marked."""
+        return type(self).signals is not Intervention.signals
+
     def begin(self, slots: range, seed: int) -> None:  # noqa: B027 (most need not know)
         """Prepares for an environment with these global slots; random decisions depend on `seed` and slot alone."""
 

@@ -326,8 +326,16 @@ class SafetyCore:
         self._stop_driver()
         if is_new:
             self.timing.record_stop()
-            log.warning("%s was stopped: %s", self.name, reason)
+            self._log_stop(reason)
             self._post_notice()
+
+    def _log_stop(self, reason: str) -> None:
+        """Says that the robot is stopped, and who may let it move again."""
+        hint = ""
+        if self.limits.resume == "person":
+            resume_hint = f"rlhpc robot resume {self.name}" if self._notice is not None else "its ready() says so"
+            hint = f"; it waits for a person who looks at it: {resume_hint}"
+        log.warning("%s is stopped: %s%s", self.name, reason, hint)
 
     def _post_notice(self) -> None:
         """Writes a notice for later processes: that this process uses the robot and, if it is stopped, the reason."""
@@ -343,7 +351,7 @@ class SafetyCore:
         Raises:
             RobotStopped: The robot was closed.
         """
-        last_reminder = -np.inf
+        last_reminder = time.monotonic()
         while self.state is State.STOPPED:
             if not self._is_stop_unconfirmed and (self.limits.resume == "auto" or self._person_is_ready()):
                 if self._notice is not None:
@@ -354,10 +362,7 @@ class SafetyCore:
             reason = self._states.reason
             if time.monotonic() - last_reminder > _REMIND_S:
                 last_reminder = time.monotonic()
-                resume_hint = f"rlhpc robot resume {self.name}" if self._notice is not None else "its ready() says so"
-                log.warning(
-                    "%s is stopped (%s) and waits for a person who looks at it: %s", self.name, reason, resume_hint
-                )
+                self._log_stop(reason)
             check(reason)
             self._close_event.wait(_READY_POLL_S)
         self._states.require()

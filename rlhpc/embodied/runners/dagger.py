@@ -20,6 +20,7 @@ from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
 from rlhpc.embodied.data.datasets import WriteOptions
 from rlhpc.embodied.data.lerobot_writer import NothingToWrite
+from rlhpc.embodied.data.recording import incomplete_datasets
 from rlhpc.embodied.evaluation.evaluate import record_episodes
 from rlhpc.embodied.interventions.sources import named_intervention
 from rlhpc.embodied.python_env import call_where_importable
@@ -81,9 +82,7 @@ def dagger(
             raise ConfigError(
                 "demos.path is null; --intervene goes on from a first clone: record demonstrations, and name them"
             )
-        dataset_paths = [
-            _record_round(folder, 0, expert, base_cfg, num_episodes, None, None, trust_code, options) or ""
-        ]
+        dataset_paths = _record_round(folder, 0, expert, base_cfg, num_episodes, None, None, trust_code, options)
     runs: list[dict[str, Any]] = []
     init_overrides: list[str] = []
     for k in range(num_rounds + 1):
@@ -108,8 +107,8 @@ def dagger(
             round_data = _record_round(
                 folder, k + 1, expert, cfg, num_episodes, str(checkpoint.path), intervene, trust_code, options
             )
-            dataset_paths.append(round_data or "")
-            if round_data is None:
+            dataset_paths += round_data
+            if not round_data:
                 note(f"nobody took over in {num_episodes} episodes; {runs[-1]['checkpoint']} is the last policy")
                 return runs
     return runs
@@ -136,11 +135,12 @@ def _record_round(
     student: str | None,
     intervene: str | None,
     trust_code: bool, options: WriteOptions | None,
-) -> str | None:  # fmt: skip
-    """Records the data of a round unless the data exists. Returns the path of the data, or None without interventions.
+) -> list[str]:  # fmt: skip
+    """Records the data of a round unless the data exists. Returns the paths of the data; none without interventions.
 
     The data consists of the student's episodes, labelled with the expert's actions. Without a student, it consists of
-    the expert's episodes; with `intervene`, it consists of the steps of interventions.
+    the expert's episodes; with `intervene`, it consists of the steps of interventions, also of those that were recorded before
+    a recording of the round ended early.
     """
     file, dataset = folder / f"round_{round_number}.h5", folder / f"round_{round_number}"
     output = dataset if options is not None and options.to == "lerobot" else file
@@ -161,15 +161,21 @@ def _record_round(
                 teacher=expert if student and not intervene else None,
                 intervene=intervene,
                 only_taken=intervene is not None,
+                counts_whole=True,
                 trust_code=trust_code,
                 options=options,
             )
         except NothingToWrite:
-            return None
+            return _list_early_data(output)
         description = f"labelled by {expert}"
         if intervene is not None:
             description = f"{summary['taken_steps']} of {summary['steps']} steps by whoever took over"
         note(f"{summary['played']} episodes, mean return {summary['return_mean']:.2f}, {description} → {output}")
     if output == file and intervene is not None and not read_json(output.with_suffix(".json").read_bytes())["episodes"]:
-        return None
-    return str(output)
+        return _list_early_data(output)
+    return [*_list_early_data(output), str(output)]
+
+
+def _list_early_data(output: Path) -> list[str]:
+    """Returns the paths of what was recorded of a round before it ended early."""
+    return [str(dataset) for dataset in incomplete_datasets(output)]

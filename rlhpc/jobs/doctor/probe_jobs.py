@@ -11,7 +11,6 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from rlhpc.jobs.doctor import node_probe, torch_probe
 from rlhpc.jobs.doctor.slurm_facts import Site, SiteNodeGroup, SlurmFacts, is_asleep, is_usable, seconds_of
 from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.imports import LEAVE_FOLDER
+from rlhpc.runtime.interrupts import Interrupts
 from rlhpc.runtime.launchers.srun_commands import step_environment, with_default_options
 from rlhpc.runtime.network import node_addresses
 from rlhpc.runtime.slurm import ask
@@ -327,22 +327,6 @@ def probe_this_machine(site: Site, folder: Path, gpus: int) -> Probed:
     return Probed(folder, [job])
 
 
-@contextlib.contextmanager
-def _cancel_on_signals() -> Iterator[None]:
-    """Handles SIGTERM and SIGHUP in the block like Ctrl-C, so that the block can cancel jobs and remove files."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous_handlers = {
-        signum: signal.signal(signum, signal.default_int_handler) for signum in (signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for signum, handler in previous_handlers.items():
-            signal.signal(signum, handler)
-
-
 def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
@@ -365,7 +349,7 @@ def run_probes(jobs: Sequence[ProbeJob], site: Site, folder: Path, *, start_s: f
     second_steps: list[_Step] = []
     neighbours: list[ProbeJob] = []
     lock: int | None = None
-    with _cancel_on_signals():
+    with Interrupts():
         try:
             try:
                 canary_path.mkdir(mode=0o700)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhpc.embodied.data.datasets import WriteOptions
+from rlhpc.embodied.data.recording import Recording, incomplete_datasets
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 from rlhpc.embodied.envs.base import Step
 from rlhpc.embodied.envs.registry import check_env
@@ -23,9 +24,16 @@ from tests.unit.embodied.evaluation.saved_policies import load
 from tests.unit.embodied.workers.failing import Failing, Still, recorded
 
 
+def recording(folder: Path, *, keeps: bool = False) -> Recording:
+    def open_writer(path: Path) -> TrajectoryWriter:
+        return TrajectoryWriter(path, env_id="x", env_kwargs={}, max_episode_steps=4)
+
+    return Recording(open_writer, folder / "a.h5", keeps=keeps)
+
+
 def test_recordings_leave_out_episodes_that_failed(tmp_path: Path) -> None:
     env = Failing({3})
-    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
+    with recording(tmp_path) as writer:
         recorder = EpisodeRecorder(writer, env, only_success=False, num_episodes=3)
         play(Still(), env, np.array([2, 1]), torch.device("cpu"), observer=recorder)
         assert len(writer) == recorder.num_played == 3
@@ -71,7 +79,7 @@ def played(recorder: EpisodeRecorder, env: Failing, *quota: int) -> None:
 
 def test_only_episodes_that_succeed_are_written(tmp_path: Path) -> None:
     env = Succeeding(set())
-    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
+    with recording(tmp_path) as writer:
         recorder = EpisodeRecorder(writer, env, only_success=True, num_episodes=2)
         played(recorder, env, 2, 2)
         assert (recorder.num_played, recorder.num_missing, recorder.success_known) == (4, 0, True)
@@ -90,7 +98,7 @@ def test_unsuccessful_play_has_an_end(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_chunks_of_actions_cannot_be_recorded(tmp_path: Path) -> None:
-    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
+    with recording(tmp_path) as writer:
         recorder = EpisodeRecorder(writer, Failing(set()), only_success=False, num_episodes=1)
         with pytest.raises(ConfigError, match="acts in chunks of 3"):
             recorder.before(np.zeros((2, 1)), np.zeros((2, 3, 1)))
@@ -111,7 +119,7 @@ def steps_of(recorder: InterventionRecorder, taken: list[bool], ends: dict[int, 
 def test_an_intervention_is_an_episode_that_ends_where_the_policy_acts_again(tmp_path: Path) -> None:
     env = Failing(set())
     env.num_envs = 1
-    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
+    with recording(tmp_path) as writer:
         recorder = InterventionRecorder(writer, env, num_episodes=2)
         taken = [False, True, True, False, True, True, True]
         steps_of(recorder, taken, {5: "terminated", 6: "lost"})
@@ -154,10 +162,8 @@ class Leaving(Scripted):
 
 
 @pytest.mark.parametrize("to", ["hdf5", "lerobot"])
-def test_complete_episodes_of_a_person_who_leaves_are_kept(
-    tmp_path: Path, to: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In both formats; a round of DAgger is dropped, since an incomplete one would count as done."""
+def test_episodes_of_a_person_who_leaves_are_kept(tmp_path: Path, to: str) -> None:
+    """In both formats; those of a round of DAgger apart, since an incomplete one would count as done."""
     cfg = load("env.eval.env_id=Pendulum-v1", "env.train.env_id=Pendulum-v1", "env.eval.num_envs=1")
     options = WriteOptions(to=to, task="swing", fps=5)
 
@@ -165,24 +171,22 @@ def test_complete_episodes_of_a_person_who_leaves_are_kept(
         leaving = Leaving(f"{__name__}:full_torque", apart=0.0, patience=1, hold=2)
         leaving.episodes = -1  # the reset before the first episode ends one, too
         output = tmp_path / (f"{name}.h5" if to == "hdf5" else name)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             record(
-                policy_of(cfg),
-                cfg.env.eval,
-                output,
-                episodes=5,
-                seed=1,
-                intervention=leaving,
-                options=options,
-                **changes,
-            )
+                policy_of(cfg), cfg.env.eval, output, episodes=5, seed=1, intervention=leaving, options=options, **changes
+            )  # fmt: skip
+        assert "ended early" in caught.value.__notes__[0] or changes
         return output
 
     output = interrupted("whole")
     assert [len(episode["rewards"]) for episode in read_trajectories(output)] == [7, 7]
-    assert "complete episodes that are kept: 2" in caplog.text
-    assert not interrupted("round", only_taken=True).exists()
-    assert {path.name for path in tmp_path.iterdir()} <= {output.name, "whole.json"}
+    [in_progress] = incomplete_datasets(output)
+    [episode] = read_trajectories(in_progress)
+    assert len(episode["rewards"]) == 1 and episode["truncations"].tolist() == [True]
+    round_output = interrupted("round", only_taken=True, counts_whole=True)
+    assert not round_output.exists()
+    led = [len(episode["rewards"]) for path in incomplete_datasets(round_output) for episode in read_trajectories(path)]
+    assert sum(led) == 7 + 7 + 1
 
 
 @pytest.mark.parametrize("holds_hardware", [True, False])
@@ -208,6 +212,60 @@ def test_complete_episodes_of_a_robot_that_fails_are_kept(
     assert (tmp_path / "a.h5").exists() is holds_hardware
     if holds_hardware:
         assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [4] * 4
+        assert [len(rewards) for rewards in recorded(tmp_path / "a.incomplete")] == [1] * 2
+
+
+def test_an_episode_whose_robot_was_stopped_is_kept_without_the_step_that_failed(tmp_path: Path) -> None:
+    env = Failing({3})
+    with recording(tmp_path, keeps=True) as writer:
+        recorder = EpisodeRecorder(writer, env, only_success=False, num_episodes=3)
+        with recorder:
+            play(Still(), env, np.array([2, 1]), torch.device("cpu"), observer=recorder)
+    assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [4, 4, 4]
+    [episode] = read_trajectories(tmp_path / "a.incomplete")
+    assert episode["obs"].ravel().tolist() == [0, 1, 2] and episode["truncations"].tolist() == [False, True]
+    assert episode["success"].tolist() == [False, False]
+
+
+class Interrupting(Failing):
+    """The policy is asked once too often: between two steps, the program is interrupted."""
+
+    def env_states(self) -> Any:
+        if self._t == 6:
+            raise KeyboardInterrupt
+        return None
+
+
+def test_between_two_steps_the_last_observation_is_unknown(tmp_path: Path) -> None:
+    env = Interrupting(set())
+    with pytest.raises(KeyboardInterrupt), recording(tmp_path, keeps=True) as writer:
+        recorder = EpisodeRecorder(writer, env, only_success=False, num_episodes=9)
+        with recorder:
+            play(Still(), env, np.array([5, 4]), torch.device("cpu"), observer=recorder)
+    assert [episode["obs"].ravel().tolist() for episode in read_trajectories(tmp_path / "a.incomplete")] == [[0, 1]] * 2
+
+
+def test_episodes_with_and_without_a_mark_are_in_one_dataset(tmp_path: Path) -> None:
+    """An episode that reached its limit before a person marked it is no success."""
+    cfg = load("env.eval.env_id=Pendulum-v1", "env.train.env_id=Pendulum-v1", "env.eval.num_envs=1")
+
+    class MarkingOnce(Marking):
+        def signals(self) -> Signals:
+            return Signals(Mark.SUCCESS if self.steps == 3 and not self.num_ended else Mark.NONE)
+
+        num_ended = -1
+
+        def end_episodes(self, slots: np.ndarray) -> None:
+            super().end_episodes(slots)
+            self.num_ended += 1
+
+    person = MarkingOnce(f"{__name__}:full_torque", apart=0.0, patience=1, hold=2)
+    record(
+        policy_of(cfg), cfg.env.eval, tmp_path / "a", episodes=2, seed=1, intervention=person,
+        options=WriteOptions(to="lerobot", fps=5),
+    )  # fmt: skip
+    successes = [episode["success"].tolist() for episode in read_trajectories(tmp_path / "a")]
+    assert successes == [[False, False, True], [False] * 7]
 
 
 class Marking(Scripted):

@@ -170,14 +170,21 @@ def test_a_pause_ends_with_the_run() -> None:
         env.chunk_step(chunk(0.5))
 
 
-def test_the_robot_is_stopped_once_if_the_device_of_a_leading_person_fails() -> None:
+@pytest.mark.parametrize("holds_hardware", [True, False])
+def test_the_robot_is_stopped_once_if_the_device_of_a_leading_person_fails(
+    holds_hardware: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One message says it: that of the robot, or that the policy leads in a simulator."""
     inner, source = Line(), Plan([1])
+    inner.holds_hardware = holds_hardware
     env = build(inner, source)
     env.chunk_step(chunk(0))
     source.failure = "the gamepad disconnected"
     for _ in range(3):
         env.chunk_step(chunk(0))
     assert inner.calls == ["stop: the gamepad disconnected"]
+    expected = [] if holds_hardware else ["the gamepad disconnected; the policy leads until it is back"]
+    assert [record.message for record in caplog.records] == expected
 
 
 def test_scripts_watch_several_slots_and_resume_bit_for_bit() -> None:

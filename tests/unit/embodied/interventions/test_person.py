@@ -133,7 +133,7 @@ def test_a_spacemouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         person.close()
 
 
-def test_a_device_that_disconnects_is_reported_once_and_opened_again(
+def test_a_device_that_disconnects_is_opened_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
@@ -147,7 +147,7 @@ def test_a_device_that_disconnects_is_reported_once_and_opened_again(
         for _ in range(5):
             now[0] += 0.7
             assert policy_of_nines(person) is None and "disconnected while a person led" in person.failure
-        assert sum("disconnected" in record.message for record in caplog.records) == 1
+        assert not caplog.records, "the environment says it"
         pipe.attach()
         pipe.send()
         now[0] += 2

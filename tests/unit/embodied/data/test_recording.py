@@ -1,0 +1,164 @@
+"""Datasets of a recording, whatever ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
+from rlhpc.embodied.data.recording import Recording, incomplete_datasets
+from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
+from rlhpc.embodied.data.trajectory import EpisodeWriter
+from rlhpc.runtime.errors import ConfigError, StorageError
+from tests.filesystems.beds import need_mounts, small_filesystem
+
+
+def writer(path: Path) -> EpisodeWriter:
+    if path.suffix == ".h5":
+        return TrajectoryWriter(path, env_id="test")
+    return LeRobotWriter(path, fps=10, task="test")
+
+
+def episode(length: int = 3, size: int = 2, seed: int = 0) -> dict[str, Any]:
+    """An episode with pictures of noise, which no format makes smaller."""
+    pictures = np.random.default_rng(seed).integers(0, 256, (length + 1, size, size, 3), np.uint8)
+    ends = np.arange(length) == length - 1
+    return {
+        "source": "test", "obs": {"state": np.zeros((length + 1, 2), np.float32), "rgb": pictures},
+        "actions": np.ones((length, 1), np.float32), "rewards": np.ones(length, np.float32), "terminations": ends,
+        "truncations": np.zeros(length, bool), "success": ends, "env_states": None, "seed": None,
+    }  # fmt: skip
+
+
+def cut(trajectory: dict[str, Any]) -> dict[str, Any]:
+    return {**trajectory, "terminations": trajectory["truncations"], "success": trajectory["truncations"]}
+
+
+def lengths(path: Path) -> list[int]:
+    return [len(trajectory["actions"]) for trajectory in read_trajectories(path)]
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a"])
+def test_episodes_that_ended_early_lie_beside_the_complete_ones(tmp_path: Path, name: str) -> None:
+    """A folder of files does not include them, and another recording adds to them."""
+    for number in range(2):
+        output = tmp_path / str(number) / name
+        with pytest.raises(RuntimeError) as caught, Recording(writer, output, keeps=True) as recording:
+            recording.add(episode())
+            recording.add_incomplete(cut(episode(2)))
+            recording.add(episode(4))
+            recording.add_incomplete(cut(episode(5)))
+            raise RuntimeError("the camera is lost")
+        assert lengths(output) == [3, 4] and [lengths(path) for path in incomplete_datasets(output)] == [[2, 5]]
+        [note] = caught.value.__notes__
+        assert f"complete episodes: 2 in {output}; ended early: 2 (7 steps) in {incomplete_datasets(output)[0]}" in note
+        for trajectory in read_trajectories(incomplete_datasets(output)):
+            assert trajectory["truncations"].tolist()[-1:] == [True] and not trajectory["success"].any()
+    if name == "a.h5":
+        assert lengths(output.parent) == [3, 4]
+    output.rename(tmp_path / "moved") if name == "a" else output.unlink()
+    with pytest.raises(RuntimeError), Recording(writer, output, keeps=True) as recording:
+        recording.add_incomplete(cut(episode(6)))
+        raise RuntimeError("again")
+    assert [lengths(path) for path in incomplete_datasets(output)] == [[2, 5], [6]] and not output.exists()
+
+
+def test_what_a_simulator_can_play_again_is_dropped(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught, Recording(writer, tmp_path / "a.h5", keeps=False) as recording:
+        recording.add(episode())
+        recording.add_incomplete(cut(episode()))
+        raise RuntimeError("a fault")
+    assert list(tmp_path.iterdir()) == [] and not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a"])
+def test_a_dataset_that_counts_as_a_whole_is_moved(tmp_path: Path, name: str) -> None:
+    output = tmp_path / name
+    with pytest.raises(RuntimeError), Recording(writer, output, keeps=True, counts_whole=True) as recording:
+        recording.add(episode())
+        raise RuntimeError("the window was closed")
+    assert not output.exists() and [lengths(path) for path in incomplete_datasets(output)] == [[3]]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.incomplete"]
+
+
+def test_a_recording_does_not_replace_another(tmp_path: Path) -> None:
+    output = tmp_path / "a.h5"
+    with Recording(writer, output, keeps=False) as recording:
+        recording.add(episode())
+    with pytest.raises(ConfigError, match=r"a\.h5 is there already; name another file, .* rlhpc data merge"):
+        Recording(writer, output, keeps=False)
+    assert lengths(output) == [3]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+def test_a_signal_while_an_episode_is_written_waits_for_it(tmp_path: Path, signum: signal.Signals) -> None:
+    class Slow(TrajectoryWriter):
+        def add(self, trajectory: Any) -> None:
+            signal.raise_signal(signum)
+            signal.raise_signal(signum)
+            super().add(trajectory)
+
+    before = signal.getsignal(signum)
+
+    def open_writer(path: Path) -> EpisodeWriter:
+        return Slow(path, env_id="test")
+
+    with pytest.raises(KeyboardInterrupt), Recording(open_writer, tmp_path / "a.h5", keeps=True) as recording:
+        recording.prepare_step(0)
+        recording.add(episode())
+        assert len(recording) == 1
+        recording.prepare_step(0)
+    assert lengths(tmp_path / "a.h5") == [3] and signal.getsignal(signum) is before
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a"])
+def test_a_disk_that_fills_up_ends_the_recording_while_all_of_it_can_be_written(tmp_path: Path, name: str) -> None:
+    """The space for the episode in progress was reserved: it and all episodes before it are on that disk."""
+    need_mounts()
+    step_bytes = 64 * 64 * 3
+    with small_filesystem(tmp_path, "tmpfs", 24) as folder:
+        output, num_steps = folder / name, 0
+        is_full = pytest.raises(StorageError, match=r"is full, .* MiB are free: make room")
+        with is_full as caught, Recording(writer, output, keeps=True) as recording:
+            recording.add(episode(300, 64, seed=1))
+            try:
+                for num_steps in range(1, 5000):
+                    recording.prepare_step((num_steps + 1) * step_bytes)
+            except StorageError:
+                recording.add_incomplete(cut(episode(num_steps, 64, seed=2)))
+                raise
+        assert "complete episodes: 1" in caught.value.__notes__[0] and num_steps > 200
+        assert lengths(output) == [300] and lengths(incomplete_datasets(output)[0]) == [num_steps]
+        [trajectory] = read_trajectories(incomplete_datasets(output)[0])
+        np.testing.assert_array_equal(trajectory["obs"]["rgb"][:-1], episode(num_steps, 64, seed=2)["obs"]["rgb"][:-1])
+        assert not [path for path in folder.iterdir() if path.name.startswith(".a")]
+        with pytest.raises(StorageError, match="is full"), Recording(writer, folder / f"b{output.suffix}", keeps=True):
+            pass
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a"])
+def test_episodes_go_elsewhere_if_the_disk_has_no_room_at_all(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program took the space that was given back to write the episode."""
+    need_mounts()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with small_filesystem(tmp_path / "disk", "tmpfs", 24) as folder:
+        output = folder / name
+        with pytest.raises(RuntimeError) as caught, Recording(writer, output, keeps=True) as recording:
+            recording.add(episode(10))
+            with contextlib.suppress(OSError), (folder / "other").open("wb") as file:
+                file.write(bytes(32 << 20))
+            recording._reserve.release = lambda: None  # type: ignore[method-assign]
+            recording.add_incomplete(cut(episode(100, 64)))
+            raise RuntimeError("the end")
+        (folder / "other").unlink()
+        [moved] = tmp_path.glob(f"rlhpc-recording-*/a.incomplete/0{output.suffix}")
+        assert str(moved) in caught.value.__notes__[0] and "is full" in caught.value.__notes__[0]
+        assert lengths(moved) == [100]
