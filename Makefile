@@ -158,7 +158,7 @@ combinations: setup-llm  ## options in combination, pairwise: each row is traine
 families: setup-llm  ## the table of model families: each cell by a test, all families (ONLY="lfm2 qwen3_5_text" computes and writes these anew)
 	$(if $(ONLY),python -m tests.families $(ONLY),RLHPC_FAMILIES=all pytest -n $(WORKERS) --dist loadgroup tests/families $(PYTEST_ARGS))
 
-demo-families: setup-llm  ## tiny models of two hybrid and two mixture families: SFT, then GRPO (SEEDS=1 for one seed)
+demo-families: setup-llm  ## tiny models of two hybrid and two mixture families: SFT, then GRPO, with held-out rewards (SEEDS=1 for one seed)
 	python -m bench.demo_families --seeds $(SEEDS)
 
 filesystems: setup  ## 50 runs on filesystems with NFS's faults, as root (RUNS=…, SEED=…, PART=k/n; goes on where it ended)

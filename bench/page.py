@@ -55,6 +55,7 @@ TITLES = {
     "distillation": "Distillation beside GRPO",
     "staleness": "Corrections at several bounds of staleness",
     "families": "Families of models that vLLM computes as the trainer does",
+    "demo_families": "GRPO on tiny models of hybrid families and of mixtures of experts",
     "robot": "From demonstrations to RL",
     "robot_link": "A robot outside the cluster",
     "intervention": "Somebody who takes over",

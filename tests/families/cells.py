@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
@@ -183,7 +184,7 @@ def train_sharded(rank: Rank, folder: str) -> torch.Tensor | str:
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split()).replace("|", "∣")[:200]
+    return textwrap.shorten(str(error).replace("|", "∣"), 300, placeholder=" …")
 
 
 @lru_cache(maxsize=1)

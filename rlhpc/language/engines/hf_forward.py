@@ -302,18 +302,20 @@ def plan_row_moves(num_rows: int, removed_rows: Sequence[int]) -> list[tuple[int
     return list(zip(moved_rows, freed_rows, strict=True))
 
 
-#: Rows whose texts are probed (`Forward._probe_ids`), and their last tokens; the texts differ in length.
-_PROBE_ROWS, _PROBE_TOKENS = (10, 3), (1, 2)
+#: Probe rows that are compared with other passes, in different tiles; their texts differ in length (`Forward._probe_ids`).
+_PROBE_ROWS = (10, 36)
+#: Number of probe rows in a joint pass on CPUs, more than two tiles; number of decoding passes after their prefill.
+_NUM_BATCH_ROWS, _NUM_DECODED = 37, 2
 
 
 class Forward:
     """Prefill and decoding of all rows jointly if the model permits batch invariance, otherwise row by row.
 
-    The constructor compares prefills and decoding passes with one pass over each whole text, and refuses models for which they
-    differ. On CPUs, the choice of shapes makes results bitwise identical (`batch_invariance`); the constructor verifies this
-    by comparing rows alone and in a batch. Libraries of accelerators guarantee less. On accelerators, a decoding pass always
-    computes the maximum number of rows, and a prefill computes one sequence, so that a row's results can depend only on the
-    row's index.
+    The constructor compares prefills and decoding passes with one pass over each whole text, once for joint rows and, if
+    they differ, once row by row; it refuses models that differ in both. On CPUs, the choice of shapes makes results bitwise
+    identical (`batch_invariance`); the probe of joint rows verifies this by comparing rows alone and in a batch. Libraries of
+    accelerators guarantee less. On accelerators, a decoding pass always computes the maximum number of rows, and a prefill
+    computes one sequence, so that a row's results can depend only on the row's index.
 
     Args:
         model: Model of transformers; changed in place.
@@ -366,7 +368,7 @@ class Forward:
                     from rlhpc.language.engines.exact import use_exactness
 
                     use_exactness(model, device)
-                self.is_batched = self._agrees(expected_logits) and (not self._cpu or self._is_batch_invariant())
+                self.is_batched = not self._find_deviation(expected_logits)
             if exact and not self.is_batched:
                 raise ConfigError(
                     f"runner.deterministic: the engine hf does not compute rows of {type(model).__name__} together with the "
@@ -374,16 +376,16 @@ class Forward:
                 )
             if not self.is_batched:
                 model.set_attn_implementation(sub_attention(model, attention))
+                if deviation := self._find_deviation(expected_logits):
+                    raise ConfigError(
+                        f"rollout.rollout_backend hf: a {model.config.model_type} model does not compute texts token by token "
+                        f"as in one pass over each ({deviation}), so the engine would sample from another policy than the "
+                        "trained one; take rollout.rollout_backend=vllm, another version of transformers, or another model"
+                    )
                 logger.warning(
                     "%s: sequences are computed one by one, since several at once could change each other's numbers",
                     type(model).__name__,
                 )
-                if not self._agrees(expected_logits):
-                    raise ConfigError(
-                        f"rollout.rollout_backend hf: a {model.config.model_type} model computes other numbers for several "
-                        "texts token by token than in one pass over each, so what writes would not be what is trained; take "
-                        "rollout.rollout_backend=vllm, another version of transformers, or another model"
-                    )
 
     def record_routing(self, routing: Routing) -> int:
         """Starts recording the choices of a mixture-of-experts model's routers; returns the number of choices per token."""
@@ -529,58 +531,55 @@ class Forward:
         ).logits
         return logits[:, -1]
 
-    # --- verification of joint computation
+    # --- verification of prefills and decoding passes
 
     def _probe_ids(self, row: int) -> list[int]:
         probe_length = max(1, min(3 + row % 11, self._context - 3))
         return [(7 * row + 5 * token + 3) % self._vocabulary for token in range(probe_length)]
 
+    def _probe_tokens(self, row: int) -> list[int]:
+        """Returns the tokens that are decoded after a row's text."""
+        return [(row + step) % self._vocabulary for step in range(_NUM_DECODED)]
+
     def _compute_expected_logits(self) -> Tensor:
-        """Computes logits `[probes, 3, V]` after the last three tokens of each probe text, in one ordinary pass each."""
+        """Computes logits after the last tokens of each text of `_PROBE_ROWS`, in one ordinary pass each (`_probe`)."""
         logits = list[Tensor]()
         for row in _PROBE_ROWS:
-            ids = torch.tensor([[*self._probe_ids(row), *_PROBE_TOKENS]], device=self._device)
-            logits.append(self._model(input_ids=ids, use_cache=False).logits[0, -3:])
+            ids = torch.tensor([[*self._probe_ids(row), *self._probe_tokens(row)]], device=self._device)
+            logits.append(self._model(input_ids=ids, use_cache=False).logits[0, -1 - _NUM_DECODED :])
         return torch.stack(logits)
 
-    def _agrees(self, expected_logits: Tensor) -> bool:
-        """Returns whether prefills and two decoding passes of all probe texts at once give the expected logits.
+    def _find_deviation(self, expected_logits: Tensor) -> str:
+        """Probes rows as they are computed now, jointly or row by row; returns how they deviate, "" if they do not.
 
-        A model that keeps states of its own, rather than in the cache, mixes the rows. False if the model rejects the passes.
+        A model that keeps states of its own, rather than in the cache, mixes the rows or rejects the passes.
         """
-        texts = [self._probe_ids(row) for row in _PROBE_ROWS]
-        tokens = [torch.tensor([token] * len(texts)) for token in _PROBE_TOKENS]
+        is_invariance_probed = self.is_batched and self._cpu
+        rows = range(_NUM_BATCH_ROWS) if is_invariance_probed else _PROBE_ROWS
         try:
-            logits = torch.stack(self._compute_logits(texts, tokens), 1)
+            logits = self._probe(rows)[[rows.index(row) for row in _PROBE_ROWS]]
         except (ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
-            logger.warning("%s: %s", type(self._model).__name__, first_line(error))
-            return False
-        return agrees(logits, expected_logits, expected_logits.dtype)
+            return f"{type(error).__name__}: {first_line(error)}"
+        if not agrees(logits, expected_logits, expected_logits.dtype):
+            return "other numbers"
+        if is_invariance_probed and not torch.equal(torch.cat([self._probe([row]) for row in _PROBE_ROWS]), logits):
+            return "other bits alone than together"
+        return ""
 
-    def _is_batch_invariant(self) -> bool:
-        """Returns whether two probe rows have bitwise the same logits alone as in a batch of 37 rows."""
-        probe_sequences = [self._probe_ids(row) for row in range(37)]
-        tokens = [torch.arange(37) % self._vocabulary for _ in range(2)]
-        batch_logits = self._compute_logits(probe_sequences, tokens)
-        row_logits = {
-            row: self._compute_logits([probe_sequences[row]], [ids[row : row + 1] for ids in tokens]) for row in (1, 36)
-        }
-        return all(
-            torch.equal(step_logits[0], step_batch_logits[row])
-            for row, logits in row_logits.items()
-            for step_logits, step_batch_logits in zip(logits, batch_logits, strict=True)
-        )
+    def _probe(self, rows: Sequence[int]) -> Tensor:
+        """Computes logits `[rows, 1 + decoded, V]` after the texts of probe rows and after each token decoded then.
 
-    def _compute_logits(self, texts: Sequence[Sequence[int]], tokens: Sequence[Tensor]) -> list[Tensor]:
-        """Returns logits `[rows, V]` after texts, then after each of `tokens` (`[rows]` each), with a temporary cache."""
+        The cache is temporary.
+        """
+        tokens = torch.tensor([self._probe_tokens(row) for row in rows], device=self._device)
         saved_kv, saved_max_rows = self.kv, self._max_rows
-        self.kv, self._cache, self._max_rows = KVCache(len(texts)), None, max(saved_max_rows, len(texts))
+        self.kv, self._cache, self._max_rows = KVCache(len(rows)), None, max(saved_max_rows, len(rows))
         try:
-            logits = [self.prefill(texts, range(len(texts)))]
-            logits += [self.decode(ids.to(self._device)) for ids in tokens]
+            logits = [self.prefill([self._probe_ids(row) for row in rows], range(len(rows)))]
+            logits += [self.decode(step_tokens) for step_tokens in tokens.T]
         finally:
             self.kv, self._cache, self._max_rows = saved_kv, None, saved_max_rows
-        return logits
+        return torch.stack(logits, 1)
 
 
 def _pad(values: Tensor, padded_length: int) -> Tensor:

@@ -168,8 +168,8 @@ def check_digests(rounds: Sequence[Mapping[str, int]], untrained_names: Collecti
             raise ConfigError(
                 f"{engine} does not follow weight updates: its parameters "
                 f"{', '.join(tensor_names[:_MAX_NAMES])}{omitted_text} {fault_text}: "
-                "what writes would not be what is trained, so nothing was; take rollout.rollout_backend=hf, another version "
-                "of the engine, or another model"
+                "the engine would sample from another policy than the trained one, so training did not start; take "
+                "rollout.rollout_backend=hf, another version of the engine, or another model"
             )
 
 

@@ -308,8 +308,8 @@ def check_probe(
         raise WeightsDiffer(
             f"version {version} of the weights: on a fixed text the engine's log-probs differ from those of {sender} by "
             f"{mean_difference:.3g} a token on average, and rounding explains {max_difference:g} (rollout.probe_tolerance): "
-            "what writes is not what is trained; set rollout.weight_delta=off or rollout.rollout_backend=hf to see which of "
-            "them is at fault"
+            "the engine samples from another policy than the trained one; set rollout.weight_delta=off or "
+            "rollout.rollout_backend=hf to see which of them is at fault"
         )
     return mean_difference
 
@@ -367,8 +367,9 @@ def compare_probe_samples(
             if not mean_difference <= limit:
                 raise ConfigError(
                     f"{label}: the log-probs of {contents} differ from the trainer's by {mean_difference:.3g} a token on "
-                    f"average, and rounding explains {limit:g} (rollout.probe_tolerance): what writes would not be what is "
-                    "trained, so nothing was; take rollout.rollout_backend=hf, another version of the engine, or another model"
+                    f"average, and rounding explains {limit:g} (rollout.probe_tolerance): the engine would sample from "
+                    "another policy than the trained one, so training did not start; take rollout.rollout_backend=hf, another "
+                    "version of the engine, or another model"
                 )
             largest_difference = max(largest_difference, mean_difference)
     return largest_difference

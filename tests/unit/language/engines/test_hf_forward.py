@@ -87,6 +87,25 @@ def test_linear_layers_are_replaced_and_keep_their_names_and_weights(model: Any)
     assert all(torch.equal(tensor, state_dict[name]) for name, tensor in model.state_dict().items())
 
 
+def test_rows_are_probed_once_together_and_once_one_by_one_if_need_be(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed_rows, prefill = list[int](), Forward.prefill
+
+    def count_rows(self: Forward, sequences: Any, *args: Any) -> torch.Tensor:
+        probed_rows.append(len(sequences))
+        return prefill(self, sequences, *args)
+
+    monkeypatch.setattr(Forward, "prefill", count_rows)
+    assert make_forward(model, max_rows=8).is_batched
+    assert probed_rows == [37, 1, 1]  # two rows again alone, whose bits are compared
+    probed_rows.clear()
+    verdicts = iter([False, True])
+    monkeypatch.setattr("rlhpc.language.engines.hf_forward.agrees", lambda *_: next(verdicts))
+    assert not make_forward(model, max_rows=8).is_batched
+    assert probed_rows == [37, 2]
+
+
 def test_a_model_whose_positions_depend_on_the_longest_sequence_is_computed_row_by_row(model: Any) -> None:
     changed = copy.deepcopy(model)
     changed.config.rope_parameters = {**changed.config.rope_parameters, "rope_type": "dynamic",
