@@ -97,7 +97,7 @@ def train_rlhpc(report: Report, folder: Path, start: Path, duration_s: float) ->
 
 
 def train_trl(report: Report, folder: Path, start: Path, duration_s: float) -> list[tuple[float, float]]:
-    """Returns the same of TRL, which runs in a process of its own."""
+    """Returns the curve of TRL, which trains in a separate process."""
     output = folder / "trl.json"
     command = [sys.executable, "-m", "bench.gpu.curve", str(start), str(output), str(duration_s), report.device]
     result = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True)

@@ -142,7 +142,7 @@ class SharedProbe(JobProbe):
     def _renew_and_query(self, answers: dict[str, Any], ids: list[str], now: float, is_forced: bool) -> dict[str, Any]:
         """Adds the jobs of this process, and queries Slurm if a query is due. The caller must hold the lock.
 
-        The jobs of a process that queries once are kept apart, because that process does not leave.
+        The jobs of a process that queries only once are stored under `once`: that process does not remove them when it ends.
         """
         waiting_ids, once = (
             {

@@ -299,7 +299,7 @@ def owner(paths: RunPaths) -> str:
 def holds_run(paths: RunPaths) -> bool:
     """Returns whether a folder is the folder of a run: it has a configuration, a submission or a status.
 
-    False for a folder that this user may not open, such as a run of another user beside the own ones.
+    False for a folder that this user may not open, such as a run of another user in the same parent folder.
     """
     return any(os.path.exists(marker) for marker in (paths.config, paths.submit, paths.driver_state))
 

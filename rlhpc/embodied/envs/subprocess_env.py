@@ -381,7 +381,11 @@ class ProcessVectorEnv(VectorEnv):
             return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`).
+
+        Raises:
+            ValueError: A simulator process failed while it loaded its state.
+        """
         slots = self.slots_of(state)
         for simulator in self._simulators:
             # The replay of an episode takes as long as the episode.

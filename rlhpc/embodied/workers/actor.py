@@ -21,7 +21,7 @@ from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_sta
 from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, until_left
+from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, leave_check
 from rlhpc.embodied.rollout.slot_map import PlayedTurn, SlotMap, Source
 from rlhpc.embodied.training import PolicyBlueprint
 from rlhpc.embodied.workers.env import WEIGHTS_SENT
@@ -413,7 +413,7 @@ class TrajectoryReceiver:
 
     def _receive_message(self, key: str, peer: Peer, *, has_left: bool) -> dict[str, Any]:
         if not has_left:
-            return get_until_left(self._trajectories, key, peer, until_left(*peer))
+            return get_until_left(self._trajectories, key, peer, leave_check(*peer))
         try:
             return self._trajectories.get(key=key, timeout=_LAST_MESSAGE_S)
         except (ChannelError, DeadlineExceeded, SegmentGone) as error:

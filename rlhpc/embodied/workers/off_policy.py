@@ -135,7 +135,7 @@ def choose_actions(policy: ActorCritic, inputs: Any, noise: torch.Tensor, *, ran
 
 
 def _make_outcome_shape(cfg: SacConfig, action_space: Any) -> OutcomeShape:
-    """Returns the options of outcomes; with a source of interventions, transitions need the executed actions."""
+    """Returns the shape of step outcomes. They contain the executed actions if a source of interventions is configured."""
     if cfg.env.train.intervene.source is None:
         return OutcomeShape()
     action_shape = (cfg.actor.model.num_action_chunks, int(np.prod(action_space.shape)))

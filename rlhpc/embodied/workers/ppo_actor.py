@@ -72,7 +72,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             may_mask_rows=self.may_mask_rows,
         )
         self.open_sync(slots, cfg.rollout)
-        num_parameters = self.backend.parameters_trained
+        num_parameters = self.backend.num_trained_parameters
         self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
         return num_parameters
 

@@ -21,7 +21,7 @@ from rlhpc.embodied.envs.observations import as_arrays, columns_of, count_rows, 
 from rlhpc.embodied.evaluation.episodes import EvaluationRows, evaluation_rows
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.base import noise_of_decision
-from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
+from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, leave_check, open_links
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, relative_slice
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, SlotOutcomes, next_values, ppo_shape, unknown_outcomes
 from rlhpc.embodied.rollout.work_sharing import FullRollout
@@ -123,7 +123,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, num_slots, slots.num_envs)
         self.links = open_links(self, self.slots, self.policy.observation_space, agree_on_device(self, slots))
         env_ranks = {rank for peers in self.peers for rank, _ in peers} - slots.absent
-        self._watches = {rank: until_left(slots.env_name, rank) for rank in env_ranks}
+        self._watches = {rank: leave_check(slots.env_name, rank) for rank in env_ranks}
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
         self.stay_until_let_go()  # env ranks wait for this rank's actions, also in steps that the rank has not begun

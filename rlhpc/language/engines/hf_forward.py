@@ -330,6 +330,9 @@ class Forward:
             states are those after its last token.
         routing: Routers that are recorded; None if not requested.
         experts: Router choices of the last call, `[tokens, choices]` int16 for each sequence (prefill) or row (decoding).
+
+    Raises:
+        ConfigError: The model's results depend on the batch, so the engine cannot use it.
     """
 
     def __init__(
@@ -546,7 +549,7 @@ class Forward:
     def _agrees(self, expected_logits: Tensor) -> bool:
         """Returns whether prefills and two decoding passes of all probe texts at once give the expected logits.
 
-        A model that keeps states of its own, rather than in the cache, mixes the rows. False if the model rejects the passes.
+        A model that keeps state outside of the cache mixes the rows. False if the model rejects the passes.
         """
         texts = [self._probe_ids(row) for row in _PROBE_ROWS]
         tokens = [torch.tensor([token] * len(texts)) for token in _PROBE_TOKENS]

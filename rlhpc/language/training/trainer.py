@@ -224,15 +224,15 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """Returns the settings that a checkpoint and the run must share (`Blueprint.identity`)."""
-        identity_facts: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "actor.lora.rank": self.lora_rank,
             "actor.model.value_head": bool(self._value_head_prefix),
         }
         if self.lora_rank:  # alpha scales the adapters' product
-            identity_facts["actor.lora.alpha"] = self.actor.lora.alpha
+            settings["actor.lora.alpha"] = self.actor.lora.alpha
         if self.policies:
-            identity_facts["agent.policies"] = list(self.policies)
-        return identity_facts
+            settings["agent.policies"] = list(self.policies)
+        return settings
 
     def recorded_facts(self, module: nn.Module) -> dict[str, Any]:
         """Returns the facts that an export of the checkpoint needs (`Blueprint.recorded_facts`).
@@ -324,6 +324,9 @@ class ModelTrainer:
         hidden: Hidden size of the model.
         share: This rank's share of rows in context parallelism; None if there is no context parallelism.
         replays: Whether routers replay the expert choices recorded in a batch.
+
+    Raises:
+        ConfigError: The configuration does not fit the model's routers, attention or parallelism.
     """
 
     replays = False
@@ -372,9 +375,9 @@ class ModelTrainer:
         return self.backend.device
 
     @property
-    def parameters_trained(self) -> int:
+    def num_trained_parameters(self) -> int:
         """Number of trained parameters over all ranks."""
-        return self.backend.parameters_trained
+        return self.backend.num_trained_parameters
 
     def optimizer_step(self, lr: float) -> float:
         """Clips the gradients, updates the weights if the gradient norm is finite, and returns the norm before clipping."""
