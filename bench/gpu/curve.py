@@ -1,7 +1,7 @@
 """Learning curve: GRPO on sums of reasoning-gym, by rlhpc and by TRL, in the same minutes on the same card.
 
 Both start from one model of random weights, which a short SFT by rlhpc in the same call has taught the form of answers, and
-take the same number of samples a step by the same optimizer settings. Answers have six tokens, so that both generate them by
+take the same number of samples per step by the same optimizer settings. Answers have six tokens, so that both generate them by
 transformers, whose start takes seconds. The mean reward of a step is that of its samples, drawn
 at temperature 1.
 """

@@ -1,4 +1,4 @@
-"""Rollout engine on one card: tokens a second, weight sync time, and memory that its sleep mode frees."""
+"""Rollout engine on one card: tokens per second, weight sync time, and memory that its sleep mode frees."""
 
 from __future__ import annotations
 

@@ -422,8 +422,8 @@ def require_python(python: str) -> None:
         ConfigError: The file does not exist or is not executable.
     """
     if shutil.which(python) is None:
-        is_file = Path(python).exists()
-        raise _start_error(python, os.strerror(errno.EACCES if is_file else errno.ENOENT))
+        exists = Path(python).exists()
+        raise _start_error(python, os.strerror(errno.EACCES if exists else errno.ENOENT))
 
 
 def moves_hardware(factory: Any) -> bool:

@@ -172,7 +172,7 @@ def _by_dimension(errors: Tensor) -> list[float]:
 def _draw_frames(
     policy: Policy, trajectories: Iterable[Trajectory], num_frames: int, seed: int
 ) -> tuple[_Frames, int, Observations]:
-    """Draws frames with their actions; also returns the number of episodes and all their observations that are numbers."""
+    """Returns random frames with their actions, the number of episodes, and the numeric observations of all episodes."""
     first_offset, chunk = -_MAX_SHIFT - 1, policy.chunk
     offsets = range(first_offset, 2 * chunk + _MAX_SHIFT + 1)
     episodes: list[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]] = []

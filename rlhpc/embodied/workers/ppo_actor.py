@@ -101,11 +101,13 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         counts_by_part: list[RolloutCounts] = []
 
         def receive_part(part_number: int) -> TrainBatch:
-            later_turns = (played_turn.turn.number for played_turn in source.played_turns[part_number + 1 :])
+            later_rollouts = (
+                played_rollout.full_rollout.number for played_rollout in source.played_rollouts[part_number + 1 :]
+            )
             shard_source = replace(
                 source,
-                played_turns=source.played_turns[part_number : part_number + 1],
-                later_turns=source.later_turns.union(later_turns),
+                played_rollouts=source.played_rollouts[part_number : part_number + 1],
+                later_rollouts=source.later_rollouts.union(later_rollouts),
             )
             batch, rollout_counts = self._receive_part(step, shard_source)
             counts_by_part.append(rollout_counts)

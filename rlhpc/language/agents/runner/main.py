@@ -564,7 +564,7 @@ def _run_episode(
             argument.replace("{question}", ticket["task"]["question"]) for argument in program_spec["command"]
         ]
         if is_confined:
-            needed_paths = _shells.needed_by(
+            needed_paths = _shells.required_paths(
                 program_spec["command"]
             )  # taken from the configuration, never from a question
             command_line = _shells.sandbox_command(

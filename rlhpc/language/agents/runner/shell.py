@@ -198,7 +198,7 @@ def _find_interpreter_folders() -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def needed_by(command: Sequence[str]) -> list[str]:
+def required_paths(command: Sequence[str]) -> list[str]:
     """Returns the paths that a command needs: its absolute paths and their folders, the program's folder, and the
     program's complete virtual environment.
     """
