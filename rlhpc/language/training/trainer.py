@@ -224,10 +224,8 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """Returns the settings that a checkpoint and the run must share (`Blueprint.identity`)."""
-        settings: dict[str, Any] = {
-            "actor.lora.rank": self.lora_rank,
-            "actor.model.value_head": bool(self._value_head_prefix),
-        }
+        has_head = bool(self._value_head_prefix)
+        settings: dict[str, Any] = {"actor.lora.rank": self.lora_rank, "actor.model.value_head": has_head}
         if self.lora_rank:  # alpha scales the adapters' product
             settings["actor.lora.alpha"] = self.actor.lora.alpha
         if self.policies:
@@ -259,10 +257,8 @@ class LanguageBlueprint(Blueprint):
         fsync_folder(folder / FOLDER)
 
     def named_weights(self, module: nn.Module, gather_full: Full, excluded_names: Container[str] = ()) -> Named:
-        """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged.
-
-        Tied weights come once, under their first name. See `Blueprint.named_weights`.
-        """
+        """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged. Tied weights come
+        once, under their first name (`Blueprint.named_weights`)."""
         for name, tensor in lora.full_weights(module, gather_full, excluded_names):
             if self.is_exported(name):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
