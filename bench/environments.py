@@ -1,4 +1,4 @@
-"""Environment steps a second of a run compared with Gymnasium's vector environments, and the benefit of pipelining.
+"""Environment steps per second of a run compared with Gymnasium's vector environments, and the benefit of pipelining.
 
     python -m bench.environments --repeat 5
 
@@ -10,10 +10,10 @@ cores, with ranks that share the slots. ManiSkill runs its CPU environments in i
 Pipelining: environments and a policy sleep a given time for each decision of all slots; a stage sleeps its share of this time.
 `speed-up / ideal` is the time of the sequential rollout over that of the pipelined rollout, divided by (e + p) / max(e, p).
 
-Tensors: environment steps a second of rollouts of an MLP policy on many cart-poles, received by the actor: Gymnasium's, which
-one env rank steps one by one; environments of tensors on an env rank; and the same in the actor's process.
+Tensors: environment steps per second of rollouts of an MLP policy on many cart-poles, received by the actor: Gymnasium's,
+which one env rank steps one by one; environments of tensors on an env rank; and the same in the actor's process.
 
-Quickstart: environment steps a second of the quickstart, including training, with one and with two env ranks.
+Quickstart: environment steps per second of the quickstart, including training, with one and with two env ranks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def time_rollout(
     from rlhpc import Cluster, HybridComponentPlacement
     from rlhpc.config.typed import typed
     from rlhpc.embodied.config import PpoConfig
-    from rlhpc.embodied.rollout.slot_map import PlayedTurn, Source
+    from rlhpc.embodied.rollout.slot_map import PlayedRollout, Source
     from rlhpc.embodied.rollout.work_sharing import FullRollout
     from rlhpc.embodied.runners.rollout_runner import TensorRunner, ppo_runner
     from rlhpc.embodied.task_types import PPO
@@ -105,14 +105,16 @@ def time_rollout(
             runner.build()
             durations = []
             for step in range(ROLLOUTS + 1):
-                start_time, turn = time.perf_counter(), FullRollout(step, step, 0, num_steps)
+                start_time, full_rollout = time.perf_counter(), FullRollout(step, step, 0, num_steps)
                 if isinstance(runner, TensorRunner):
                     handles = [runner.actor.play(step)]
                 else:
-                    source = Source(runner.slots, (PlayedTurn(turn, runner.slots),))
+                    source = Source(runner.slots, (PlayedRollout(full_rollout, runner.slots),))
                     handles = [
-                        runner.rollout.generate(turn), runner.env.interact(turn), runner.actor.receive(step, source)
-                    ]  # fmt: skip
+                        runner.rollout.generate(full_rollout),
+                        runner.env.interact(full_rollout),
+                        runner.actor.receive(step, source),
+                    ]
                 for handle in handles:
                     handle.wait()
                 durations.append(time.perf_counter() - start_time)
@@ -123,14 +125,14 @@ def time_rollout(
 
 
 def measure_rlhpc(task: str, num_ranks: int, num_slots: int) -> float:
-    """Returns environment steps a second of rlhpc."""
+    """Returns rlhpc's environment steps per second."""
     env, steps = TASKS[task]
     model = {"model_type": "bench.idle:RandomPolicy"}
     return num_slots * steps / time_rollout(env, model, num_ranks=num_ranks, num_slots=num_slots, num_steps=steps)
 
 
 def measure_many(kind: str, in_actor: bool) -> float:
-    """Returns environment steps a second of an MLP policy on `TENSOR_SLOTS` cart-poles."""
+    """Returns environment steps per second of an MLP policy on `TENSOR_SLOTS` cart-poles."""
     options = {"model": {"model_type": "mlp"}, "ranks": 1, "slots": TENSOR_SLOTS, "steps": TENSOR_STEPS}
     return TENSOR_SLOTS * TENSOR_STEPS / time_rollout(MANY[kind], in_actor=in_actor, **options)  # type: ignore[arg-type]
 
@@ -160,7 +162,7 @@ def make_env(task: str) -> Any:
 
 
 def measure_gymnasium_here(kind: str, task: str, num_slots: int) -> float:
-    """Returns environment steps a second of SyncVectorEnv or AsyncVectorEnv on random actions."""
+    """Returns environment steps per second of SyncVectorEnv or AsyncVectorEnv on random actions."""
     import gymnasium
 
     vector = {"sync": gymnasium.vector.SyncVectorEnv, "async": gymnasium.vector.AsyncVectorEnv}[kind]
@@ -181,7 +183,7 @@ def measure_gymnasium(kind: str, task: str, num_slots: int) -> float:
 
 
 def measure_quickstart(num_ranks: int) -> float:
-    """Returns environment steps a second over 120 training steps of the quickstart."""
+    """Returns environment steps per second over 120 training steps of the quickstart."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [sys.executable, "-m", "rlhpc.cli", "train", "configs/quickstart.yaml", f"runner.run_dir={folder}",

@@ -106,7 +106,7 @@ class HelperRun:
     """Running `rlhpc train` process that helpers can join.
 
     Args:
-        folder: Of its own.
+        folder: Folder of this run alone.
         num_ranks: Rollout ranks from its start.
     """
 

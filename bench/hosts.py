@@ -160,7 +160,7 @@ class HostPeer(Worker):
 
         return self._time_round_trips(count, round_trip)
 
-    def by_channel(self, count: int, item: Any, out: Channel, back: Channel, goes_first: bool) -> list[float]:
+    def exchange_by_channel(self, count: int, item: Any, out: Channel, back: Channel, goes_first: bool) -> list[float]:
         def round_trip() -> None:
             if goes_first:
                 out.put(item, key="0")
@@ -170,7 +170,7 @@ class HostPeer(Worker):
 
         return self._time_round_trips(count, round_trip)
 
-    def by_send(self, count: int, item: Any, goes_first: bool) -> list[float]:
+    def exchange_by_send(self, count: int, item: Any, goes_first: bool) -> list[float]:
         peer_name = "far" if goes_first else "near"
 
         def round_trip() -> None:
@@ -187,7 +187,7 @@ class HostPeer(Worker):
         torch.distributed.init_process_group("gloo", f"tcp://{ADDRESSES[0]}:5598", rank=rank, world_size=2)
         self.tensor = torch.ones(64 * MIB, dtype=torch.uint8)
 
-    def by_gloo(self, count: int, goes_first: bool) -> list[float]:
+    def exchange_by_gloo(self, count: int, goes_first: bool) -> list[float]:
         def round_trip() -> None:
             if goes_first:
                 torch.distributed.send(self.tensor, 1)
@@ -206,10 +206,10 @@ class Exchange(HostPeer):
     """Worker that stores its payloads, so that calls stay small."""
 
     def channel(self, count: int, out: Channel, back: Channel, goes_first: bool) -> list[float]:
-        return self.by_channel(count, self.item, out, back, goes_first)
+        return self.exchange_by_channel(count, self.item, out, back, goes_first)
 
     def messages(self, count: int, goes_first: bool) -> list[float]:
-        return self.by_send(count, self.item, goes_first)
+        return self.exchange_by_send(count, self.item, goes_first)
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------
@@ -285,7 +285,9 @@ def measure(repeat: int, wrapper: str) -> None:
                 "send/recv": functools.partial(run_both_ends, near_peer, far_peer, "messages", num_round_trips),
             }
             if payload_text == "64 MiB":
-                runs["gloo"] = functools.partial(run_both_ends, near_peer, far_peer, "by_gloo", num_round_trips)
+                runs["gloo"] = functools.partial(
+                    run_both_ends, near_peer, far_peer, "exchange_by_gloo", num_round_trips
+                )
             for name, run_contender in runs.items():
                 row[f"{name}, {payload_text} (ms)"] = float(np.median(run_contender())) * 1e3
             row[f"TCP again, {payload_text} (ms)"] = float(np.median(runs["TCP"]())) * 1e3

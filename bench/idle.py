@@ -34,7 +34,7 @@ class RandomPolicy(Policy):
         return noise, {"prev_logprobs": zeros, "prev_values": zeros}
 
     def features(self, obs: Any, policy: bool, value: bool) -> tuple[Any, Any]:
-        """Returns features for values of 0."""
+        """Returns no features, and values of 0, `[B]` (`Policy.features`)."""
         return None, torch.zeros(count_rows(obs))
 
 

@@ -15,7 +15,7 @@ ROLLOUTS = 3
 
 
 def measure_vector_env(envs: Any, num_slots: int, num_steps: int) -> float:
-    """Returns environment steps a second of one of Gymnasium's vector environments, on random actions; closes it."""
+    """Returns environment steps per second of one of Gymnasium's vector environments, on random actions; closes it."""
     envs.reset(seed=1)
     envs.action_space.seed(1)
     actions = [envs.action_space.sample() for _ in range(num_steps)]
@@ -39,11 +39,11 @@ def compare(
     """Runs all contenders in turn, `repeat` times, prints the figures, and writes `results/<name>.json`.
 
     Args:
-        name: Of the benchmark.
+        name: Name of the benchmark.
         contenders: Measured functions by name.
         compute_ratios: Function that returns the ratios of the medians.
         repeat: Number of repetitions.
-        only: Measures only what has this in its name, and writes no result.
+        only: Part of the names of the contenders to measure; no result is written. "" measures all.
     """
     from bench.machine import spread, write
 

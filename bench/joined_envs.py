@@ -68,8 +68,8 @@ class SacRun(HelperRun):
     """Running SAC process that env ranks can join.
 
     Args:
-        folder: Of its own.
-        num_ranks: Env ranks from its start.
+        folder: Folder of this run alone.
+        num_ranks: Number of env ranks at its start.
         updates_s: Seconds of a step's updates.
         max_staleness: `algorithm.max_staleness`.
     """

@@ -91,7 +91,7 @@ class HalfTrainer(Worker):
         for tensor in self.held.values():
             tensor.to_local().fill_(version)
 
-    def give(self, way: str, version: int) -> tuple[int, float]:
+    def send_version(self, way: str, version: int) -> tuple[int, float]:
         """Returns the bytes that this rank sent, and its memory in MB."""
         self.resident_memory.begin()
         if way == "shards":
@@ -146,7 +146,7 @@ def measure(trainer: WorkerGroup, engine: WorkerGroup, way: str, version: int) -
     """Returns the seconds, the bytes sent by each trainer rank, and the peak memory of trainers and engines in MB."""
     trainer.change(version).wait()
     start_s = time.perf_counter()
-    handles = trainer.give(way, version), engine.take(way)
+    handles = trainer.send_version(way, version), engine.take(way)
     sent_reports, received_mb = (handle.wait() for handle in handles)
     duration_s = time.perf_counter() - start_s
     assert all(engine.check(version).wait()), (way, version)

@@ -1,4 +1,4 @@
-"""Tokens a second of each rollout engine, compared with its underlying library on the same prompts.
+"""Tokens per second of each rollout engine, compared with its underlying library on the same prompts.
 
 Both sides generate the same number of tokens for the same prompts, in turn, in one process. The figures are medians.
 
@@ -100,7 +100,7 @@ def make_vllm_call(
 
 
 def measure(backend: str, folder: str, lengths: Sequence[int], batch: int, repeat: int) -> dict[str, Any]:
-    """Returns tokens a second of both sides, and tokens a CPU second, which other processes on the machine disturb less."""
+    """Returns the tokens per second of both sides, and the tokens per second of CPU time, which is less noisy."""
     from rlhpc.language.engines import Request, SamplingParams, make_rollout
 
     rng = random.Random(0)

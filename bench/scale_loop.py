@@ -219,7 +219,7 @@ class Loop:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the block."""
+        """Measures wall time, CPU time and messages of the block, under the name of a phase."""
         counts.take_counts()
         fork_start_s, cpu_start_s, start_s = self._fork_cpu_s(), time.process_time(), time.perf_counter()
         yield

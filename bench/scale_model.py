@@ -180,7 +180,7 @@ def _part_cpu_s(phase: str, measurement: Mapping[str, Any], sizes: Sizes) -> dic
 
 
 #: Parts whose messages grow with the ranks: their costs have a fixed part.
-_GROWING = ("driver", "sender", "fork server")
+_PARTS_WITH_FIXED_COST = ("driver", "sender", "fork server")
 
 
 def fit(runs: Sequence[Mapping[str, Any]]) -> Costs:
@@ -198,7 +198,7 @@ def fit(runs: Sequence[Mapping[str, Any]]) -> Costs:
     parts: dict[str, dict[str, Cost]] = {phase: {} for phase in PHASES}
     for (phase, part), by_ranks in samples.items():
         points = [(num_messages[phase, part][ranks], statistics.median(values)) for ranks, values in by_ranks.items()]
-        parts[phase][part] = _fit_line(points) if part in _GROWING else _fit_proportional(points)
+        parts[phase][part] = _fit_line(points) if part in _PARTS_WITH_FIXED_COST else _fit_proportional(points)
     message_s = parts["rollout"]["rollout"].message_s
     for part in ("actor", "rollout"):  # an actor is a home of channels, and does most of the work in the call
         cpu_s = statistics.median(value for values in samples["connect", part].values() for value in values)

@@ -13,7 +13,7 @@ from rlhpc.language.models.token_batch import TokenBatch
 
 
 class ShuffledRewards(PolicyGradient):
-    """`algorithm.name=bench.shuffled:ShuffledRewards`."""
+    """Policy gradient whose rewards are permuted within each group, so that nothing can be learned."""
 
     def advantages(self, batch: TokenBatch, all_reduce: Reduce | None) -> Tensor:
         """Returns the advantages from other episodes' rewards."""

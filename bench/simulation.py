@@ -162,7 +162,7 @@ class Costs:
     parts: dict[str, dict[str, Cost]]
 
     def find_cost(self, phase: str, part: str) -> Cost:
-        """Returns the costs of a part of the run in a phase."""
+        """Returns the processor time of a part in a phase; a cost of 0 s if the part does nothing in it."""
         return self.parts[phase].get(part, Cost(0.0))
 
 

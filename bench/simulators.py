@@ -1,4 +1,4 @@
-"""Environment steps a second of Gymnasium simulators in rlhpc, compared with their own vector environments.
+"""Environment steps per second of Gymnasium simulators in rlhpc, compared with their own vector environments.
 
     python -m bench.simulators --repeat 3
 
@@ -39,7 +39,7 @@ def build_section(task: str) -> dict[str, Any]:
 
 
 def measure_rlhpc(task: str, num_processes: int) -> float:
-    """Returns environment steps a second of a run."""
+    """Returns environment steps per second of a run."""
     from bench.environments import time_rollout
 
     env = {**build_section(task), "simulator_python": PYTHON}
@@ -51,7 +51,7 @@ def measure_rlhpc(task: str, num_processes: int) -> float:
 
 
 def measure_gymnasium(kind: str, task: str) -> float:
-    """Returns environment steps a second of a vector environment, in a process of the simulators' Python."""
+    """Returns environment steps per second of a vector environment, in a process of the simulators' Python."""
     command = [PYTHON, "-m", "bench.simulators", "--theirs", kind, task, json.dumps(build_section(task))]
     result = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, stdout=subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Training tokens a second of the language-model backends, compared with a plain PyTorch loop on the same batches.
+"""Training tokens per second of the language-model backends, compared with a plain PyTorch loop on the same batches.
 
 The plain loop: one process, the model called with the mask, log_softmax and gather, clip_grad_norm_, fused AdamW. All of
 them train on the same micro-batches, one step each in turn, so that a neighbour's load falls on all alike. A token counts
@@ -104,7 +104,7 @@ def make_rlhpc_step(folder: Path, batches: list[TokenBatch], backend: str) -> Ca
 
 
 def measure(folder: Path, batches: list[TokenBatch], repeat: int, backends: list[str]) -> dict[str, Any]:
-    """Returns tokens a second of each, and the ratio to the plain loop (median over rounds of the ratio within a round)."""
+    """Returns tokens per second of each, and the ratio to the plain loop (median over rounds of the ratio within a round)."""
     num_tokens = sum(batch.tokens for batch in batches)
     steps = {
         "plain loop": make_plain_step(folder, batches),

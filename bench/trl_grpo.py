@@ -56,7 +56,7 @@ def train_start(folder: Path) -> Path:
 
 
 def train_rlhpc(folder: Path, start: Path, seed: int, num_steps: int, num_threads: int) -> tuple[float, Path]:
-    """Returns the seconds a step, and the exported model."""
+    """Returns the seconds per step, and the exported model."""
     name = f"rlhpc-{seed}-{num_threads}"
     run_rlhpc(
         "train", GRPO, f"runner.run_dir={folder}", f"runner.name={name}", f"runner.seed={seed}", "runner.segments=1",
@@ -79,7 +79,7 @@ def train_rlhpc(folder: Path, start: Path, seed: int, num_steps: int, num_thread
 
 
 def train_trl(folder: Path, start: Path, seed: int, num_steps: int, num_threads: int) -> tuple[float, Path]:
-    """Trains with TRL in a separate process; returns the seconds a step, and the exported model."""
+    """Trains with TRL in a separate process; returns the seconds per step, and the exported model."""
     export = folder / f"trl-{seed}-{num_threads}"
     arguments = [
         "--peer",

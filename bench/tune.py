@@ -3,7 +3,7 @@
     python -m bench.tune --top 5 --among 4 --repeat 2 --steps 6
 
 Each workload is tuned with staleness up to 1. Then the `--top` placements with the best predictions, the configured
-placement and `--among` evenly spaced placements of the ranking run for a few steps, in turn. `chosen / best` is the median
+placement and `--among` evenly spaced placements of the ranking run for a few steps, alternately. `chosen / best` is the median
 time of the chosen placement over that of the fastest one. It should not exceed `1 + spread`, where the spread is the median
 over placements of the relative difference between repetitions. `error` is predicted / measured - 1.
 """
@@ -63,8 +63,8 @@ def measure(folder: Path, workload: str, options: argparse.Namespace) -> dict[st
     )
     runs = ShortRuns(file, folder, fixed_overrides, request.steps, request.deadline_s)
     seconds: list[list[float]] = [[] for _ in picks]
-    for turn in range(options.repeat):
-        for index in range(len(picks))[:: 1 if turn % 2 else -1]:
+    for repetition in range(options.repeat):
+        for index in range(len(picks))[:: 1 if repetition % 2 else -1]:
             costs = runs.run(f"run_{index}", picks[index].candidate.overrides())
             seconds[index].append(costs.step_s)
             print_line(

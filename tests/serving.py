@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rlhpc.runtime.comm.bulk_transfer import BulkServer
 from rlhpc.runtime.comm.shared_memory import SegmentPool
 from rlhpc.runtime.comm.zero_copy import ForwardedData, Lender
-from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.os_resources import readable_descriptors
 from rlhpc.runtime.registry import CurveKeys
 from rlhpc.runtime.scratch import Scratch
 
@@ -39,7 +39,7 @@ class Serving:
 
     def _accept(self) -> None:
         while not self._ending.is_set():
-            if readable([self.server.sock.fileno()], 0.05):
+            if readable_descriptors([self.server.sock.fileno()], 0.05):
                 self.server.accept()
 
     def close(self) -> None:

@@ -1,10 +1,12 @@
 """Words check of docstrings and names: `python -m tests.words`.
 
-Six kinds of findings in `rlhpc/` and `bench/`, each of which is an error:
+Seven kinds of findings in `rlhpc/` and `bench/`, each of which is an error:
 
 - `module_docstring`, `class_docstring`: opens with a word such as What, How or Of, where a noun phrase of the field belongs.
 - `function_docstring`: does not begin with a verb in the third person. A property may begin with a noun.
 - `arguments`: explains a parameter that does not exist, or has a section such as `Raises:` with its text on one line.
+- `errors`: a public function or constructor of `rlhpc/` raises an error whose class, or a base class of it, its docstring does
+  not name. A docstring that refers to the method of a base class is excepted.
 - `name`: a variable, parameter, attribute, function or class has one of the reserved names.
 - `class_name`: a public class name that is defined more than once in the package.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import builtins
 import inspect
 import re
 import sys
@@ -24,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: Folders whose files are checked.
 FOLDERS = ("rlhpc", "bench")
-KINDS = ("module_docstring", "class_docstring", "function_docstring", "arguments", "name", "class_name")
+KINDS = ("module_docstring", "class_docstring", "function_docstring", "arguments", "errors", "name", "class_name")
 
 
 def _set_of(text: str) -> frozenset[str]:
@@ -160,6 +163,99 @@ def _parameters_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) 
     return {argument.arg for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs, *single)}
 
 
+class _Errors:
+    """Check that docstrings name the errors which their functions raise themselves.
+
+    An error that the function itself catches does not count, and neither do those of the functions that it calls.
+
+    Args:
+        trees: Path → syntax tree, for all files; their classes give the base classes of the errors.
+    """
+
+    #: Errors that say that a program is wrong or unfinished, or that end an iterator or the process.
+    _UNNAMED = frozenset({"NotImplementedError", "AssertionError", "StopIteration", "SystemExit", "KeyboardInterrupt"})
+
+    def __init__(self, trees: Mapping[str, ast.Module]) -> None:
+        self._bases: dict[str, set[str]] = defaultdict(set)
+        for tree in trees.values():
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    self._bases[node.name] |= {_last_name(base) for base in node.bases}
+
+    def _with_bases(self, name: str) -> set[str]:
+        """Returns the names of a class and of all its base classes."""
+        names, pending = {name}, [name]
+        while pending:
+            current = pending.pop()
+            built_in = getattr(builtins, current, None)
+            bases = {each.__name__ for each in built_in.__mro__} if isinstance(built_in, type) else set()
+            pending += (bases | self._bases.get(current, set())) - names
+            names |= bases | self._bases.get(current, set())
+        return names
+
+    def _raised(self, node: ast.AST, caught: frozenset[str] = frozenset()) -> Iterator[str]:
+        """Yields the names of the errors that leave a statement, without those of functions inside it."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            return
+        body: list[ast.stmt] = []
+        if isinstance(node, ast.Try):
+            body = node.body
+            types = [each for handler in node.handlers for each in _members(handler.type)]
+            inner = caught | {_last_name(each) for each in types}
+            inner |= {"BaseException"} if any(handler.type is None for handler in node.handlers) else set()
+        elif isinstance(node, ast.With):
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            body = node.body
+            inner = caught | {_last_name(x) for call in calls if _last_name(call.func) == "suppress" for x in call.args}
+        for statement in body:
+            yield from self._raised(statement, inner)
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            name = _last_name(node.exc.func if isinstance(node.exc, ast.Call) else node.exc)
+            if name[:1].isupper() and name not in self._UNNAMED and self._with_bases(name).isdisjoint(caught):
+                yield name
+        for child in ast.iter_child_nodes(node):
+            if child not in body:
+                yield from self._raised(child, caught)
+
+    def unnamed(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None) -> list[str]:
+        """Returns the errors that a function raises and its docstring does not name, sorted.
+
+        Args:
+            node: The function.
+            owner: Its class, whose docstring explains the constructor.
+        """
+        text = ast.get_docstring(node)
+        if text is None and owner is not None and node.name == "__init__":
+            text = ast.get_docstring(owner)
+        if text is None or re.search(rf"`\w+\.{node.name}`", text):
+            return []
+        words = set(re.findall(r"[A-Z]\w+", text))
+        raised = {name for statement in node.body for name in self._raised(statement)}
+        return sorted(name for name in raised if self._with_bases(name).isdisjoint(words))
+
+    def check(self, path: str, tree: ast.Module) -> Iterator[Finding]:
+        """Yields a finding for each public function whose docstring lacks an error."""
+        scopes: list[tuple[ast.Module | ast.ClassDef, ast.ClassDef | None]] = [(tree, None)]
+        while scopes:
+            scope, owner = scopes.pop()
+            for node in scope.body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    scopes.append((node, node))
+                elif isinstance(node, _FUNCTIONS) and (node.name == "__init__" or not node.name.startswith("_")):
+                    for name in self.unnamed(node, owner):
+                        yield Finding(path, node.lineno, "errors", f"docstring of {node.name} does not name {name}")
+
+
+def _members(node: ast.expr | None) -> list[ast.expr]:
+    """Returns the classes that a handler of errors names."""
+    return node.elts if isinstance(node, ast.Tuple) else [] if node is None else [node]
+
+
+def _last_name(node: ast.expr) -> str:
+    """Returns the last part of a dotted name; "" for another expression."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
 def _bound_names(node: ast.AST) -> Iterator[tuple[int, str]]:
     """Yields line and name of each variable, parameter, attribute, function or class that a node itself binds."""
     if isinstance(node, ast.Name | ast.Attribute):
@@ -195,9 +291,9 @@ class _File:
         self._candidates = {
             number for number, line in enumerate(source.splitlines(), 1) if _CANDIDATES.search(line) is not None
         }
-        tree = ast.parse(source)
-        self._check_opening(tree, "module_docstring")
-        self._visit_children(tree)
+        self.tree = ast.parse(source)
+        self._check_opening(self.tree, "module_docstring")
+        self._visit_children(self.tree)
 
     def _add(self, line: int, kind: str, message: str) -> None:
         self.findings.append(Finding(self.path, line, kind, message))
@@ -268,11 +364,16 @@ def check_sources(sources: Mapping[str, str]) -> list[Finding]:
     """
     findings: list[Finding] = []
     classes: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
+    trees: dict[str, ast.Module] = {}
     for path, source in sources.items():
         file = _File(source, path)
+        trees[path] = file.tree
         findings += file.findings
         for name, line in file.classes:
             classes[path.split("/")[0], name].append((path, line))
+    errors = _Errors(trees)
+    for path, tree in trees.items():
+        findings += errors.check(path, tree) if path.startswith("rlhpc/") else ()
     for (_, name), places in classes.items():
         for path, line in places if len(places) > 1 else ():
             elsewhere = ", ".join(f"{other}:{number}" for other, number in places if (other, number) != (path, line))

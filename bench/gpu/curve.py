@@ -1,7 +1,7 @@
 """Learning curve: GRPO on sums of reasoning-gym, by rlhpc and by TRL, in the same minutes on the same card.
 
 Both start from one model of random weights, which a short SFT by rlhpc in the same call has taught the form of answers, and
-take the same number of samples a step by the same optimizer settings. Answers have six tokens, so that both generate them by
+take the same number of samples per step by the same optimizer settings. Answers have six tokens, so that both generate them by
 transformers, whose start takes seconds. The mean reward of a step is that of its samples, drawn
 at temperature 1.
 """
@@ -97,7 +97,7 @@ def train_rlhpc(report: Report, folder: Path, start: Path, duration_s: float) ->
 
 
 def train_trl(report: Report, folder: Path, start: Path, duration_s: float) -> list[tuple[float, float]]:
-    """Returns the same of TRL, which runs in a process of its own."""
+    """Returns the curve of TRL, which trains in a separate process."""
     output = folder / "trl.json"
     command = [sys.executable, "-m", "bench.gpu.curve", str(start), str(output), str(duration_s), report.device]
     result = subprocess.run(command, cwd=ROOT, env={**os.environ}, capture_output=True, text=True)

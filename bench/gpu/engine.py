@@ -1,4 +1,4 @@
-"""Rollout engine on one card: tokens a second, weight sync time, and memory that its sleep mode frees."""
+"""Rollout engine on one card: tokens per second, weight sync time, and memory that its sleep mode frees."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ print(json.dumps(seconds[1:]))
 
 
 def plain_vllm(folder: str, prompts: list[tuple[int, ...]], num_tokens: int) -> list[float]:
-    """Returns the seconds in which vLLM alone answers the same prompts, in a process of its own."""
+    """Returns the seconds in which vLLM, without rlhpc, answers the same prompts in a separate process."""
     task = json.dumps([folder, prompts, num_tokens, REPEAT])
     result = subprocess.run([sys.executable, "-c", PLAIN], input=task, capture_output=True, text=True, cwd=ROOT)
     if result.returncode:

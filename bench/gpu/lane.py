@@ -73,7 +73,7 @@ def step(
 
 
 def measure(report: Report) -> None:
-    """Measures states and pictures, over either transport in turn."""
+    """Measures the exchange of states and pictures over each transport."""
     shapes = (
         [[64, 42], [8, 32, 32, 3]]
         if report.small

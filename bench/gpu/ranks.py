@@ -53,7 +53,7 @@ class Trains(Worker):
 
         Returns:
             Seconds of each step, tokens of a step (of all ranks), peak bytes, log-probs of a probe before and after the
-            steps, and (bytes, seconds away, seconds back) of each time; none where nothing moves.
+            steps, and (bytes, seconds to offload, seconds to reload) of each repetition; empty if nothing is offloaded.
         """
         torch.manual_seed(0)
         trainer = TokenTrainer(cfg, self)

@@ -88,7 +88,7 @@ def _is_installed(name: str) -> bool:
 
 
 def mjx_alone(num_slots: int, num_steps: int, device: str) -> list[float]:
-    """Returns env steps a second of MJX on random actions, without a policy."""
+    """Returns MJX's env steps per second on random actions, without a policy."""
     import torch
 
     from rlhpc.embodied.envs.mjx_tasks import MjxHalfCheetah

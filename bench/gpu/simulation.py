@@ -39,7 +39,7 @@ def maniskill(device: str, num_slots: int) -> Any:
 
 
 def measure_alone(env: Any, num_slots: int, num_steps: int) -> float:
-    """Returns env steps a second on random actions."""
+    """Returns env steps per second on random actions."""
     shape = (num_slots, *env.single_action_space.shape)
     env.reset(seed=0)
     actions = [torch.rand(shape, device=env.unwrapped.device) * 2 - 1 for _ in range(num_steps)]
@@ -48,7 +48,7 @@ def measure_alone(env: Any, num_slots: int, num_steps: int) -> float:
 
 
 def measure_rlhpc(num_slots: int, num_steps: int) -> float:
-    """Returns env steps a second of rlhpc's environment, as an env rank uses it."""
+    """Returns env steps per second of rlhpc's environment, as an env rank uses it."""
     import numpy as np
 
     from rlhpc.embodied.config import EnvSideConfig
@@ -75,7 +75,7 @@ class SimulationSizes:
 
 
 def measure_plain_ppo(env: Any, num_slots: int, num_updates: int, num_parts: int) -> float:
-    """Returns env steps a second of a loop that trains, without its first update; all data stay on the device."""
+    """Returns env steps per second of a loop that trains, without its first update; all data stay on the device."""
     device, batch = env.unwrapped.device, num_slots * ROLLOUT
     args = argparse.Namespace(
         hidden="256,256,256", critic_gain=1.41421, actor_gain=0.01414, log_std=-0.5, gamma=0.8, gae_lambda=0.9, epochs=8,
@@ -108,7 +108,7 @@ def measure_plain_ppo(env: Any, num_slots: int, num_updates: int, num_parts: int
 
 
 def run(report: Report, num_slots: int, num_steps: int, num_parts: int) -> tuple[float, float]:
-    """Returns env steps a second of a run and of its rollouts alone, without the run's first step."""
+    """Returns env steps per second of a run and of its rollouts alone, without the run's first step."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "rlhpc.cli", "train", "configs/embodied/pick_cube_ppo.yaml", f"runner.run_dir={folder}",

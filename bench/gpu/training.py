@@ -1,4 +1,4 @@
-"""Training backends on one card: time of a step, tokens a second, memory, and agreement of their log-probs."""
+"""Training backends on one card: time of a step, tokens per second, memory, and agreement of their log-probs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Counts of a process's messages, and of its operations on files below a folder, for the model of `bench.scale_model`.
 
 Imported by the driver, and by the fork server before it forks (`Session(preload=["bench.peers.counts"])`), so that every
-process of a session counts alike. `take` returns the counts since its last call. Heartbeats, the driver's regular checks of
+process of a session counts them. `take` returns the counts since its last call. Heartbeats, the driver's regular checks of
 the registry, and checks during a long wait whether a rank has left depend on time, not on the run's work. They have separate
 keys (`TIMED`).
 """

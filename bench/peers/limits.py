@@ -163,7 +163,7 @@ def time_dd(size: int, folder: Path) -> float:
 
 
 def measure() -> dict[str, float]:
-    """Measures one repetition."""
+    """Returns one row of measurements: name with unit → value."""
     start_s = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     row = {"interpreter and import torch (s)": time.perf_counter() - start_s}

@@ -22,7 +22,7 @@ def read_pss_mb(pids: Iterable[int]) -> float:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Returns the processes below `pid`, without it."""
+    """Returns the ids of all descendants of process `pid`."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 

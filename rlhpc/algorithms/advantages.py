@@ -130,6 +130,9 @@ def gae(
     δ_t = r_t + γ·next_v_t·(1 − terminated_t) − v_t;  A_t = δ_t + γλ·(1 − done_t)·A_{t+1};  returns = A + v, where done is
     terminated or truncated: a truncated step still bootstraps. Masked-out positions are skipped: A and the next
     value carry over them (verl).
+
+    Raises:
+        ConfigError: There are no values.
     """
     if values is None:
         raise ConfigError(
@@ -290,6 +293,9 @@ def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int, **_: Any)
     """Returns DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), `[B]`.
 
     The penalty is 0 up to `max_length − buffer`, decreases linearly to −1 at `max_length`, and stays −1 beyond.
+
+    Raises:
+        ConfigError: The buffer is below 1.
     """
     if buffer < 1:
         raise ConfigError(f"overlong: buffer is {buffer}; it must be at least 1")

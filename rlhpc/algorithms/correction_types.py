@@ -177,7 +177,7 @@ class DivergenceRejection(Correction):
         return CorrectionFactors(keep=~(reduce(self.divergence(inputs.log_ratio)) > self.threshold))
 
     def divergence(self, log_ratio: Tensor) -> Tensor:
-        """Returns d_t."""
+        """Returns the divergence d_t of each token, `[B, T]`."""
         raise NotImplementedError
 
 

@@ -115,7 +115,7 @@ class Correction(abc.ABC):
 
     @abc.abstractmethod
     def factors(self, inputs: CorrectionInputs) -> CorrectionFactors:
-        """Returns weights and rejected tokens of a batch."""
+        """Returns the importance weights, the tokens to keep and the penalties of a batch."""
 
 
 def apply_corrections(

@@ -266,7 +266,11 @@ def decoupled_ppo(
     **_: Any,
 ) -> tuple[Tensor, Metrics]:
     """Computes the PPO loss clipped around the proximal policy, times the ratio of proximal to behaviour policy, which is
-    detached and capped (Hilton et al. 2022; AReaL 2025)."""
+    detached and capped (Hilton et al. 2022; AReaL 2025).
+
+    Raises:
+        ConfigError: `proximal_logprobs` is None.
+    """
     if proximal_logprobs is None:
         raise ConfigError(
             "loss_type 'decoupled_ppo' needs proximal_logprobs beside old_logprobs (the behaviour policy's)"
@@ -309,6 +313,9 @@ def value_loss(
         loss_mask: `[B, T]` bool.
         value_clip: c; None does not clip.
         huber_delta: δ of the Huber loss, l(e) = ½·e² up to |e| = δ, and δ·(|e| − ½·δ) beyond; None is l(e) = ½·e².
+
+    Raises:
+        ConfigError: `value_clip` is set without `old_values`.
     """
     mask = loss_mask.bool()
     error = _compute_doubled_huber(values - returns, huber_delta)

@@ -27,7 +27,7 @@ from rlhpc.runtime.text import interval_text
 
 def default_output(checkpoint: Path, step: int) -> Path:
     """Returns `export/global_step_<N>` of the run that contains the checkpoint."""
-    return (RunPaths.around(checkpoint) or RunPaths(checkpoint.parent)).export(step)
+    return (RunPaths.from_checkpoint(checkpoint) or RunPaths(checkpoint.parent)).export(step)
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ UNKNOWN_LICENCE = "other"
 
 def checkpoint_results(checkpoint: Path, step: int, metric: str = "return_mean") -> list[dict[str, Any]]:
     """Returns the evaluations of a checkpoint in a run folder: files `eval/global_step_<N>/*.json` with field `metric`."""
-    run_paths = RunPaths.around(checkpoint)
+    run_paths = RunPaths.from_checkpoint(checkpoint)
     if run_paths is None:
         return []
     evaluations = []

@@ -42,7 +42,7 @@ def dump_state(state: Any) -> bytes:
         CheckpointError: The state contains an object of a different type; the message gives its location.
     """
     buffer = io.BytesIO()
-    torch.save(_without_views(_encode(state, "state")), buffer)
+    torch.save(_copy_views(_encode(state, "state")), buffer)
     return buffer.getvalue()
 
 
@@ -64,7 +64,7 @@ def save_state(path: Path, state: Any) -> None:
     Raises:
         CheckpointError: The state contains a type that `dump_state` refuses, or the file could not be written.
     """
-    write_file(path, _encode(state, "state"), lambda file, copies: stream_state(file, _without_views(copies)))
+    write_file(path, _encode(state, "state"), lambda file, copies: stream_state(file, _copy_views(copies)))
 
 
 def stream_state(file: ChecksummedFile, state: Any) -> None:
@@ -233,7 +233,7 @@ def _encode(state: Any, location: str) -> Any:
     )
 
 
-def _without_views(value: Any) -> Any:
+def _copy_views(value: Any) -> Any:
     """Copies views of larger tensors, because `torch.save` writes the complete storage of a view."""
     return map_tensors(value, lambda t: t if t.untyped_storage().nbytes() == t.nbytes else t.clone())
 

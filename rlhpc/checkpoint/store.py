@@ -92,6 +92,9 @@ class CheckpointWriter:
     Attributes:
         staging: Folder of the files before `commit`; workers on a shared filesystem may write to it directly.
         final: Path of the checkpoint after `commit`.
+
+    Raises:
+        ValueError: The step is negative.
     """
 
     def __init__(self, paths: RunPaths, step: int) -> None:
@@ -124,7 +127,11 @@ class CheckpointWriter:
             raise self._make_storage_error(error) from error
 
     def path(self, name: str) -> Path:
-        """Returns the staging path of the checkpoint's file `name`, which must exist at `commit`."""
+        """Returns the staging path of the checkpoint's file `name`, which must exist at `commit`.
+
+        Raises:
+            ValueError: The name is not a plain file name, or it is the name of a file that the writer itself writes.
+        """
         if not is_plain_name(name) or name in (MANIFEST, COMPLETE):
             raise ValueError(f"{name!r} cannot be a file name in a checkpoint")
         self._names.add(name)
@@ -405,6 +412,9 @@ def prune(paths: RunPaths, keep: int, protect: Iterable[int] = (), *, checks_dig
 
     Returns:
         The deleted folders.
+
+    Raises:
+        CheckpointError: A checkpoint could not be deleted.
     """
     if keep <= 0:
         return []

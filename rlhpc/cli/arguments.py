@@ -58,6 +58,10 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
     """Returns the checkpoint that the command line names: by --checkpoint, or by --run (with overrides) and --step.
 
     With --run, `--checkpoint best` means `--step best`.
+
+    Raises:
+        ConfigError: The options name no checkpoint, or more than one.
+        CheckpointError: The run does not have the checkpoint.
     """
     step = args.step
     if args.checkpoint == BEST and args.run:
@@ -66,7 +70,7 @@ def checkpoint_of(args: argparse.Namespace, overrides: Sequence[str] = ()) -> Pa
         raise ConfigError("--checkpoint names the checkpoint already; leave out --run")
     elif args.checkpoint:
         checkpoint = expand_home(args.checkpoint).absolute()
-        if checkpoint.name == BEST and (run := RunPaths.around(checkpoint)) is not None:
+        if checkpoint.name == BEST and (run := RunPaths.from_checkpoint(checkpoint)) is not None:
             return _find_best_checkpoint(run)
         if args.checkpoint == BEST and not checkpoint.exists():
             raise ConfigError("--checkpoint best is the best checkpoint of a run: name the run with --run FOLDER")

@@ -118,7 +118,7 @@ def _eval(args: argparse.Namespace) -> int:
             # These overrides come from the checkpoint, not from the user.
             without_variables({"suites": suite_overrides}, code_trust, str(config))
         cfg = load_config(config, [*suite_overrides, *args.overrides], training=False, trust=code_trust)
-    run = RunPaths.around(checkpoint)
+    run = RunPaths.from_checkpoint(checkpoint)
     output = check_file("--output", Path(args.output)) if args.output else None
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
         output = run.eval_result(step, suite_name)
@@ -237,7 +237,7 @@ def _play(args: argparse.Namespace) -> int:
     checkpoint, config, code_trust = _source(args)
     assert checkpoint is not None
     cfg = load_config(config, args.overrides, training=False, trust=code_trust)
-    run, step = RunPaths.around(checkpoint), step_of(checkpoint.name)
+    run, step = RunPaths.from_checkpoint(checkpoint), step_of(checkpoint.name)
     default_video = run.video(step) if run is not None and step is not None else Path(f"{checkpoint.name}.mp4")
     summary = task_type_of(cfg).offline.play(
         cfg,
@@ -327,7 +327,7 @@ def _convert(args: argparse.Namespace) -> int:
 
     checkpoint = checkpoint_of(args, args.overrides)
     output = check_folder("--output", Path(args.output)) if args.output else None
-    run = RunPaths.around(checkpoint)
+    run = RunPaths.from_checkpoint(checkpoint)
     if output is None and run is not None and (step := step_of(checkpoint.name)) is not None:
         output = run.export(step) if not args.critic else run.export(step).with_name(f"{checkpoint.name}-critic")
     options = Exporting(

@@ -78,7 +78,7 @@ def _reproduce_run(args: argparse.Namespace) -> int:
         print(f"\nthe run did not end well; to go on: cd {folder} && {shlex.join(reproduction.command)}")
         return exit_code
     print("\n".join(["", *result_comparison.render(), f"  {folder / 'reproduction.json'}"]))
-    return int(not result_comparison.is_equal and not reproduction.not_promised)
+    return int(not result_comparison.is_equal and not reproduction.difference_reasons)
 
 
 def _push(args: argparse.Namespace) -> int:

@@ -24,7 +24,11 @@ _UPDATE_INTERVAL_S = 2.0
 
 
 def sweep_paths(sweep_text: str, overrides: Sequence[str] = ()) -> SweepPaths | None:
-    """Returns the sweep that the user names by its folder, or by its configuration; None if the user names a run."""
+    """Returns the sweep that the user names by its folder, or by its configuration; None if the user names a run.
+
+    Raises:
+        ConfigError: The sweep has not been started.
+    """
     location = expand_home(sweep_text).absolute()
     if location.is_dir():
         paths = SweepPaths(location)

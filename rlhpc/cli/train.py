@@ -193,7 +193,7 @@ def _submit(args: argparse.Namespace) -> int:
     refuse_overfull(planned_cfg, args.config, executor)
     check_planned(planned_cfg)
     paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
-    enclosing_sweep = SweepPaths.around(paths)
+    enclosing_sweep = SweepPaths.from_run(paths)
     if args.asked_by is not None and enclosing_sweep is not None and enclosing_sweep.cancel_mark.exists():
         raise SubmitError(
             f"{paths.root}: not submitted, because the sweep {enclosing_sweep.root} was cancelled; rlhpc run goes on with it"

@@ -94,7 +94,7 @@ def policy_card(
 
 
 def _describe_network(policy_spec: Mapping[str, Any]) -> str:
-    """Returns a text that describes the network."""
+    """Returns the type, layers and action distribution of the network as a sentence for the model card."""
     model, action_space = policy_spec.get("model") or {}, policy_spec.get("action_space") or {}
     model_type = model.get("model_type", policy_spec.get("model_type", "a model of its own"))
     if model_type != "mlp":

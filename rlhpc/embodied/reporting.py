@@ -22,13 +22,13 @@ from rlhpc.metrics.provenance import (
     evaluations_by_suite,
     interval_of,
     judging_suite,
-    of_suite,
     scored_results,
+    select_suite,
     typed_results,
 )
 from rlhpc.runs.task_type import Parts
 from rlhpc.runtime.files import read_yaml
-from rlhpc.runtime.text import format_duration, in_parentheses, interval_text
+from rlhpc.runtime.text import format_duration, interval_text, parenthesized_interval
 
 #: Columns of LIBERO's table, by suite. `libero_10` has the long tasks.
 _LIBERO = {
@@ -289,9 +289,9 @@ def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, shown_metrics: 
     evaluations, judgements = read_evaluations(paths), read_judged(paths)
     suite = judging_suite(paths, [*evaluations, *judgements])
     text_by_step: dict[int, str] = {}
-    for evaluation in of_suite(judgements, suite):
+    for evaluation in select_suite(judgements, suite):
         text_by_step[evaluation["global_step"]] = f"{evaluation['accuracy']:.1%}"
-    for evaluation in of_suite(evaluations, suite):
+    for evaluation in select_suite(evaluations, suite):
         rate = evaluation.get("success_once")
         evaluation_text = (
             f"{evaluation['return_mean']:.1f}" if rate is None else f"{rate:.0%}, {evaluation['return_mean']:.1f}"
@@ -300,7 +300,7 @@ def parts(paths: RunPaths, rows: Sequence[Mapping[str, Any]], *, shown_metrics: 
     return Parts(
         subject=_env_id(paths),
         cards=_key_figures(
-            rows, scored_results(paths, rows, evaluations, suite, "return_mean"), of_suite(judgements, suite), suite
+            rows, scored_results(paths, rows, evaluations, suite, "return_mean"), select_suite(judgements, suite), suite
         ),
         curves=list(learning_curves(rows, shown_metrics).values()),
         evaluation=_success_model_table(judgements)
@@ -493,7 +493,7 @@ def _format_rate(result: Mapping[str, Any], name: str) -> str:
     """Formats a success rate with its interval."""
     if not isinstance(result.get(name), (int, float)):
         return "–"
-    return f"{result[name]:.1%}" + in_parentheses(result.get(f"{name}_ci95"), ".1%", separator=" … ")
+    return f"{result[name]:.1%}" + parenthesized_interval(result.get(f"{name}_ci95"), ".1%", separator=" … ")
 
 
 def _video_figures(evaluations: Sequence[Mapping[str, Any]]) -> str:

@@ -337,7 +337,11 @@ class EmbodiedOffline(Offline[Cfg]):
         return describe_result(evaluation)
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Plays episodes in a window, or records a video of them, and returns a description of the result."""
+        """Plays episodes in a window, or records a video of them, and returns a description of the result.
+
+        Raises:
+            ConfigError: An option is for language models.
+        """
         from rlhpc.checkpoint import require_valid
 
         if options.system is not None or options.max_tokens is not None:
@@ -357,7 +361,11 @@ class EmbodiedOffline(Offline[Cfg]):
         return load_acting_policy(checkpoint, seed=eval_seed(cfg.env.eval, cfg.runner.seed), trust_code=trust_code)
 
     def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
-        """Exports the policy to a folder and returns its path."""
+        """Exports the policy to a folder and returns its path.
+
+        Raises:
+            ConfigError: An option is for language models.
+        """
         if options.adapter_only or options.base or options.dtype or options.critic:
             raise ConfigError(
                 f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
@@ -410,13 +418,21 @@ class BcOffline(EmbodiedOffline[BcConfig]):
         return super().evaluate(cfg, checkpoint, suite=suite, episodes=episodes, output=output, trust_code=trust_code)
 
     def play(self, cfg: BcConfig, checkpoint: Path, options: PlayOptions) -> str:
-        """Plays episodes with a policy; raises an error for a success model, which has no actions."""
+        """Plays episodes with a policy; raises an error for a success model, which has no actions.
+
+        Raises:
+            ConfigError: The checkpoint is of a success model, which does not act.
+        """
         if cfg.actor.model.model_type == "success":
             raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
         return super().play(cfg, checkpoint, options)
 
     def load_policy(self, cfg: BcConfig, checkpoint: Path, *, trust_code: bool) -> Any:
-        """Loads a policy; raises an error for a success model, which has no actions."""
+        """Loads a policy; raises an error for a success model, which has no actions.
+
+        Raises:
+            ConfigError: The checkpoint is of a success model, which does not act.
+        """
         if cfg.actor.model.model_type == "success":
             raise ConfigError(f"{checkpoint} is of a model of success, which judges and does not act; see rlhpc eval")
         return super().load_policy(cfg, checkpoint, trust_code=trust_code)

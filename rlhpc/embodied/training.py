@@ -68,7 +68,11 @@ class PolicyBlueprint(Blueprint):
         return [layer for layer in super().layers(module) if id(layer) not in unused_layers]
 
     def build(self, *, empty: bool = False) -> Policy:
-        """Builds the module (`Blueprint.build`); the initial weights depend only on the seed."""
+        """Builds the module (`Blueprint.build`); the initial weights depend only on the seed.
+
+        Raises:
+            ConfigError: The policy does not support `actor.model.gradient_checkpointing`.
+        """
         with without_weights() if empty else contextlib.nullcontext():
             policy = build_model(policy_section(self.actor, self.device), *self.spaces, seed=self.seed).train()
         policy.set_logprob_type(self._levels)

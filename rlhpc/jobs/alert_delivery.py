@@ -24,7 +24,7 @@ from rlhpc.jobs.alerts import Alert, AlertTargets
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import write_json
 from rlhpc.runtime.files import create_exclusively
-from rlhpc.runtime.os_resources import adopt_orphans, readable, start_bound_to_parent
+from rlhpc.runtime.os_resources import adopt_orphans, readable_descriptors, start_bound_to_parent
 from rlhpc.runtime.text import cut, one_line
 
 #: Bytes of a command's output that are kept, and after which the command is killed.
@@ -130,7 +130,7 @@ def _read(process: subprocess.Popen[bytes], output: int, deadline: float) -> tup
     """Reads a command's output until its end; returns the first bytes of the output, and how the command failed."""
     head, num_bytes, is_open = b"", 0, True
     while time.monotonic() < deadline:
-        if is_open and readable([output], 0.05):
+        if is_open and readable_descriptors([output], 0.05):
             output_bytes = os.read(output, 1 << 16)
             head, num_bytes, is_open = (
                 (head + output_bytes)[:_KEPT_BYTES],

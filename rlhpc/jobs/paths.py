@@ -67,7 +67,7 @@ class RunPaths:
         return cls(expand_home(run_dir).absolute() / name)
 
     @classmethod
-    def around(cls, checkpoint: Path) -> RunPaths | None:
+    def from_checkpoint(cls, checkpoint: Path) -> RunPaths | None:
         """Returns the paths of the run that contains a checkpoint; None if the checkpoint is not in a run folder."""
         return cls(checkpoint.parent.parent) if checkpoint.parent.name == _CHECKPOINTS else None
 
@@ -307,7 +307,7 @@ class SweepPaths:
     root: Path
 
     @classmethod
-    def around(cls, run: RunPaths) -> SweepPaths | None:
+    def from_run(cls, run: RunPaths) -> SweepPaths | None:
         """Returns the sweep that contains a run; None if no sweep does."""
         sweep = cls(run.root.parent)
         return sweep if sweep.is_there else None

@@ -198,7 +198,7 @@ class JobProbe(ABC):
         return self.query([job_id])[job_id]
 
     def leave(self, job_ids: Iterable[str]) -> None:
-        """Tells the probe that these jobs will not be queried again."""
+        """Removes jobs that will not be queried again."""
         return
 
 

@@ -142,7 +142,7 @@ class SharedProbe(JobProbe):
     def _renew_and_query(self, answers: dict[str, Any], ids: list[str], now: float, is_forced: bool) -> dict[str, Any]:
         """Adds the jobs of this process, and queries Slurm if a query is due. The caller must hold the lock.
 
-        The jobs of a process that queries once are kept apart, because that process does not leave.
+        The jobs of a process that queries only once are stored under `once`: that process does not remove them when it ends.
         """
         waiting_ids, once = (
             {
@@ -279,18 +279,18 @@ class SharedAnswer:
     def __init__(
         self, subject: str, read_answer: Callable[[], Any], interval_s: float, folder: Path | None = None
     ) -> None:
-        self._look, self._interval_s = read_answer, interval_s
+        self._read_answer, self._interval_s = read_answer, interval_s
         self._path = (folder or wait_folder()) / f"look-{hashlib.sha256(subject.encode()).hexdigest()[:12]}.json"
         self._fd: int | None = None
-        self._looked_at, self._answer = float("-inf"), None
+        self._last_read, self._answer = float("-inf"), None
 
     def answer(self) -> Any:
         """Returns the answer, which is up to `interval_s` seconds old, or three times as old if a process has stopped."""
         if not self._try_to_lead() and (shared_answers := self._read()) is not None:
             return shared_answers[0]
         now = time.monotonic()
-        if now - self._looked_at >= self._interval_s:
-            self._looked_at, self._answer = now, self._look()
+        if now - self._last_read >= self._interval_s:
+            self._last_read, self._answer = now, self._read_answer()
             if self._fd is not None:
                 with contextlib.suppress(OSError):
                     _replace(self._path, {"at": now, "answer": self._answer})
@@ -305,7 +305,7 @@ class SharedAnswer:
             self._lock_path.unlink(missing_ok=True)
             self._path.parent.rmdir()
         os.close(self._fd)
-        self._fd, self._looked_at = None, float("-inf")
+        self._fd, self._last_read = None, float("-inf")
 
     @property
     def _lock_path(self) -> Path:
@@ -327,7 +327,7 @@ class SharedAnswer:
             if not is_current:  # another process looks, or it has just ended and removed the lock
                 os.close(fd)
                 return False
-            self._fd, self._looked_at = fd, float("-inf")  # the other processes have no answer yet
+            self._fd, self._last_read = fd, float("-inf")  # the other processes have no answer yet
             return True
         return False
 

@@ -299,7 +299,7 @@ def owner(paths: RunPaths) -> str:
 def holds_run(paths: RunPaths) -> bool:
     """Returns whether a folder is the folder of a run: it has a configuration, a submission or a status.
 
-    False for a folder that this user may not open, such as a run of another user beside the own ones.
+    False for a folder that this user may not open, such as a run of another user in the same parent folder.
     """
     return any(os.path.exists(marker) for marker in (paths.config, paths.submit, paths.driver_state))
 
@@ -412,19 +412,19 @@ class SharedRunFiles:
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths, self._has_ended = paths, RunEndCheck(paths)
-        self._look = SharedAnswer(f"run {paths.root.absolute()}", self._read, _LOOK_S)
+        self._shared_answer = SharedAnswer(f"run {paths.root.absolute()}", self._read, _LOOK_S)
 
     def generation(self) -> str:
         """Returns the run's current generation; "" before the first."""
-        return str(self._look.answer()[0])
+        return str(self._shared_answer.answer()[0])
 
     def is_over(self) -> bool:
         """Returns whether the run has ended and will not continue by itself."""
-        return bool(self._look.answer()[1])
+        return bool(self._shared_answer.answer()[1])
 
     def release(self) -> None:
         """Ends the reading by this process, so that another process takes over."""
-        self._look.release()
+        self._shared_answer.release()
 
     def _read(self) -> list[Any]:
         try:

@@ -114,9 +114,9 @@ class WaitOptions:
         enabled: False returns as soon as the job is submitted.
         poll_s: Seconds between two checks for the marker file.
         progress_s: Seconds between two lines of progress.
-        deadline_s: Maximum seconds to wait, after which the wait ends with an error; the job goes on.
+        deadline_s: Maximum seconds to wait, after which the wait ends with an error; the job continues.
         patient: Whether to wait while the site accepts no more jobs or Slurm does not answer; False raises `TemporaryRefusal`.
-        requester: Process that requested the wait. When the process ends, the wait ends; the job goes on.
+        requester: Process that requested the wait. When the process ends, the wait ends; the job continues.
         hand_over: Called once, when only the wait for this job remains. If the callable lets another process wait, it does
             not return.
         stream: Stream for progress; None for stderr.
@@ -369,7 +369,11 @@ def start_message(files: SegmentJournal, record: JobRecord, segment_state: str) 
 
 
 def choose_executor(name: str) -> str:
-    """Returns `local` or `slurm`; `auto` is Slurm if sbatch exists and this process is not inside a job."""
+    """Returns `local` or `slurm`; `auto` is Slurm if sbatch exists and this process is not inside a job.
+
+    Raises:
+        SubmitError: The name is unknown.
+    """
     if name not in EXECUTORS:
         raise SubmitError(f"executor: found {name!r}, allowed are {', '.join(EXECUTORS)}")
     if name != "auto":

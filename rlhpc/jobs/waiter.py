@@ -139,7 +139,7 @@ class Waiter:
         find_probe: Builds the probe that queries a job; by default one for this waiter.
         poll_s: Minimum seconds between two checks.
         progress_s: Minimum seconds between two lines of progress; the interval grows to a minute.
-        deadline_s: Maximum seconds to wait, after which `poll` raises; the job goes on.
+        deadline_s: Maximum seconds to wait, after which `poll` raises; the job continues.
         asked_by: Process that requested the wait; the wait ends with this process.
         began: Start of the wait, in monotonic seconds, if another process waited before; now by default.
         environment: Environment variables to which the run's configuration refers; those of this process by default.

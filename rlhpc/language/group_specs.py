@@ -77,7 +77,11 @@ class SftGroupSpec(LanguageGroupSpec[SftConfig]):
         return [*self.worker_classes, "rollout"]
 
     def check_placement(self, cfg: SftConfig, processes: Mapping[str, int], accelerators: Mapping[str, int]) -> None:
-        """Checks the placement of the groups, and refuses engines with several accelerators."""
+        """Checks the placement of the groups, and refuses engines with several accelerators.
+
+        Raises:
+            PlacementError: A process of the group `rollout` has several accelerators.
+        """
         super().check_placement(cfg, processes, accelerators)
         if accelerators.get("rollout", 0) > 1:
             raise PlacementError(

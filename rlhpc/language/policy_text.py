@@ -34,7 +34,11 @@ def load_json(json_text: str | bytes) -> Any:
 
 
 def parse_json_at(json_text: str, value_start: int) -> tuple[Any, int]:
-    """Parses the JSON value at an index of a text; returns the value and the index of its end. Raises as `parse_json`."""
+    """Parses the JSON value at an index of a text; returns the value and the index of its end. Raises as `parse_json`.
+
+    Raises:
+        ValueError: The text is not valid JSON, or is nested too deeply.
+    """
     try:
         value, value_end = _DECODER.raw_decode(json_text, value_start)
     except RecursionError:

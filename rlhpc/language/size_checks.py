@@ -9,7 +9,7 @@ from rlhpc.config.constraints import Fail
 from rlhpc.config.typed import select
 from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.config.run import GrpoConfig, TrainedLanguageConfig
-from rlhpc.language.engines.base import beyond_context
+from rlhpc.language.engines.base import context_error
 from rlhpc.language.hugging_face import EXPERT_COUNTS
 from rlhpc.language.planning.model_size import UnknownModelError, config_of
 from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed_groups
@@ -112,7 +112,7 @@ def _check_context(section: Any, model_numbers: Mapping[str, Any], key: str) -> 
         and max_model_len > context_length
         and section.rollout_backend == "hf"
     ):
-        raise ConfigError(beyond_context(f"{key}.max_model_len", max_model_len, int(context_length)))
+        raise ConfigError(context_error(f"{key}.max_model_len", max_model_len, int(context_length)))
 
 
 def _check_tensor_parallel(model_numbers: Mapping[str, Any], tensor: int, key: str, *, heads_only: bool) -> None:

@@ -405,7 +405,11 @@ class TrainedOffline(Offline[Trained]):
     def evaluate(
         self, cfg: Trained, checkpoint: Path, *, suite: str, episodes: int | None, output: Path | None, trust_code: bool
     ) -> str:
-        """Evaluates a checkpoint on a suite (`Offline.evaluate`)."""
+        """Evaluates a checkpoint on a suite (`Offline.evaluate`).
+
+        Raises:
+            ConfigError: `episodes` is set, which is for runs with simulators.
+        """
         if episodes is not None:
             raise ConfigError("--episodes is for runs with simulators; data.eval says how many rows a suite has (size)")
         return self._evaluate(cfg, checkpoint, suite, output)
@@ -422,7 +426,11 @@ class TrainedOffline(Offline[Trained]):
         raise NotImplementedError
 
     def export(self, checkpoint: Path, output: Path | None, options: Exporting) -> Path:
-        """Writes a checkpoint as a Hugging Face folder; returns its path."""
+        """Writes a checkpoint as a Hugging Face folder; returns its path.
+
+        Raises:
+            ConfigError: `released` is set, which is for robot policies.
+        """
         if options.released:
             raise ConfigError(
                 f"--released is for policies of robots; {checkpoint} is a language model's, always written so"
@@ -445,7 +453,11 @@ class LanguageOffline(TrainedOffline[Cfg]):
     """Evaluation, chat and export of models that answer."""
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
-        """Runs a chat with the model in the terminal; returns ""."""
+        """Runs a chat with the model in the terminal; returns "".
+
+        Raises:
+            ConfigError: `episodes` is set, which is for runs with simulators.
+        """
         from rlhpc.language.evaluation.chat import chat
 
         if options.episodes is not None:

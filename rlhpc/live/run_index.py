@@ -73,7 +73,7 @@ class RunIndex:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}
         self._sweeps: dict[Path, tuple[int, dict[str, tuple[str, Any]]]] = {}
-        self._searched_at = self._looked_at = self._queried_at = -math.inf
+        self._searched_at = self._last_read = self._queried_at = -math.inf
         self._lock = threading.Lock()
         self._query: threading.Thread | None = None
 
@@ -99,12 +99,12 @@ class RunIndex:
         now = self._clock()
         num_live = sum(entry.state not in OVER for entry in self._entries.values())
         if now - self._searched_at >= max(_SEARCH_S, 2 * _SEARCH_OPS * len(self._entries) / MAX_OPS_PER_S):
-            self._searched_at = self._looked_at = now
+            self._searched_at = self._last_read = now
             self._search()
-            self._look(list(self._entries.values()))
-        elif now - self._looked_at >= max(_STATUS_S, 2 * num_live / MAX_OPS_PER_S):
-            self._looked_at = now
-            self._look([entry for entry in self._entries.values() if entry.state not in OVER])
+            self._read_statuses(list(self._entries.values()))
+        elif now - self._last_read >= max(_STATUS_S, 2 * num_live / MAX_OPS_PER_S):
+            self._last_read = now
+            self._read_statuses([entry for entry in self._entries.values() if entry.state not in OVER])
         is_asking = self._query is not None and self._query.is_alive()
         unchecked_names = [
             name for name, entry in self._entries.items() if not entry.is_checked or entry.state not in OVER
@@ -148,7 +148,7 @@ class RunIndex:
         label, seed = runs.get(paths.root.name, ("", None))
         return (sweep.root.name if label else ""), label, seed
 
-    def _look(self, entries: list[_Entry]) -> None:
+    def _read_statuses(self, entries: list[_Entry]) -> None:
         """Reads the status of runs whose status has changed."""
         for entry in entries:
             try:

@@ -266,7 +266,11 @@ class PerfettoApp:
         )
 
     def respond(self, path: str, query: Query) -> Answer:
-        """Answers a request; see `App.respond`."""
+        """Answers a request; see `App.respond`.
+
+        Raises:
+            UserError: The file does not exist.
+        """
         if path == _ASKS:
             return Answer(_MEDIA_TYPES[".json"], b"{}", self._policy)
         if path == _NO_SCRIPT:

@@ -25,7 +25,7 @@ from rlhpc.metrics.energy import format_joules
 from rlhpc.metrics.page import Cell, render_placeholder, table
 from rlhpc.metrics.provenance import PlacedStart, Placement, placed_starts, read_provenance
 from rlhpc.runtime.allocation import expand_hostlist
-from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.slurm import TIMEOUT_S, ask
@@ -507,7 +507,7 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_durably(file, json.dumps(record, indent=2).encode() + b"\n")
     except OSError as error:
-        raise unwritten(error, file) from error
+        raise unwritten_page_error(error, file) from error
     return record
 
 

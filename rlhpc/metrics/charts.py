@@ -433,7 +433,7 @@ def _iter_x_ticks(frame: Frame, num_ticks: int) -> Iterator[tuple[float, str]]:
 
 
 def stated_chart(title: str, statement_text: str, size: Size = CHART) -> str:
-    """Draws a sentence, for a separate file; a page shows only the sentence (`statement`)."""
+    """Returns an SVG file with a sentence, for a chart without data; a page shows only the sentence (`statement`)."""
     frame = Frame(0, 1, 0, 1, (size[0], 60))
     render_heading(frame, title, "")
     frame.elements.append(f'<text x="8" y="40">{escape(statement_text)}</text>')

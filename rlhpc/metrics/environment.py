@@ -150,7 +150,7 @@ def _find_imports(source_text: str, path: str) -> list[str]:
 
 
 def _iter_module_files(name: str) -> Iterator[tuple[str, Path]]:
-    """Yields the file of a module and those of the packages around it, unless an installation has them."""
+    """Yields names and files of a module and of its parent packages, except those that belong to an installed package."""
     top, *submodule_names = name.split(".")
     try:
         module_spec = importlib.util.find_spec(top)  # of a top-level module, which imports nothing

@@ -89,6 +89,9 @@ class MetricLogger:
         Args:
             step: Global step, never smaller than the last one.
             metrics: `{"train/episode_return": 21.0, ...}`; namespaces train/ rollout/ env/ eval/ time/.
+
+        Raises:
+            ValueError: A later step was logged before.
         """
         json_row = {name: _to_json_number(metric_value) for name, metric_value in metrics.items()}
         if self._last_step is not None and step < self._last_step:

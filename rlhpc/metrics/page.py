@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.metrics.charts import CHART, STYLE, WIDE, Size, is_empty, statement
-from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.files import replace_durably
 
 Cell = str | int | float
@@ -102,7 +102,7 @@ def write_page(html: str, output: Path) -> Path:
     try:
         replace_durably(output, html.encode())
     except OSError as error:
-        raise unwritten(error, output) from error
+        raise unwritten_page_error(error, output) from error
     return output
 
 

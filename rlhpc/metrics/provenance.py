@@ -34,7 +34,7 @@ from rlhpc.runtime.env_references import to_plain
 from rlhpc.runtime.files import is_count, is_number, read_file, read_json, read_yaml, replace_durably
 from rlhpc.runtime.host import node_name
 from rlhpc.runtime.repository import git_state
-from rlhpc.runtime.text import in_parentheses, printable
+from rlhpc.runtime.text import parenthesized_interval, printable
 
 #: Group → entries of its ranks.
 Placement = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -343,7 +343,7 @@ def last_result(paths: RunPaths, suite: str = "default") -> tuple[int, dict[str,
 
 def read_results(paths: RunPaths, suite: str) -> list[dict[str, Any]]:
     """Returns the readable results of a suite, sorted by step."""
-    return of_suite(read_all_results(paths), suite)
+    return select_suite(read_all_results(paths), suite)
 
 
 def read_all_results(paths: RunPaths) -> list[dict[str, Any]]:
@@ -450,7 +450,7 @@ def evaluations_by_suite(
         prefix_by_suite = {_find_trained_suite(paths): "eval", **prefix_by_suite}
     suites = dict.fromkeys([*(str(evaluation["suite"]) for evaluation in results), *prefix_by_suite])
     by_suite = {
-        s: evaluations_of(rows, of_suite(results, s), name, prefix_by_suite.get(s, f"eval/{s}")) for s in suites
+        s: evaluations_of(rows, select_suite(results, s), name, prefix_by_suite.get(s, f"eval/{s}")) for s in suites
     }
     return {suite: evaluations for suite, evaluations in by_suite.items() if evaluations}
 
@@ -464,7 +464,7 @@ def scored_results(
     """
     checkpoint_results = {
         int(evaluation["global_step"]): dict(evaluation)
-        for evaluation in of_suite(results, suite)
+        for evaluation in select_suite(results, suite)
         if name in evaluation
     }
     prefix = "eval/" if suite == _find_trained_suite(paths) else f"eval/{suite}/"
@@ -514,7 +514,7 @@ def judging_suite(paths: RunPaths, results: Sequence[Mapping[str, Any]]) -> str:
     return suites[0] if suites and configured_suite not in suites else configured_suite
 
 
-def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
+def select_suite(results: Sequence[Result], suite: str) -> list[Result]:
     """Returns the results of a suite."""
     return [evaluation for evaluation in results if str(evaluation["suite"]) == suite]
 
@@ -522,17 +522,17 @@ def of_suite(results: Sequence[Result], suite: str) -> list[Result]:
 def describe_result(result: dict[str, Any]) -> str:
     """Formats an evaluation's result briefly, with its 95 % interval; "" if it has neither a mean return nor an accuracy."""
     if "return_mean" in result:
-        description = f"mean return {result['return_mean']:.1f}" + in_parentheses(
+        description = f"mean return {result['return_mean']:.1f}" + parenthesized_interval(
             result.get("return_ci95"), ".1f", "95 % interval "
         )
         if "success_once" in result:
-            description += f", success {result['success_once']:.0%}" + in_parentheses(
+            description += f", success {result['success_once']:.0%}" + parenthesized_interval(
                 result.get("success_once_ci95"), ".0%"
             )
         return f"{description} over {result.get('episodes', '?')} episodes of {result.get('env_id', '?')}"
     if "accuracy" in result:
         sample_text = f"{result.get('n', '?')} {result.get('unit', 'problems')}"
-        interval_text = in_parentheses(result.get("accuracy_ci95"), ".1%", "95 % interval ")
+        interval_text = parenthesized_interval(result.get("accuracy_ci95"), ".1%", "95 % interval ")
         return f"accuracy {result['accuracy']:.1%}{interval_text}{describe_samples(result)} on {sample_text}"
     return ""
 

@@ -248,7 +248,7 @@ def _format_ids(entity_ids: Any) -> list[dict[str, str]]:
 
 
 def _id(name: str) -> str:
-    """Returns the identifier of a file: its path, with the characters of other meanings in addresses escaped."""
+    """Returns the identifier of a file: its path, percent-encoded where a URL requires it."""
     return quote(name, safe="/=+,@()~!'")
 
 

@@ -71,7 +71,7 @@ class Reproduction:
         }
 
     @property
-    def not_promised(self) -> list[str]:
+    def difference_reasons(self) -> list[str]:
         """Reasons for which the repetition may differ; [] if it must be the same bit for bit."""
         reasons = [str(reason) for reason in self.record["not_promised"]]
         if self.differences.packages and not self._installs_packages:
@@ -92,8 +92,8 @@ class Reproduction:
     def render(self) -> list[str]:
         """Returns what would run and what differs, as lines of text."""
         expectation = "the same bit for bit"
-        if self.not_promised:
-            expectation = f"close, but not the same: {'; '.join(self.not_promised)}"
+        if self.difference_reasons:
+            expectation = f"close, but not the same: {'; '.join(self.difference_reasons)}"
         return [
             *render_command(self.record, self.command, self.options.folder),
             *render_code(self.bundle, self.differences, has_rlhpc=self._uses_rlhpc_of_bundle),
@@ -165,7 +165,7 @@ class Reproduction:
             return exit_code, None
         comparison = compare(self.bundle, RunPaths(folder / RUNS / str(self.bundle.config["runner"]["name"])))
         result_facts = {
-            "not_promised": self.not_promised,
+            "not_promised": self.difference_reasons,
             "packages": self.differences.packages,
             **comparison.to_json(),
         }

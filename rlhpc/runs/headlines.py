@@ -23,7 +23,7 @@ from rlhpc.metrics.provenance import (
     read_results,
 )
 from rlhpc.runs.task_type import Headline, task_type_of_run
-from rlhpc.runtime.text import in_parentheses
+from rlhpc.runtime.text import parenthesized_interval
 
 Curve = tuple[list[float], list[float]]
 
@@ -142,7 +142,8 @@ def _format_group(headline: Headline, runs: Sequence[RunMetrics]) -> str:
         return NO_VALUE
     final_values = [final_result.value for final_result in final_results]
     if headline.form == "share":
-        return f"{statistics.fmean(final_values):.1%}{in_parentheses(_share_interval(final_results), '.1%', separator=' … ')}"
+        interval = parenthesized_interval(_share_interval(final_results), ".1%", separator=" … ")
+        return f"{statistics.fmean(final_values):.1%}{interval}"
     return mean_text(final_values, number if headline.form == "count" else decimals)
 
 

@@ -33,7 +33,7 @@ from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import left_out, read_provenance, resumes_with_changes
 from rlhpc.runs.step_pages import steps_section
 from rlhpc.runs.task_type import task_type_of_run
-from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.errors import CheckpointError, UserError
 from rlhpc.runtime.files import read_file
 from rlhpc.runtime.start_phases import read_phases
@@ -128,7 +128,7 @@ def write_curves(paths: RunPaths, out_dir: Path) -> list[Path]:
             chart_files.append(out_dir / f"{name}.svg")
             chart_files[-1].write_text(standalone(svg))
     except OSError as error:
-        raise unwritten(error, out_dir) from error
+        raise unwritten_page_error(error, out_dir) from error
     return chart_files
 
 

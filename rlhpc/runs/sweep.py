@@ -22,7 +22,7 @@ from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.run_identity import check_same_run
 from rlhpc.runs.task_type import find_task_type, task_type_of
-from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import expand_home, replace_durably, unwritable
 
@@ -97,7 +97,7 @@ class Sweep:
             replace_durably(self.paths.record, record_text.encode())
             self.paths.cancel_mark.unlink(missing_ok=True)
         except OSError as error:
-            raise unwritten(error, self.paths.record) from error
+            raise unwritten_page_error(error, self.paths.record) from error
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | None = None) -> Sweep | None:

@@ -293,11 +293,18 @@ class Offline(Generic[Cfg]):
 
         Returns:
             A one-line summary of the result.
+
+        Raises:
+            ConfigError: Always, unless the task type implements it.
         """
         raise ConfigError(f"runs of kind {self.name} are not evaluated")
 
     def evaluate_model(self, cfg: Cfg, *, suite: str, output: Path | None) -> str:
-        """Evaluates the model that the configuration names, without a checkpoint; returns a one-line summary of the result."""
+        """Evaluates the model that the configuration names, without a checkpoint; returns a one-line summary of the result.
+
+        Raises:
+            ConfigError: Always, unless the task type implements it.
+        """
         raise ConfigError(f"--model is for language models; {self.name} runs have none. Give a checkpoint")
 
     def play(self, cfg: Cfg, checkpoint: Path, options: PlayOptions) -> str:
@@ -310,6 +317,9 @@ class Offline(Generic[Cfg]):
 
         Returns:
             A one-line summary of the result; "" if there is no result.
+
+        Raises:
+            ConfigError: Always, unless the task type implements it.
         """
         raise ConfigError(f"runs of kind {self.name} have nothing to play; rlhpc eval evaluates their checkpoints")
 
@@ -320,6 +330,9 @@ class Offline(Generic[Cfg]):
             cfg: The configuration.
             checkpoint: Folder of the checkpoint, which is valid.
             trust_code: True to allow imports of `module:Class` names in the checkpoint.
+
+        Raises:
+            ConfigError: Always, unless the task type implements it.
         """
         raise ConfigError(
             f"runs of kind {self.name} have no policy that acts or answers; rlhpc eval evaluates their checkpoints"
@@ -335,6 +348,9 @@ class Offline(Generic[Cfg]):
 
         Returns:
             The written folder.
+
+        Raises:
+            ConfigError: Always, unless the task type implements it.
         """
         raise ConfigError(f"runs of kind {self.name} have no export")
 

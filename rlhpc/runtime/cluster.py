@@ -78,7 +78,7 @@ class Cluster:
         granted: (Node rank, index) of each accelerator that the job or the machine has, used or not, also on
             nodes of the job that the run does not use.
         interface: Network interface for connections between nodes; None means the interface on the route between the nodes.
-        container: Words before every command of a job step.
+        container: Arguments before every command of a job step.
         container_python: Python of the ranks in the container; None is the driver's.
         srun: Further options of srun for every job step.
         bind_cores: Whether ranks are bound to the cores near their accelerators.

@@ -56,7 +56,7 @@ def advice(error: OSError, path: str | Path) -> str:
     return f"The filesystem at {mount} is full{free_text}: make room there"
 
 
-def unwritten(error: OSError, path: str | Path) -> StorageError:
+def unwritten_page_error(error: OSError, path: str | Path) -> StorageError:
     """Returns the error for a page, table or picture that could not be written."""
     failed_path = error.filename or path
     return StorageError(f"{failed_path}: could not be written: {error.strerror or error}. {advice(error, failed_path)}")

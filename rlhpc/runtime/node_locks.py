@@ -132,6 +132,10 @@ def acquire_port(folder: Path | None, max_port: int | None, owner: str) -> int:
         folder: Folder of the reservations; None reserves within this process.
         max_port: Largest port.
         owner: Name of the rank.
+
+    Raises:
+        RlhpcError: No free port was found.
+        ValueError: `max_port` is out of its range.
     """
     if max_port is not None and not _FIRST_PORT <= max_port <= 65535:
         raise ValueError(f"acquire_free_port: max_port_num is {max_port}; allowed: {_FIRST_PORT} to 65535")

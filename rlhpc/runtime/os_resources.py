@@ -134,7 +134,7 @@ def raise_limit(required_limit: int = MIN_OPEN_FILES, limit_purpose: str = "a ru
         )
 
 
-def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
+def readable_descriptors(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
     """Waits until a descriptor can be read or its other side has closed; returns all such descriptors.
 
     Does not use `select.select`, which refuses descriptors above 1023.

@@ -228,7 +228,12 @@ class GenerationFolder:
         write_atomic(folder / f"{name}.json", record_json, durable=False)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
-        """Returns a record; None if it has not been published yet."""
+        """Returns a record; None if it has not been published yet.
+
+        Raises:
+            ValueError: The file is not a record.
+            StaleGeneration: The record is of another generation.
+        """
         try:
             record = read_json(read_file(self.root / kind / f"{name}.json"))
         except FileNotFoundError:

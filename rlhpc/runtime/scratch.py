@@ -186,6 +186,7 @@ class Scratch:
         Raises:
             ConfigError: `cluster.scratch` cannot be used.
             StorageError: /tmp or /dev/shm has no free space or is not writable.
+            RegistryError: The folders could not be made, because other processes remove them repeatedly.
         """
         remove_stale()
         _check_scratch_root()
@@ -214,6 +215,7 @@ class Scratch:
         Raises:
             OwnershipError: Another user has created one of the folders.
             ConfigError, StorageError: As for `create`.
+            RegistryError: The folder could not be made, because other processes remove it repeatedly.
         """
         _check_scratch_root()
         for _ in range(_MAX_ATTEMPTS):

@@ -119,7 +119,7 @@ def interval_text(interval_bounds: Sequence[Any] | None, number_format: str, sep
     )
 
 
-def in_parentheses(
+def parenthesized_interval(
     interval_bounds: Sequence[Any] | None, number_format: str, label: str = "", separator: str = " to "
 ) -> str:
     """Returns a space and the `interval_text` with a label in parentheses; "" if the `interval_text` is empty."""

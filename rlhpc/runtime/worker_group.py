@@ -45,6 +45,9 @@ class WorkerGroup:
     """Handle of the ranks of a worker class: `group.method(*args)` calls the method on all ranks and returns a `Handle`.
 
     `MyWorker.create_group(...)` creates a group and `launch` starts it; `from_group_name` attaches to a running group.
+
+    Raises:
+        ConfigError: A method of the worker class has the name of a method of the group.
     """
 
     def __init__(self, cls: type, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
@@ -184,6 +187,9 @@ class WorkerGroup:
 
         Returns:
             The restarted ranks.
+
+        Raises:
+            ConfigError: The group was not launched by this process.
         """
         if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
@@ -251,7 +257,11 @@ class WorkerGroup:
         return [frozenset((member.spec.node_rank, index) for index in member.spec.accelerators) for member in members]
 
     def execute_on(self, *ranks: int) -> WorkerGroup:
-        """Restricts only the next call to these ranks; returns the group."""
+        """Restricts only the next call to these ranks; returns the group.
+
+        Raises:
+            ValueError: There are no ranks, or a rank does not exist.
+        """
         joined_ranks = {record["rank"] for record in self._records}
         unknown_ranks = [rank for rank in ranks if not 0 <= rank < self.world_size and rank not in joined_ranks]
         if unknown_ranks or not ranks:

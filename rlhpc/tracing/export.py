@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.tracing.model import Counter, RankTrack, Span, Trace
@@ -39,7 +39,7 @@ def export_trace(trace: Trace, path: Path) -> None:
     try:
         replace_durably(path, buffer.getvalue(), mode=0o644, parents=False)
     except OSError as error:
-        raise unwritten(error, path) from error
+        raise unwritten_page_error(error, path) from error
 
 
 def format_of(path: Path) -> Callable[[Trace, BinaryIO], None]:

@@ -180,6 +180,9 @@ class TrainingBackend(abc.ABC):
         mesh: Device mesh; None if the backend has none.
         norms: Gradient norms of the last step, by policy (`Blueprint.policies`).
         scaler: Loss scale of training in float16; None in other dtypes, and if the backend scales losses itself.
+
+    Raises:
+        ConfigError: The backend does not support the configured parallelism.
     """
 
     sizes: MeshSizes
@@ -263,7 +266,7 @@ class TrainingBackend(abc.ABC):
         return [self.module] if self._reference is None else [self.module, self._reference]
 
     @property
-    def parameters_trained(self) -> int:
+    def num_trained_parameters(self) -> int:
         """Number of trainable parameters, over all ranks."""
         return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
 
@@ -478,7 +481,7 @@ class TrainingBackend(abc.ABC):
         return {
             "actor.training_backend": self.name,
             **self.blueprint.identity(),
-            "trainable parameters": self.parameters_trained,
+            "trainable parameters": self.num_trained_parameters,
         }
 
     # -- offload --------------------------------------------------------------------------------------------------

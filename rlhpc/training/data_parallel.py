@@ -163,7 +163,11 @@ class ReplicatedBackend(OffloadingBackend):
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
-        """Restores the state that `save` wrote (`TrainingBackend.load`)."""
+        """Restores the state that `save` wrote (`TrainingBackend.load`).
+
+        Raises:
+            CheckpointError: The checkpoint has other parameters than the model.
+        """
         folder = Path(folder)
         self.check_identity(folder)
         with self.keep_on_device():

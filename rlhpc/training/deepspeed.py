@@ -33,7 +33,7 @@ from rlhpc.training.backend import (
     tensors_in,
     tensors_of,
 )
-from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, require_harmless
+from rlhpc.training.deepspeed_checkpoint import convert_to_universal, files_of, require_harmless
 from rlhpc.training.deepspeed_config import KEY, deepspeed_config
 from rlhpc.training.loss_scale import MIN_SCALE
 from rlhpc.training.mesh import form_single_rank_group
@@ -131,7 +131,7 @@ class DeepSpeedBackend(OffloadingBackend):
         self.module = self._build_module(blueprint.build)
         trained_parameters = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         self._shapes = {name: _shape(p) for name, p in trained_parameters}
-        self.config = deepspeed_config(actor, self.dtype, self.parameters_trained)
+        self.config = deepspeed_config(actor, self.dtype, self.num_trained_parameters)
         self.require_values()
         self.engine = self._initialize(self.module, self.config, self._build_optimizer(trained_parameters))
         self._has_gradients = self._overflowed = False
@@ -232,7 +232,7 @@ class DeepSpeedBackend(OffloadingBackend):
         return engine
 
     @property
-    def parameters_trained(self) -> int:
+    def num_trained_parameters(self) -> int:
         """Number of trainable parameters, over all ranks."""
         return sum(torch.Size(shape).numel() for shape in self._shapes.values())
 
@@ -378,6 +378,9 @@ class DeepSpeedBackend(OffloadingBackend):
     def load(self, folder: Path) -> None:
         """Restores a checkpoint (`TrainingBackend.load`). If its layout differs, for example in the world size, the
         checkpoint is converted to DeepSpeed's universal format, in a temporary folder next to it.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be read, or is of another model or ZeRO stage.
         """
         folder = Path(folder)
         self.check_identity(folder)
@@ -399,7 +402,9 @@ class DeepSpeedBackend(OffloadingBackend):
                 require_harmless(files_of(folder / FOLDER / TAG, self.rank))
                 self._read_checkpoint(folder / FOLDER, is_universal=False)
             else:
-                with as_universal(folder / FOLDER / TAG, neighbour=folder, worker=self.worker) as universal_folder:
+                with convert_to_universal(
+                    folder / FOLDER / TAG, neighbour=folder, worker=self.worker
+                ) as universal_folder:
                     self._read_checkpoint(universal_folder, is_universal=True)
             self._impose_options()
 

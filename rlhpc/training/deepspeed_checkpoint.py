@@ -159,7 +159,7 @@ def _load_file(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def as_universal(source: Path, *, neighbour: Path, worker: TrainingRanks) -> Iterator[Path]:
+def convert_to_universal(source: Path, *, neighbour: Path, worker: TrainingRanks) -> Iterator[Path]:
     """Provides a checkpoint in the universal format while the block runs. All ranks call it; rank 0 converts.
 
     Args:

@@ -247,6 +247,9 @@ class FlatModule:
         is_included: Selects the trainable parameters by name; None selects all.
         is_value: Selects the value parameters by name, if the options separate them. They come last in the flat buffers.
         scaler: Loss scale, by which gradients are divided; each gradient norm is then read before the update.
+
+    Raises:
+        ConfigError: There is no trainable parameter, or they differ in device or dtype.
     """
 
     def __init__(

@@ -233,7 +233,7 @@ class FsdpBackend(OffloadingBackend):
     # -- interface of training backends ---------------------------------------------------------------------------
 
     @property
-    def parameters_trained(self) -> int:
+    def num_trained_parameters(self) -> int:
         """Number of trainable parameters, over all ranks."""
         return self._num_trained
 
@@ -393,7 +393,11 @@ class FsdpBackend(OffloadingBackend):
         self.worker.barrier()
 
     def load(self, folder: Path) -> None:
-        """Restores a checkpoint from any number of ranks (`TrainingBackend.load`)."""
+        """Restores a checkpoint from any number of ranks (`TrainingBackend.load`).
+
+        Raises:
+            CheckpointError: The optimizer state cannot be read.
+        """
         folder = Path(folder)
         self.check_identity(folder)
         with self.keep_on_device():

@@ -198,6 +198,9 @@ def load_shards(
         slices: Reader of the files.
         created_tensors: Names in the module and full tensors that are not in the files, the same on every rank.
         source: Name of the files in messages.
+
+    Raises:
+        ConfigError: A tensor has another shape in the files.
     """
     created_names = set[str]()
     for name, tensor in created_tensors:

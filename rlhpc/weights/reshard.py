@@ -447,7 +447,11 @@ class ShardSync:
     # -- both -----------------------------------------------------------------------------------------------------------
 
     def send(self, version: int, tensors: NamedTensors, *, frozen: Container[str] = ()) -> None:
-        """Rejects full tensors: this strategy sends shards (`send_shards`)."""
+        """Rejects full tensors: this strategy sends shards (`send_shards`).
+
+        Raises:
+            RlhpcError: Always; this strategy sends with `send_shards`.
+        """
         raise RlhpcError("the strategy shards sends what each rank holds (send_shards)")
 
     def forget(self) -> None:

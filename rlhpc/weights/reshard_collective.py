@@ -257,7 +257,11 @@ def pack_round(
 def unpack_round(
     transfer_round: TransferRound, flat_buffer: torch.Tensor, dtypes: Mapping[str, str], version: int
 ) -> Iterator[tuple[SourceSlice, torch.Tensor]]:
-    """Verifies the slices of a round and yields them (see `receive_rounds`)."""
+    """Verifies the slices of a round and yields them (see `receive_rounds`).
+
+    Raises:
+        WeightsDiffer: A slice differs from the one that was sent.
+    """
     tensors = [
         (
             source_slice,

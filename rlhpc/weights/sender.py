@@ -313,6 +313,9 @@ class Publisher:
         chunk_bytes: Size of a chunk in bytes.
         device_writer: Writes chunks while the next tensors are gathered; created by default for tensors on an accelerator.
         transport: Transport that can stage chunks on the accelerator if they are not retained.
+
+    Raises:
+        ValueError: `delta` has an unknown value.
     """
 
     def __init__(

@@ -363,7 +363,7 @@ def as_pipe(name: str) -> Callable[[Path], None]:
     return change
 
 
-def without_end(name: str) -> Callable[[Path], None]:
+def strip_end_tokens(name: str) -> Callable[[Path], None]:
     def change(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to("/dev/zero")
@@ -476,9 +476,9 @@ for _label, _change, _commands in (
     ("a log is a pipe", as_pipe("logs/segment_0/rollout-0.err"), ("logs", "status")),
     ("attendance is a pipe", as_pipe("attendance.jsonl"), ("status",)),
     ("a member is a pipe", as_pipe("registry/local-0/members/rollout-0.json"), ("status",)),
-    ("metrics have no end", without_end("metrics.jsonl"), ("status", "report")),
-    ("the status has no end", without_end("status.json"), ("status",)),
-    ("a log has no end", without_end("logs/segment_0/rollout-0.err"), ("logs",)),
+    ("metrics have no end", strip_end_tokens("metrics.jsonl"), ("status", "report")),
+    ("the status has no end", strip_end_tokens("status.json"), ("status",)),
+    ("a log has no end", strip_end_tokens("logs/segment_0/rollout-0.err"), ("logs",)),
     ("metrics of 40 GB of nothing", sparse("metrics.jsonl"), ("status", "report")),
     ("a log of 40 GB of nothing", sparse("logs/segment_0/rollout-0.err"), ("logs",)),
 ):

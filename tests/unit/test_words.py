@@ -113,6 +113,52 @@ def test_parameters_that_a_docstring_explains_exist(source: str, is_right: bool)
     assert [kind for kind, _ in kinds(source)] == ([] if is_right else ["arguments"])
 
 
+ERRORS = '''class RunError(Exception):
+    """Error of a run."""
+
+
+class StepError(RunError):
+    """Error of a step."""
+
+
+def step(size):
+    """Runs a step.{text}"""
+    {body}
+'''
+
+
+@pytest.mark.parametrize(
+    ("text", "body", "is_right"),
+    [
+        ("", "raise StepError(size)", False),
+        ("", "raise StepError", False),
+        ("\n\n    Raises:\n        StepError: Always.\n    ", "raise StepError(size)", True),
+        ("\n\n    Raises:\n        RunError: Always.\n    ", "raise StepError(size)", True),  # its base class
+        ("\n\n    Raises:\n        StepError: Always.\n    ", "raise RunError(size)", False),
+        (" See `Loop.step`.", "raise StepError(size)", True),  # the base class's method names it
+        ("", "raise error", True),
+        ("", "raise NotImplementedError", True),
+        ("", "def inner(): raise StepError", True),
+        ("", "try:\n        raise StepError\n    except (ValueError, RunError):\n        pass", True),
+        ("", "try:\n        pass\n    except RunError:\n        raise StepError", False),
+        ("", "with contextlib.suppress(StepError):\n        raise StepError", True),
+        ("", "with contextlib.suppress(StepError):\n        raise RunError", False),
+    ],
+)
+def test_errors_that_a_function_raises_are_in_its_docstring(text: str, body: str, is_right: bool) -> None:
+    source = ERRORS.format(text=text, body=body)
+    found = words.check_sources({"rlhpc/a.py": source})
+    assert [each.kind for each in found] == ([] if is_right else ["errors"])
+    assert words.check_sources({"bench/a.py": source}) == []
+    assert words.check_sources({"rlhpc/a.py": source.replace("def step", "def _step")}) == []
+
+
+def test_the_errors_of_a_constructor_are_in_the_docstring_of_its_class() -> None:
+    source = 'class Ring:\n    """Ring.{}"""\n\n    def __init__(self, size):\n        raise ValueError(size)\n'
+    assert [each.kind for each in words.check_sources({"rlhpc/a.py": source.format("")})] == ["errors"]
+    assert words.check_sources({"rlhpc/a.py": source.format(" Raises ValueError.")}) == []
+
+
 @pytest.mark.parametrize("head", ["def step()", "async def step()", "def _step()", "def __len__(self)"])
 def test_function_docstrings_begin_with_a_verb(head: str) -> None:
     assert kinds(f'{head}:\n    """The next step."""\n') == [("function_docstring", 2)]
@@ -221,7 +267,7 @@ def test_a_finding_is_an_error_and_printed(checkout: Path, capsys: pytest.Captur
     for place in ("rlhpc/language/a.py:2: ", "bench/d.py:1: ", "bench/d.py:3: "):
         assert f"\n{place}" in f"\n{printed}"
     assert (
-        "words: 1 module_docstring, 0 class_docstring, 0 function_docstring, 0 arguments, 2 name, 0 class_name"
+        "words: 1 module_docstring, 0 class_docstring, 0 function_docstring, 0 arguments, 0 errors, 2 name, 0 class_name"
         in printed
     )
 

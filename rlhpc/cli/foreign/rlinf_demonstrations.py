@@ -56,8 +56,8 @@ def _updates_per_step(config: ForeignConfig) -> Any:
     return math.gcd(steps, *(interval for interval in intervals if interval > 0))
 
 
-def _in_steps(key: str) -> Rule:
-    """Returns the rule of a number of updates, or -1, in steps of rlhpc; in a run of passes it stands as it is."""
+def _steps_rule(key: str) -> Rule:
+    """Returns the rule that converts updates to steps of rlhpc; -1, and numbers of a run that counts passes, are kept."""
 
     def rule(config: ForeignConfig) -> Any:
         count, each = config.integer(key, -1), _updates_per_step(config)
@@ -73,14 +73,14 @@ def _num_steps(config: ForeignConfig) -> Any:
         return epochs if epochs > 0 else UNSET
     if epochs > 0:
         config.omit("runner.max_epochs", "RLinf ends after so many passes, too, if they come first")
-    return _in_steps("runner.max_steps")(config)
+    return _steps_rule("runner.max_steps")(config)
 
 
 #: Rows of the length of a run, whose step is a pass over the demonstrations, or a number of updates.
 _LENGTH: Rows = [
     ("runner.max_steps", _num_steps),
-    ("runner.save_interval", _in_steps("runner.save_interval")),
-    ("runner.val_check_interval", _in_steps("runner.val_check_interval")),
+    ("runner.save_interval", _steps_rule("runner.save_interval")),
+    ("runner.val_check_interval", _steps_rule("runner.val_check_interval")),
     ("algorithm.update_epochs", lambda config: 1 if _updates_per_step(config) is UNSET else UNSET),
     ("algorithm.minibatches_per_step", _updates_per_step),
     *SCHEDULE,
@@ -136,7 +136,7 @@ DAGGER: Rows = [
 
 
 def _environment(key: str) -> Any:
-    """Returns the rule of a key of the environment whose spaces the demonstrations have."""
+    """Returns the rule for a key of the environment, whose observation and action spaces the demonstrations must have."""
 
     def rule(config: ForeignConfig) -> Any:
         config_name = str(config.leaves.get("actor.model.openpi.config_name", ""))

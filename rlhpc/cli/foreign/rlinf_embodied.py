@@ -65,7 +65,7 @@ def _adapter_path(config: ForeignConfig) -> Any:
     return config("actor.model.lora_path", UNSET)
 
 
-def _for_new_adapters(rule: Rule) -> Rule:
+def _new_adapters_rule(rule: Rule) -> Rule:
     """Returns the rule restricted to adapters that do not come from a folder, which has its own alpha and layers."""
     path = "actor.model.lora_path"
     return lambda config: (
@@ -143,7 +143,7 @@ def _gamma(config: ForeignConfig) -> Any:
     return UNSET if config.leaves.get("algorithm.adv_type") == "grpo" else 1.0
 
 
-def _decoupled(key: str) -> Rule:
+def _decoupled_rule(key: str) -> Rule:
     def rule(config: ForeignConfig) -> Any:
         if config.leaves.get("algorithm.loss_type") != "decoupled_actor_critic":
             return UNSET
@@ -365,7 +365,7 @@ _PPO: Rows = [
     ("algorithm.behave_weight_threshold", _behave_weight_threshold),
     # RLinf's asynchronous PPO does not recompute log-probs (async_ppo_embodied_runner.py).
     ("algorithm.proximal_policy", lambda config: "interpolated" if _is_asynchronous(config) else UNSET),
-    ("algorithm.max_staleness", _decoupled("algorithm.staleness_threshold")),
+    ("algorithm.max_staleness", _decoupled_rule("algorithm.staleness_threshold")),
     ("algorithm.rollout_parts", lambda config: rollout_epochs(config) if has_rollout_parts(config) else UNSET),
     ("env.train.group_size", _group_size),
     ("actor.micro_batch_size", lambda config: config("actor.micro_batch_size", UNSET)),
@@ -414,7 +414,7 @@ def _model_type(config: ForeignConfig) -> str:
 _RANDOM_START_POLICIES = ("mlp_policy", "cnn_policy", "flow_policy")
 
 
-def _for_vla(rule: str | Rule) -> Rule:
+def _vla_rule(rule: str | Rule) -> Rule:
     """Returns the rule restricted to policies that start from a pretrained model."""
 
     def rule_for_vla(config: ForeignConfig) -> Any:
@@ -442,7 +442,7 @@ def _backend(config: ForeignConfig) -> str:
     return "fsdp"
 
 
-def _for_fsdp(key: str) -> Rule:
+def _fsdp_rule(key: str) -> Rule:
     return lambda config: UNSET if _backend(config) != "fsdp" else config(key, UNSET)
 
 
@@ -529,7 +529,7 @@ def _checkpoints_gradients(config: ForeignConfig) -> Any:
 
 
 def _offload(group: str) -> Rule:
-    """Returns the rule of `enable_offload`, which colocated groups have that take turns."""
+    """Returns the rule for `enable_offload`, which is kept if actor and rollout are colocated."""
 
     def rule(config: ForeignConfig) -> Any:
         components = config.section("cluster.component_placement")
@@ -550,19 +550,19 @@ POLICY: Rows = [
     ("actor.model.num_action_chunks", "actor.model.num_action_chunks"),
     ("actor.model.kwargs", _policy_options),
     ("actor.training_backend", _backend),
-    ("actor.fsdp.cpu_offload", _for_fsdp("actor.fsdp_config.cpu_offload")),
-    ("actor.fsdp.reshard_after_forward", _for_fsdp("actor.fsdp_config.reshard_after_forward")),
-    ("actor.fsdp.enable_gradient_accumulation", _for_fsdp("actor.fsdp_config.enable_gradient_accumulation")),
-    ("actor.model.add_value_head", _for_vla("actor.model.add_value_head")),
-    ("actor.model.model_path", _for_vla("actor.model.model_path")),
-    ("actor.model.dtype", _for_vla(_policy_dtype)),
+    ("actor.fsdp.cpu_offload", _fsdp_rule("actor.fsdp_config.cpu_offload")),
+    ("actor.fsdp.reshard_after_forward", _fsdp_rule("actor.fsdp_config.reshard_after_forward")),
+    ("actor.fsdp.enable_gradient_accumulation", _fsdp_rule("actor.fsdp_config.enable_gradient_accumulation")),
+    ("actor.model.add_value_head", _vla_rule("actor.model.add_value_head")),
+    ("actor.model.model_path", _vla_rule("actor.model.model_path")),
+    ("actor.model.dtype", _vla_rule(_policy_dtype)),
     ("actor.model.gradient_checkpointing", _checkpoints_gradients),
-    ("actor.model.attn_implementation", _for_vla(_attention)),
-    ("actor.lora.rank", _for_vla(_adapter_rank)),
-    ("actor.lora.path", _for_vla(_adapter_path)),
-    ("actor.lora.alpha", _for_vla(_for_new_adapters(_adapter_rank))),
-    ("actor.lora.init", _for_vla(_for_new_adapters(lambda config: "gaussian"))),
-    ("actor.lora.target_modules", _for_vla(_for_new_adapters(lambda config: list(_ADAPTED_LAYERS)))),
+    ("actor.model.attn_implementation", _vla_rule(_attention)),
+    ("actor.lora.rank", _vla_rule(_adapter_rank)),
+    ("actor.lora.path", _vla_rule(_adapter_path)),
+    ("actor.lora.alpha", _vla_rule(_new_adapters_rule(_adapter_rank))),
+    ("actor.lora.init", _vla_rule(_new_adapters_rule(lambda config: "gaussian"))),
+    ("actor.lora.target_modules", _vla_rule(_new_adapters_rule(lambda config: list(_ADAPTED_LAYERS)))),
 ]
 #: Additional keys of PPO and GRPO.
 _ON_POLICY: Rows = [

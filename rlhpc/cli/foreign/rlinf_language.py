@@ -48,7 +48,7 @@ def _is_megatron(config: ForeignConfig, group: str = "actor") -> bool:
 
 
 def _computation_dtype(group: str) -> Rule:
-    """Returns the rule of the precision of a trainer's computation. Weights and optimizer state are float32 in rlhpc."""
+    """Returns the rule for the precision of a trainer's computation. Weights and optimizer state are float32 in rlhpc."""
     precision = f"{group}.model.precision"
     mixed, autocast = f"{group}.fsdp_config.mixed_precision.param_dtype", f"{group}.fsdp_config.amp_autocast"
 
@@ -66,7 +66,7 @@ def _computation_dtype(group: str) -> Rule:
 
 
 def _grad_scaler(group: str, name: str) -> Rule:
-    """Returns the rule of a key of FSDP's gradient scaler, which only float16 needs."""
+    """Returns the rule for a key of FSDP's gradient scaler, which only float16 needs."""
 
     def rule(config: ForeignConfig) -> Any:
         value = config(f"{group}.fsdp_config.grad_scaler.{name}")
@@ -137,7 +137,7 @@ def _optimizer(group: str) -> Rule:
 # -- learning rates -----------------------------------------------------------------------------------------------------
 
 
-def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
+def _trainer_rule(group: str, megatron: str, fsdp: str) -> Rule:
     """Returns a rule that reads the key of RLinf's trainer for the group: Megatron or FSDP."""
     megatron, fsdp = f"{group}.{megatron}", f"{group}.{fsdp}"
 
@@ -152,7 +152,7 @@ def _by_trainer(group: str, megatron: str, fsdp: str) -> Rule:
 
 
 def _schedule(group: str) -> Rule:
-    read_schedule = _by_trainer(group, "lr_sched.lr_decay_style", "optim.lr_scheduler")
+    read_schedule = _trainer_rule(group, "lr_sched.lr_decay_style", "optim.lr_scheduler")
     schedule_keys = [f"{group}.{key}" for key in ("lr_sched.lr_decay_style", "optim.lr_scheduler")]
     end_keys = [f"{group}.{key}" for key in ("optim.min_lr", "optim.min_lr_rate", "lr_sched.min_lr")]
     length_keys = [f"{group}.{key}" for key in ("lr_sched.lr_decay_iters", "optim.total_training_steps")]
@@ -184,7 +184,7 @@ _TORCH_LR = 1e-3
 
 
 def _min_lr(group: str) -> Rule:
-    """Returns the rule of the learning rate at the end of a schedule (hybrid_engines/fsdp/utils.py, get_lr_scheduler)."""
+    """Returns the rule for the learning rate at the end of a schedule (hybrid_engines/fsdp/utils.py, get_lr_scheduler)."""
 
     def rule(config: ForeignConfig) -> Any:
         if _is_megatron(config, group):
@@ -202,9 +202,9 @@ def _min_lr(group: str) -> Rule:
 
 
 def _decay_steps(group: str) -> Rule:
-    """Returns the rule of the length of a schedule, which RLinf counts in optimizer steps, and rlhpc in steps of the run."""
-    read_steps = _by_trainer(group, "lr_sched.lr_decay_iters", "optim.total_training_steps")
-    read_schedule = _by_trainer(group, "lr_sched.lr_decay_style", "optim.lr_scheduler")
+    """Returns the rule for the length of a schedule, which RLinf counts in optimizer steps, and rlhpc in steps of the run."""
+    read_steps = _trainer_rule(group, "lr_sched.lr_decay_iters", "optim.total_training_steps")
+    read_schedule = _trainer_rule(group, "lr_sched.lr_decay_style", "optim.lr_scheduler")
 
     def rule(config: ForeignConfig) -> Any:
         steps, name = int(read_steps(config) or 0), str(read_schedule(config)).removeprefix("torch_")
@@ -214,8 +214,8 @@ def _decay_steps(group: str) -> Rule:
 
 
 def _warmup(group: str) -> Rule:
-    """Returns the rule of the warm-up, which RLinf counts in optimizer steps, and rlhpc in steps of the run."""
-    read_steps = _by_trainer(group, "lr_sched.lr_warmup_iters", "optim.lr_warmup_steps")
+    """Returns the rule for the warm-up, which RLinf counts in optimizer steps, and rlhpc in steps of the run."""
+    read_steps = _trainer_rule(group, "lr_sched.lr_warmup_iters", "optim.lr_warmup_steps")
     fraction, length = f"{group}.lr_sched.lr_warmup_fraction", f"{group}.lr_sched.lr_decay_iters"
     ratio, total = f"{group}.optim.lr_warmup_steps_ratio", f"{group}.optim.total_training_steps"
 
@@ -339,8 +339,8 @@ def _gradient_factor(config: ForeignConfig) -> int | None:
     return max(1, (int(bounds[-1]) - int(bounds[0]) + 1) // per_replica)
 
 
-def _for_smaller_gradients(key: str) -> Rule:
-    """Returns the rule of an optimizer key that is compared with gradients, for gradients without `_gradient_factor`."""
+def _smaller_gradients_rule(key: str) -> Rule:
+    """Returns the rule for an optimizer key that is compared with gradients: the value is divided by `_gradient_factor`."""
 
     def rule(config: ForeignConfig) -> Any:
         value = config(key, UNSET)
@@ -585,7 +585,7 @@ _TRAINING: Rows = [
     ),
     *adapter_rows(),
     *trained_group_rows("actor"),
-    *((key, _for_smaller_gradients(key)) for key in ("actor.optim.clip_grad", "actor.optim.adam_eps")),
+    *((key, _smaller_gradients_rule(key)) for key in ("actor.optim.clip_grad", "actor.optim.adam_eps")),
 ]
 ROWS: Rows = [*PROBLEMS, *ENGINE, *_TRAINING]
 #: Further keys of runs with a value model.

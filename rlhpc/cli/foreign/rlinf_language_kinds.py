@@ -170,7 +170,7 @@ def _placement(task_type: str) -> Rule:
                     placement[group] = _even_ranks(config, group, names, ranks)
         if is_evaluation(config.leaves) and "rollout" in placement:
             placement.setdefault("actor", placement["rollout"])  # an evaluation's model is in the actor's section
-        return _joined(placement) or UNSET
+        return _merge_colocated(placement) or UNSET
 
     return rule
 
@@ -199,7 +199,7 @@ def _even_ranks(config: ForeignConfig, group: str, names: str, ranks: Any) -> An
     return f"{first}-{first + even * block - 1}" if even * block > 1 else first
 
 
-def _joined(placement: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_colocated(placement: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the placement with one entry for all groups on the same accelerators."""
     joined: dict[str, Any] = {}
     for group, place in placement.items():

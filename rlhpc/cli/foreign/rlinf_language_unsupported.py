@@ -270,7 +270,7 @@ LANGUAGE_KEYS = [
 ]
 
 
-def _of_group(entries: list[UnsupportedKeys], group: str) -> list[UnsupportedKeys]:
+def _select_group(entries: list[UnsupportedKeys], group: str) -> list[UnsupportedKeys]:
     """Returns the entries of the actor for another trained group."""
     return [
         replace(
@@ -286,7 +286,7 @@ def _of_group(entries: list[UnsupportedKeys], group: str) -> list[UnsupportedKey
 CRITIC_KEYS = [
     UnsupportedKeys("critic.use_critic_model", "its place in cluster.component_placement says it", True),
     UnsupportedKeys("critic.seed", "runner.seed is for all groups", True),
-    *_of_group(_TRAINER, "critic"),
+    *_select_group(_TRAINER, "critic"),
 ]
 
 _OWN_JUDGE = "an agent asks its judge by itself: start the judge's server as one of agent.services"

@@ -68,8 +68,8 @@ def _trains_temperature(config: ForeignConfig) -> bool:
     return config.text(_ALPHA_TYPE) != "fixed_alpha"
 
 
-def _of_trained_temperature(key: str) -> Rule:
-    """Returns the rule of a key that RLinf reads unless the temperature is fixed."""
+def _trained_temperature_rule(key: str) -> Rule:
+    """Returns the rule for a key that RLinf reads only if the temperature is trained."""
     return lambda config: config(key, UNSET) if _trains_temperature(config) else UNSET
 
 
@@ -160,8 +160,8 @@ SAC: Rows = [
     ("algorithm.tau", lambda config: UNSET if _is_crossq(config.leaves) else config("algorithm.tau", UNSET)),
     ("algorithm.update_to_data", _update_to_data),
     ("algorithm.auto_entropy_tuning", _trains_temperature),
-    ("algorithm.alpha_type", _of_trained_temperature(_ALPHA_TYPE)),
-    ("algorithm.alpha_clip_grad", _of_trained_temperature("algorithm.entropy_tuning.optim.clip_grad")),
+    ("algorithm.alpha_type", _trained_temperature_rule(_ALPHA_TYPE)),
+    ("algorithm.alpha_clip_grad", _trained_temperature_rule("algorithm.entropy_tuning.optim.clip_grad")),
     ("algorithm.initial_alpha", _initial_temperature),
     ("algorithm.target_entropy", "algorithm.entropy_tuning.target_entropy"),
     ("algorithm.alpha_lr", "algorithm.entropy_tuning.optim.lr"),
@@ -288,8 +288,8 @@ def _data_path(config: ForeignConfig) -> Any:
     return f"~/.minari/datasets/{task[1] if task else 'D4RL'}/{quality}-v0"
 
 
-def _per_runner_step(key: str) -> Any:
-    """Returns the rule of a key that counts updates in RLinf's offline runs; one step of rlhpc has `offline_updates`."""
+def _runner_step_rule(key: str) -> Any:
+    """Returns the rule for a key that counts updates in RLinf's offline runs; one step of rlhpc has `offline_updates`."""
 
     def rule(config: ForeignConfig) -> Any:
         count = config.integer(key, -1)
@@ -316,9 +316,9 @@ def _omit_same_rates(config: ForeignConfig) -> Any:
 IQL: Rows = [
     ("", _omit_same_rates),
     ("runner.max_steps", _offline_steps),
-    ("runner.save_interval", _per_runner_step("runner.save_interval")),
+    ("runner.save_interval", _runner_step_rule("runner.save_interval")),
     *EVALUATION,
-    ("runner.val_check_interval", _per_runner_step("runner.val_check_interval")),
+    ("runner.val_check_interval", _runner_step_rule("runner.val_check_interval")),
     ("algorithm.name", lambda config: "iql"),
     ("algorithm.tau", "algorithm.tau"),
     ("algorithm.expectile", "algorithm.expectile"),

@@ -98,7 +98,7 @@ def suite_names(config: ForeignConfig, files: str = "data.val_data_paths") -> An
     return suites if suites is UNSET else [suite["name"] for suite in suites]
 
 
-def _filtered(config: ForeignConfig) -> str:
+def _long_prompt_treatment(config: ForeignConfig) -> str:
     """Returns the treatment of long prompts. RLinf truncates prompts that it does not filter, but never their pictures."""
     return "drop" if config("data.filter_prompt_by_length") else "error"
 
@@ -168,7 +168,7 @@ def _num_problems(config: ForeignConfig) -> Any:
 
 PROBLEMS: Rows = [
     ("data.max_prompt_tokens", "data.max_prompt_length"),
-    ("data.overlong_prompts", _filtered),
+    ("data.overlong_prompts", _long_prompt_treatment),
     ("data.train.source", lambda config: p if (p := train_path(config)) is UNSET else source_name(p)),
     ("data.train.path", train_path),
     *((f"data.train.{key}", rule) for key, rule in _SOURCE_ROWS),

@@ -30,8 +30,8 @@ def keys_below(group: str, keys: str) -> str:
 GROUP_ESTIMATORS = ("grpo", "raw", "reinpp")
 
 
-def _of_critic(key: str) -> Rule:
-    """Returns the rule of a key that RLinf reads with a critic."""
+def _critic_rule(key: str) -> Rule:
+    """Returns the rule for a key that RLinf reads only if there is a critic."""
     return lambda config: UNSET if config.leaves.get("algorithm.adv_type") in GROUP_ESTIMATORS else config(key, UNSET)
 
 
@@ -41,8 +41,8 @@ def _bootstrap_type(config: ForeignConfig) -> Any:
     return config("algorithm.bootstrap_type", UNSET) if has_values and not runs_to_limit else UNSET
 
 
-def _of_filter(key: str) -> Rule:
-    """Returns the rule of a key that RLinf reads with `filter_rewards`."""
+def _filter_rule(key: str) -> Rule:
+    """Returns the rule for a key that RLinf reads only if `filter_rewards` is set."""
     return lambda config: config(key, UNSET) if config.flag("algorithm.filter_rewards") else UNSET
 
 
@@ -80,13 +80,13 @@ PPO_OPTIONAL = (
     replace(WEIGHT_SYNC, rule=_ppo_sync_interval),
     OptionalRow(
         "algorithm.huber_delta",
-        _of_critic("algorithm.huber_delta"),
+        _critic_rule("algorithm.huber_delta"),
         UnsupportedKeys("algorithm.huber_delta", "the value loss is the squared error", missing_feature="huber"),
     ),
     *(
         OptionalRow(
             key,
-            _of_filter(key),
+            _filter_rule(key),
             UnsupportedKeys(
                 f"{key} algorithm.{{rewards_lower_bound,rewards_upper_bound}}",
                 "all groups train, whatever their mean reward is",
@@ -98,7 +98,7 @@ PPO_OPTIONAL = (
     ),
     OptionalRow(
         "actor.optim.value_lr",
-        _of_critic("actor.optim.value_lr"),
+        _critic_rule("actor.optim.value_lr"),
         UnsupportedKeys(
             "actor.optim.value_lr",
             "policy and critic train with actor.optim.lr",
@@ -107,7 +107,7 @@ PPO_OPTIONAL = (
     ),
     OptionalRow(
         "actor.optim.critic_warmup_steps",
-        _of_critic("actor.optim.critic_warmup_steps"),
+        _critic_rule("actor.optim.critic_warmup_steps"),
         UnsupportedKeys(
             "actor.optim.critic_warmup_steps",
             "policy and critic train from the first update on (runner.init_from with bc_value_coef starts with a critic)",

@@ -259,7 +259,7 @@ class RunKind:
     Attributes:
         title: Function `(leaves) -> str` that returns the kind in words.
         task_type: Task type of rlhpc.
-        applies: Function `(leaves) -> bool` that tells whether a configuration is of this kind.
+        applies: Function `(leaves) -> bool` that returns whether a configuration is of this kind.
         rows: Rules; a row of a key that the rows of all kinds have, too, stands in its place.
         unsupported: Keys without a counterpart.
         defaults: Function `(leaves) -> defaults` that returns the foreign project's defaults.

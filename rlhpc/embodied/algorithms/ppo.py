@@ -173,6 +173,9 @@ class PolicyUpdate:
         skips_nonfinite: True skips optimizer steps with a non-finite gradient; False raises an error.
         sequence_length: Number of consecutive rows in a sequence, for `algorithm.loss_agg: seq-mean-token-mean`.
         may_mask_rows: Whether the loss mask may leave out rows. The host then reads which minibatches have none to train on.
+
+    Raises:
+        ConfigError: `algorithm.normalize_advantages` has an unknown value.
     """
 
     def __init__(

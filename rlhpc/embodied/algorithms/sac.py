@@ -107,7 +107,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         return {"loss": loss.detach(), "entropy": -logprobs.detach().sum() / batch.total}
 
     def facts(self) -> dict[str, float]:
-        """Returns the temperature."""
+        """Returns the temperature α as metric `alpha`."""
         return {"alpha": float(self.alpha)}
 
     def state_dict(self) -> dict[str, Any]:

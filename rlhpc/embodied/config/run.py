@@ -168,7 +168,7 @@ class SacAlgorithmConfig:
 
 @dataclass
 class SacOptimConfig(OptimConfig):
-    """Settings of the optimizer."""
+    """Settings of the optimizers of actor and critics."""
 
     adam_eps: float = 1.0e-8
     """Added to the denominator, for numerical stability."""

@@ -137,7 +137,11 @@ def _look_at(
 
 
 def first_demo(cfg: BcConfig, left_out: list[str] | None = None) -> Trajectory:
-    """Returns the first episode of section `demos` (`index_demos`), with `Frames` in place of arrays of images."""
+    """Returns the first episode of section `demos` (`index_demos`), with `Frames` in place of arrays of images.
+
+    Raises:
+        ConfigError: `demos.limit` is 0.
+    """
     demo_filter = _make_demo_filter(cfg, left_out)
     for episode_source in _open_demo_sources(cfg):
         for episode_number in range(len(episode_source)):

@@ -404,7 +404,11 @@ class LeRobotEpisodes(EpisodeSource):
         return len(self._episodes)
 
     def episode(self, number: int) -> Trajectory:
-        """Returns an episode (`EpisodeSource.episode`)."""
+        """Returns an episode (`EpisodeSource.episode`).
+
+        Raises:
+            ConfigError: The images of several cameras have different sizes.
+        """
         episode = self._episodes[number]
         episode_length = len(episode.rows)
         cameras = [self._frames(camera, episode, episode_length) for camera in self._cameras]

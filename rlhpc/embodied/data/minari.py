@@ -54,7 +54,11 @@ class MinariEpisodes(EpisodeSource):
         return len(self._numbers)
 
     def episode(self, number: int) -> Trajectory:
-        """Returns an episode (`EpisodeSource.episode`)."""
+        """Returns an episode (`EpisodeSource.episode`).
+
+        Raises:
+            ConfigError: The file does not have Minari's format.
+        """
         name = f"{_GROUP}{self._numbers[number]}"
         source_name = f"{self._path}, {name}"
         with open_hdf5(self._path) as file:

@@ -207,7 +207,7 @@ class RowSampler:
 
 
 class Mixture(RowSampler):
-    """Sampler of batches of a buffer in the host's memory.
+    """Sampler of batches from a replay buffer and demonstrations in host memory.
 
     Args:
         replay, demos, options: Arguments of `RowSampler`, like `ranks`.

@@ -502,6 +502,9 @@ def split(folder: str | Path, output: str | Path, num_parts: int) -> list[int]:
 
     Returns:
         Number of transitions of each part.
+
+    Raises:
+        ConfigError: There are fewer transitions than parts, or the target exists.
     """
     (replay,) = _open_all([folder])
     if not 1 <= num_parts <= len(replay):

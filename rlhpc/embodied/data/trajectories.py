@@ -278,7 +278,11 @@ class ManiSkillEpisodes(EpisodeSource):
         return len(self._episodes)
 
     def episode(self, number: int) -> Trajectory:
-        """Returns an episode (`EpisodeSource.episode`)."""
+        """Returns an episode (`EpisodeSource.episode`).
+
+        Raises:
+            ConfigError: The file does not have ManiSkill's format.
+        """
         path, episode = self._path, self._episodes[number]
         name = f"traj_{episode['episode_id']}"
         with open_hdf5(path) as file:
@@ -296,6 +300,9 @@ class ManiSkillEpisodes(EpisodeSource):
 def metadata(path: Path) -> dict[str, Any]:
     """Reads the JSON file of an HDF5 file: `env_info` (`env_id`, `env_kwargs`, `max_episode_steps`) and `episodes`. Returns
     {} if the JSON file does not exist.
+
+    Raises:
+        ConfigError: The JSON file does not have ManiSkill's format.
     """
     json_file = path.with_suffix(".json")
     if not json_file.is_file():
@@ -411,6 +418,9 @@ class TrajectoryWriter(EpisodeWriter):
         source_desc: Description of the source, such as the checkpoint or the expert.
         extra_facts: Additional entries of the JSON file.
         facts: Result of `DatasetFacts.to_json`, which conversions retain.
+
+    Raises:
+        ConfigError: The path does not end in .h5.
     """
 
     def __init__(
@@ -449,7 +459,11 @@ class TrajectoryWriter(EpisodeWriter):
         return len(self._metadata["episodes"])
 
     def add(self, trajectory: Mapping[str, Any]) -> None:
-        """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`; `source` is not written."""
+        """Adds an episode, with the fields of `rlhpc.embodied.data.trajectory`; `source` is not written.
+
+        Raises:
+            ConfigError: A field has a value that is not finite.
+        """
         index, T = len(self), len(trajectory["actions"])
         fields = {"rewards": None, "success": None, "env_states": None, "seed": None, **trajectory}
         fields["source"] = f"{self.path}, traj_{index}"

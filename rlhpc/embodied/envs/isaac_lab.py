@@ -173,7 +173,7 @@ class MjlabEnv(LabEnv):
     """Task of mjlab on MuJoCo Warp, which simulates on NVIDIA GPUs and on CPUs (`LabEnv`)."""
 
     def build(self) -> Any:
-        """Builds the task, whose slots are reset from outside (`LabEnv.build`).
+        """Builds the task without its own resets, because the caller resets the slots (`LabEnv.build`).
 
         Raises:
             ConfigError: mjlab is not installed, or does not know the task.

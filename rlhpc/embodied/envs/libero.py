@@ -79,6 +79,9 @@ class LiberoVectorEnv(SuiteVectorEnv):
         slot_offset: Global number of its first slot.
         seed: Seed of the run.
         stage: "train" or "eval".
+
+    Raises:
+        ConfigError: `env.train.kwargs.task_ids` names a task that the suite does not have.
     """
 
     control_hz = 20.0

@@ -159,6 +159,9 @@ class ManiSkillVectorEnv(VectorEnv):
         num_envs: Number of slots in this environment.
         slot_offset: Global number of its first slot.
         seed: Seed of the run.
+
+    Raises:
+        ConfigError: The section names wrappers, which ManiSkill tasks cannot use.
     """
 
     supports_state = True

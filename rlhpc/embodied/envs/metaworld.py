@@ -126,6 +126,9 @@ class MetaWorldVectorEnv(SuiteVectorEnv):
         slot_offset: Global number of its first slot.
         seed: Seed of the run.
         stage: "train" or "eval".
+
+    Raises:
+        ConfigError: `camera_position` does not have three numbers.
     """
 
     def __init__(self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, stage: str = "train") -> None:

@@ -207,7 +207,7 @@ class MjxHalfCheetah(MjxEnv):
         return self.initial_positions + noise, draw_normal(seeds + 1, self.model.nv) * self._NOISE
 
     def observe(self, state: MjxState) -> Tensor:
-        """Returns positions but the distance run, and velocities (`MjxEnv.observe`)."""
+        """Returns all positions except the forward one, then the velocities (`MjxEnv.observe`)."""
         return torch.cat((state.positions[:, 1:], state.velocities), 1)
 
     def score(self, before: MjxState, actions: Tensor, after: MjxState) -> tuple[Tensor, Tensor]:

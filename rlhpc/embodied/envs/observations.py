@@ -240,7 +240,11 @@ def require_bounded(space: Any) -> None:
 
 
 def space_to_json(space: Any) -> dict[str, Any]:
-    """Describes a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict of such spaces, as JSON."""
+    """Describes a Box, Discrete, MultiDiscrete or MultiBinary space, or a Dict of such spaces, as JSON.
+
+    Raises:
+        ConfigError: The space is of an unsupported type.
+    """
     if isinstance(space, spaces.Dict):
         return {"type": "Dict", "spaces": {key: space_to_json(subspace) for key, subspace in space.spaces.items()}}
     if isinstance(space, spaces.Box):

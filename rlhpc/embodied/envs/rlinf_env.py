@@ -184,7 +184,7 @@ class RlinfVectorEnv(VectorEnv):
         """Executes a chunk by RLinf's `chunk_step` (`VectorEnv.chunk_step`)."""
         chunk = actions.shape[1]
         prepared_actions = self._prepare_actions(
-            raw_chunk_actions=self._executed(np.array(actions, np.float32).reshape(self.num_envs, chunk, -1)),
+            raw_chunk_actions=self._apply_signs(np.array(actions, np.float32).reshape(self.num_envs, chunk, -1)),
             env_type=self._env_id,
             model_type=self._options.model_type,
             num_action_chunks=chunk,
@@ -215,7 +215,7 @@ class RlinfVectorEnv(VectorEnv):
             infos["chunk"] = {"rewards": per_action, "mask": np.ones((self.num_envs, chunk), bool)}
         return self._last_obs, rewards.sum(1), terminated, truncated, infos
 
-    def _executed(self, actions: np.ndarray) -> np.ndarray:
+    def _apply_signs(self, actions: np.ndarray) -> np.ndarray:
         """Returns the actions `[N, chunk, dim]` with the signs of the components `sign_actions`."""
         if components := self._options.sign_actions:
             actions[..., components] = np.sign(actions[..., components])

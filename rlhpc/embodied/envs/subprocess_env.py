@@ -381,7 +381,11 @@ class ProcessVectorEnv(VectorEnv):
             return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`)."""
+        """Restores the slots from a checkpoint (`VectorEnv.load_state_dict`).
+
+        Raises:
+            ValueError: A simulator process failed while it loaded its state.
+        """
         slots = self.slots_of(state)
         for simulator in self._simulators:
             # The replay of an episode takes as long as the episode.
@@ -418,8 +422,8 @@ def require_python(python: str) -> None:
         ConfigError: The file does not exist or is not executable.
     """
     if shutil.which(python) is None:
-        is_file = Path(python).exists()
-        raise _start_error(python, os.strerror(errno.EACCES if is_file else errno.ENOENT))
+        exists = Path(python).exists()
+        raise _start_error(python, os.strerror(errno.EACCES if exists else errno.ENOENT))
 
 
 def moves_hardware(factory: Any) -> bool:

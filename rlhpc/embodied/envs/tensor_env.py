@@ -198,6 +198,9 @@ class TensorVectorEnv(VectorEnv):
         slot_offset: Global number of its first slot.
         seed: Seed of the run.
         device: Device of the simulator; None takes the accelerator of this process, or the CPU.
+
+    Raises:
+        ConfigError: The section names wrappers, which environments of tensors cannot use.
     """
 
     @classmethod

@@ -208,6 +208,7 @@ def evaluate_policy(
 
     Raises:
         NonFinite: A return is not finite.
+        ConfigError: The number of episodes is below 1.
 
     Returns:
         return_mean, return_std, return_min, return_max, return_ci95 [low, high], length_mean, episodes, env_id and seed; also

@@ -327,6 +327,9 @@ def record_episodes(
 
     Returns:
         See `record`.
+
+    Raises:
+        ConfigError: Both a teacher and an intervention source are given, or the environment does not fit the policy.
     """
     code_trust = Trust.of(plain(cfg), trust_code)
     actor = _place_actor(

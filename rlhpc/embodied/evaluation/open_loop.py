@@ -173,7 +173,7 @@ def _by_dimension(errors: Tensor) -> list[float]:
 def _draw_frames(
     policy: Policy, trajectories: Iterable[Trajectory], num_frames: int, seed: int
 ) -> tuple[_Frames, int, Observations]:
-    """Draws frames with their actions; also returns the number of episodes and all their observations that are numbers."""
+    """Returns random frames with their actions, the number of episodes, and the numeric observations of all episodes."""
     first_offset, chunk = -_MAX_SHIFT - 1, policy.chunk
     offsets = range(first_offset, 2 * chunk + _MAX_SHIFT + 1)
     episodes: list[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]] = []
@@ -237,7 +237,7 @@ class _Timing:
 
     @property
     def errors_text(self) -> str:
-        """Both errors as text."""
+        """The error with this timing and the current error, as text."""
         return f"error {self.error:.3f} instead of {self.current_error:.3f}"
 
 
@@ -369,9 +369,9 @@ class _Comparison:
             slope, offset = _fit_line(x[::2], y[::2])
             explained_share = _compute_correlation(x[::2], y[::2]) ** 2
             corrected_errors = (slope * x + offset - y)[1::2].abs() / self._std[dimension]
-            plain_errors = (x - y)[1::2].abs() / self._std[dimension]
+            uncorrected_errors = (x - y)[1::2].abs() / self._std[dimension]
             is_other_scale = not 0.8 <= slope <= 1.25 or abs(offset) > 0.1 * float(self._std[dimension])
-            if explained_share > 0.5 and is_other_scale and self._is_better(corrected_errors, plain_errors):
+            if explained_share > 0.5 and is_other_scale and self._is_better(corrected_errors, uncorrected_errors):
                 fault_texts.append(f"dimension {dimension}: demonstrated = {slope:.2f} · predicted {offset:+.3g}")
         return PolicyVerdict(
             check_subject,

@@ -83,7 +83,11 @@ class EpisodeRecorder(StepObserver):
         return self._num_episodes - len(self._recording)
 
     def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Stores observation and actions of the step (`StepObserver.before`)."""
+        """Stores observation and actions of the step (`StepObserver.before`).
+
+        Raises:
+            ConfigError: The policy acts in chunks of several actions.
+        """
         if actions.shape[1] != 1:
             raise ConfigError(
                 f"the policy acts in chunks of {actions.shape[1]} (actor.model.num_action_chunks); episodes of single actions "

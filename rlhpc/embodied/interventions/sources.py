@@ -221,6 +221,9 @@ class Scripted(Intervention):
         chance: Probability of taking over in each step in which the expert may.
         noise: Standard deviation of the noise on the expert's actions.
         hz: Maximum number of steps per second; None for no limit.
+
+    Raises:
+        ConfigError: An option is out of its range.
     """
 
     def __init__(

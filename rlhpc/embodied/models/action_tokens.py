@@ -65,6 +65,9 @@ class ActionTokens:
 class TokenPolicy(Policy):
     """Policy whose actions are tokens of a language model. Subclasses implement `load`, `_encode`, `_run_body` and
     `_logits`.
+
+    Raises:
+        ConfigError: The action space is not continuous.
     """
 
     has_head = False
@@ -243,7 +246,11 @@ class VLAPolicy(TokenPolicy):
     """
 
     def load(self, cfg: ModelConfig) -> None:
-        """Loads the Llava model and its tokenizer (`TokenPolicy.load`)."""
+        """Loads the Llava model and its tokenizer (`TokenPolicy.load`).
+
+        Raises:
+            ConfigError: The image token is one of the tokens that stand for actions.
+        """
         space = self.observation_space
         self.vlm, tokenizer, settings = load_vlm(cfg, "vla", self.chunk, self.dim, state_width(space))
         config, image = self.vlm.config, int(self.vlm.config.image_token_id)

@@ -120,14 +120,14 @@ class Flow:
             zero_times = (uniform * self.num_steps).floor().clamp(max=self.num_steps - 1).to(flow_start.dtype)
         x = previous_state = next_state = flow_start
         for k, t in enumerate(self.times):
-            is_drawn = zero_times == k
+            is_sampled = zero_times == k
             v, mean, log_std = self._step_of_rows(velocity, x, x.new_full((x.shape[0], 1, 1), t))
             next_x = x - v / self.num_steps
             if noise is not None:
-                next_x = torch.where(is_drawn, mean + log_std.exp() * noise[:, 0], next_x)
+                next_x = torch.where(is_sampled, mean + log_std.exp() * noise[:, 0], next_x)
             previous_state, next_state = (
-                torch.where(is_drawn, x, previous_state),
-                torch.where(is_drawn, next_x, next_state),
+                torch.where(is_sampled, x, previous_state),
+                torch.where(is_sampled, next_x, next_state),
             )
             x = next_x
         return torch.stack([previous_state, next_state, zero_times.expand_as(x), x], 1)
@@ -187,6 +187,9 @@ class BaseFlowPolicy(Policy):
     steps.
 
     The networks use actions scaled to [−1, 1] by the bounds of the action space, if it has bounds.
+
+    Raises:
+        ConfigError: The action space is not continuous.
     """
 
     has_head = False

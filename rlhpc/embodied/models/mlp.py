@@ -27,7 +27,11 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 def mlp(sizes: list[int], outputs: int, activation: str, is_orthogonal: bool, gain: float) -> nn.Sequential:
-    """Builds linear layers with activations between them; `gain` is the gain of the last layer's orthogonal weights."""
+    """Builds linear layers with activations between them; `gain` is the gain of the last layer's orthogonal weights.
+
+    Raises:
+        ConfigError: The activation is unknown.
+    """
     if activation not in ACTIVATIONS:
         raise ConfigError(f"actor.model.activation is {activation!r}; allowed: {', '.join(ACTIVATIONS)}")
     layers: list[nn.Module] = []

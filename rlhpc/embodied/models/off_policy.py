@@ -241,6 +241,9 @@ class ActorCritic(Policy):
     """Actor with Q-networks. The value of an observation is the smallest Q-value of the actor's deterministic action.
 
     `actor.model.kwargs` are `EncoderOptions`, for observations with images.
+
+    Raises:
+        ConfigError: `actor.model.hidden_sizes` is empty.
     """
 
     head: BoundedHead  # type: ignore[assignment]

@@ -83,7 +83,11 @@ class OpenVLAPolicy(TokenPolicy):
         inject_lora(self.proprio_projector, PolicyAdapterConfig(**adapters))
 
     def load(self, cfg: ModelConfig) -> None:
-        """Loads the network, its heads, and the statistics (`TokenPolicy.load`)."""
+        """Loads the network, its heads, and the statistics (`TokenPolicy.load`).
+
+        Raises:
+            ConfigError: An option does not fit the model's head or the observations.
+        """
         space, options = self.observation_space, self.options
         self.vlm, self.tokenizer, settings = load_vlm(cfg, "openvla", self.chunk, self.dim, 0)
         config, self.source = self.vlm.config, folder_of(cfg)

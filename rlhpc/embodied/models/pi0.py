@@ -43,6 +43,9 @@ class Pi0Policy(BaseFlowPolicy):
 
     `actor.model`: `model_path` (a Hugging Face folder, or `builtin:tiny`), `dtype`, `add_value_head`; `actor.lora`;
     `kwargs` are `Pi0Options`. State and actions are normalised by the statistics, then padded.
+
+    Raises:
+        ConfigError: States, actions or prompts are larger than the model allows.
     """
 
     options_type = Pi0Options

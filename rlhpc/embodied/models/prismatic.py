@@ -211,6 +211,9 @@ class OpenVLAConfig(PretrainedConfig):
         n_action_bins: Number of tokens that encode bins of an action component; they are the last tokens before the
             padding.
         norm_stats: Action statistics of each training dataset.
+
+    Raises:
+        ConfigError: The text model is not a Llama model.
     """
 
     model_type = "openvla"

@@ -142,7 +142,11 @@ class ResNet10Policy(ImagePolicy):
     start_options = ("weights",)
 
     def encoder(self, num_channels: int, height: int, width: int) -> nn.Sequential:
-        """Builds the network that encodes images (`ImagePolicy.encoder`)."""
+        """Builds the network that encodes images (`ImagePolicy.encoder`).
+
+        Raises:
+            ConfigError: The number of channels is not a multiple of 3.
+        """
         if num_channels % 3:
             raise ConfigError(
                 f"model_type resnet10 needs RGB images; these have {num_channels} channels: choose resnet or cnn"

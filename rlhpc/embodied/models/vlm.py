@@ -282,6 +282,9 @@ class VlmInputs:
         num_state_tokens: Number of further placeholder tokens after all images, for the state.
         suffix_ids: Token ids after the prompt.
         lowercase: True converts the instruction to lower case.
+
+    Raises:
+        ConfigError: The observations have no images, or images that are not uint8 `[H, W, 3·cameras]`.
     """
 
     def __init__(

@@ -52,7 +52,11 @@ class Message(NamedTuple):
 def pack_message(
     fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray], max_json_bytes: int = _MAX_JSON_BYTES
 ) -> list[bytes]:
-    """Serializes a message, without its HMAC."""
+    """Serializes a message, without its HMAC.
+
+    Raises:
+        ValueError: The message is too long.
+    """
     contiguous_arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     array_headers = {name: [array.dtype.name, list(array.shape)] for name, array in contiguous_arrays.items()}
     body = b"".join(array.tobytes() for array in contiguous_arrays.values())

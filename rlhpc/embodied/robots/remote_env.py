@@ -55,6 +55,9 @@ class DistantRobotVectorEnv(OneRobotEnv):
         num_envs: 1.
         slot_offset: Global number of the slot.
         seed: Seed of the run.
+
+    Raises:
+        ConfigError: `env.train.kwargs` has unknown keys.
     """
 
     timing: Timing

@@ -79,7 +79,7 @@ class RobotVectorEnv(OneRobotEnv):
         kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
         pace = Pace.of(num_envs, kwargs)
         self.control_hz = pace.hz
-        self._period, self._stops_late = 1.0 / pace.hz, pace.late_action == "stop"
+        self._period, self._stops_on_late_action = 1.0 / pace.hz, pace.late_action == "stop"
         if robot is None:
             self._core = safe_robot(cfg.env_id, "env.env_id", kwargs, pace.limits)
         elif isinstance(robot, SafetyCore):
@@ -164,7 +164,7 @@ class RobotVectorEnv(OneRobotEnv):
         """Sends the command, waits for the end of the step, and returns the driver's verdict on the step."""
         previous_observation = self._core.observation
         step_end = self._step_start + self._period
-        within_s = max(step_end - time.monotonic(), 0.0) + self._period if self._stops_late else None
+        within_s = max(step_end - time.monotonic(), 0.0) + self._period if self._stops_on_late_action else None
         sent_time = self._core.command(actions[0], within_s)
         self._step_start = max(step_end, sent_time)
         assert previous_observation is not None

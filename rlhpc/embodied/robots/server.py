@@ -46,6 +46,9 @@ class RobotRoute:
         key: Key with the run's address.
         ssh: Arguments for ssh: options and a host that can reach the address; empty to connect directly.
         address: Address `HOST:PORT` that replaces the run's address, such as the end of an existing tunnel.
+
+    Raises:
+        ConfigError: The address is not HOST:PORT.
     """
 
     def __init__(self, key: Key, ssh: str = "", address: str = "") -> None:

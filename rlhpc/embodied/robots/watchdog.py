@@ -20,7 +20,7 @@ from collections.abc import Callable
 import cloudpickle
 
 from rlhpc.runtime.imports import python_path, run_module
-from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.os_resources import readable_descriptors
 
 _BEAT = struct.Struct("!?d")
 _READY, _STOPPED, _QUIT = b"ready", b"stopped", b"quit"
@@ -110,7 +110,7 @@ def watch(sock: socket.socket) -> None:
     sock.send(_READY)
     is_moving, silence_s = False, 1.0
     while True:
-        if not readable([sock.fileno()], silence_s):
+        if not readable_descriptors([sock.fileno()], silence_s):
             if is_moving:
                 is_moving = False
                 _stop(stop)

@@ -42,7 +42,7 @@ class PeerLeft(Exception):
     """Error raised when the peer of an exchange has left. The run continues without the peer."""
 
 
-def until_left(group: str, rank: int) -> Callable[[], None]:
+def leave_check(group: str, rank: int) -> Callable[[], None]:
     """Returns a function to call repeatedly while waiting for a rank. The function raises `PeerLeft` once the rank has
     left.
     """
@@ -68,7 +68,7 @@ def get_until_left(channel: Any, key: str, peer: Peer, check_alive: Callable[[],
         channel: Channel.
         key: Key of the item.
         peer: Sending rank.
-        check_alive: Function from `until_left`.
+        check_alive: Function from `leave_check`.
 
     Raises:
         PeerLeft: The rank has gone without sending the item, or the item was lost with it.
@@ -200,7 +200,7 @@ class ChannelLink:
 
     def __init__(self, out: Any, out_key: str, inbound: Any, in_key: str, peer: Peer) -> None:
         self._out, self._out_key, self._in, self._in_key = out, out_key, inbound, in_key
-        self._peer, self._check = peer, until_left(*peer)
+        self._peer, self._check = peer, leave_check(*peer)
 
     def put(self, array: Any) -> None:
         """Sends an array to the other end."""
@@ -316,7 +316,7 @@ def agree_on_device(worker: Worker, slots: SlotMap, can_stay: Sequence[bool] = (
 def _receive(channel: Any, key: str, peer: Peer) -> Any:
     """Receives a value from a rank; returns None if the rank has left, which the link detects, too."""
     try:
-        return get_until_left(channel, key, peer, until_left(*peer))
+        return get_until_left(channel, key, peer, leave_check(*peer))
     except PeerLeft:
         return None
 
@@ -386,6 +386,6 @@ def _open_mailboxes(
             is_first=is_env,
             peer=f"{peer[0]}-{peer[1]}",
             deadline=context.wait_deadline,
-            check=until_left(*peer),
+            check=leave_check(*peer),
         )
     return mailboxes[""] if "" in mailboxes else MailboxLink(mailboxes, is_env)

@@ -253,16 +253,16 @@ class SlotMap:
 
 
 @dataclass(frozen=True)
-class PlayedTurn:
+class PlayedRollout:
     """Rollout of the original ranks, as the actors receive it.
 
     Attributes:
-        turn: The rollout.
+        full_rollout: The rollout.
         slots: Slot map of the rollout.
         lost_ranks: Rollout ranks that were lost after the assignment.
     """
 
-    turn: FullRollout
+    full_rollout: FullRollout
     slots: SlotMap
     lost_ranks: frozenset[int] = frozenset()
 
@@ -273,15 +273,15 @@ class Source:
 
     Attributes:
         slots: Slot map of the run.
-        played_turns: Rollouts of the step by the original ranks.
-        later_turns: Numbers of the rollouts in progress, which are received later.
+        played_rollouts: Rollouts of the step by the original ranks.
+        later_rollouts: Numbers of the rollouts in progress, which are received later.
         units: Keys of each unit's shards, in order, if joined env ranks have played a part of the step.
         useless_keys: Keys of shards that must be dropped.
     """
 
     slots: SlotMap
-    played_turns: tuple[PlayedTurn, ...] = ()
-    later_turns: frozenset[int] = frozenset()
+    played_rollouts: tuple[PlayedRollout, ...] = ()
+    later_rollouts: frozenset[int] = frozenset()
     units: list[list[int]] | None = None
     useless_keys: tuple[int, ...] = ()
 

@@ -58,6 +58,7 @@ def dagger(
 
     Raises:
         ConfigError: The configuration does not describe a run of behaviour cloning.
+        RlhpcError: A round was stopped before its end.
     """
     if intervene is not None:
         named_intervention(intervene)  # checks the source before the first round, which may take long

@@ -82,9 +82,9 @@ class OffPolicyRunner(OffPolicySteps, PlayingRunner[SacConfig]):
         """Forgets the rollout of a step that was not played (`OffPolicySteps.forget_rollout`)."""
         self.sources.forget(step)
 
-    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
-        """Makes the rollout ranks act in a turn (`PlayingRunner.generate`). The run's first actions are random."""
-        return rollout.generate(turn, self.num_random_decisions)
+    def generate(self, rollout: WorkerGroup, full_rollout: FullRollout) -> Any:
+        """Makes the rollout ranks act in a full rollout (`PlayingRunner.generate`). The run's first actions are random."""
+        return rollout.generate(full_rollout, self.num_random_decisions)
 
     def has_random_actions(self, step: int) -> bool:
         """Returns whether all actions of a step are random (`PlayingRunner.has_random_actions`)."""

@@ -593,9 +593,9 @@ class PlayingRunner(RolloutRunner[Cfg]):
         """Drops the steps that were played before the training needed them."""
         self.loop.begin(self.step)
 
-    def generate(self, rollout: WorkerGroup, turn: FullRollout) -> Any:
+    def generate(self, rollout: WorkerGroup, full_rollout: FullRollout) -> Any:
         """Starts a rollout on the rollout ranks; returns a handle."""
-        return rollout.generate(turn)
+        return rollout.generate(full_rollout)
 
     def has_random_actions(self, step: int) -> bool:
         """Returns whether all actions of a step are random."""

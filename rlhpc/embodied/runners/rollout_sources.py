@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.evaluation.episodes import EvaluationRows
-from rlhpc.embodied.rollout.slot_map import PlayedTurn, SlotMap, Source
+from rlhpc.embodied.rollout.slot_map import PlayedRollout, SlotMap, Source
 from rlhpc.embodied.rollout.step_outcomes import merge_reports
 from rlhpc.embodied.rollout.work_sharing import PLAYED, DeliveredShard, FullRollout, ShardTracker, keys_of, shares
 from rlhpc.runs.replicas import CompletedCall, Originals, Replicas
@@ -185,17 +185,17 @@ _MAX_IMBALANCE = 1.25
 
 
 @dataclasses.dataclass
-class _PendingTurn:
-    """Turn in progress.
+class _PendingRollout:
+    """Full rollout in progress.
 
     Attributes:
-        turn: Decisions of the turn.
-        slots: Slot map of the turn.
+        full_rollout: Decisions of the full rollout.
+        slots: Slot map of the full rollout.
         rollout_call, env_call: Handles of the calls of rollout and env ranks.
-        lost_ranks: Rollout ranks lost since the turn began.
+        lost_ranks: Rollout ranks lost since the full rollout began.
     """
 
-    turn: FullRollout
+    full_rollout: FullRollout
     slots: SlotMap
     rollout_call: Any
     env_call: Any
@@ -218,8 +218,8 @@ class RolloutSources:
         num_decisions: `algorithm.rollout_steps`.
         max_ahead: Maximum number of steps that may be played ahead of the actors.
         is_divisible: True if several ranks may play the decisions of a slot in a step, one after the other.
-        num_parts: Number of parts into which a step's decisions are split; each part is a turn.
-        generate: Makes the rollout ranks act in a turn; returns a handle.
+        num_parts: Number of parts into which a step's decisions are split; each part is a full rollout.
+        generate: Makes the rollout ranks act in a full rollout; returns a handle.
         has_random_actions: Returns whether all actions of a step are random.
         restarts: Returns how often ranks of a group may be restarted.
         timeout: Maximum duration of a step, in seconds.
@@ -248,8 +248,12 @@ class RolloutSources:
         self._env_group, self.env, self._rollout_group, self.rollout = env, Originals(env), rollout, Originals(rollout)
         self._actor, self._generate = actor, generate
         self.slots, self._max_ahead, self._timeout = slots, max_ahead, timeout
-        self._decisions, self._divisible, self._turn_size = num_decisions, is_divisible, num_decisions // num_parts
-        self._num_turns = 0
+        self._decisions, self._divisible, self._full_rollout_size = (
+            num_decisions,
+            is_divisible,
+            num_decisions // num_parts,
+        )
+        self._num_rollouts = 0
         self._original_ranks = range(env.world_size)
         self._present_env_ranks, self._acting_ranks = list(self._original_ranks), list(range(rollout.world_size))
         self._joined_envs = JoinedEnvRanks(env, actor, slots, num_decisions, max_ahead, has_random_actions, timeout)
@@ -305,7 +309,7 @@ class RolloutSources:
         self.connect()
 
     def begin(self, step: int) -> None:
-        """Prepares the step after `step`: drops turns in progress and resets the state of joined ranks."""
+        """Prepares the step after `step`: drops full rollouts in progress and resets the state of joined ranks."""
         self.forget(step)
         if not self._max_ahead:
             return
@@ -320,10 +324,10 @@ class RolloutSources:
         self._keep_connected()
 
     def forget(self, step: int) -> None:
-        """Drops all turns in progress; the next step follows `step`."""
+        """Drops all full rollouts in progress; the next step follows `step`."""
         self._completed_step, self._next_step = step, step + 1
-        #: Turns in progress, in order.
-        self._pending_turns: list[_PendingTurn] = []
+        #: Full rollouts in progress, in order.
+        self._pending_rollouts: list[_PendingRollout] = []
 
     # -- ranks that join and leave --------------------------------------------------------------------------------
 
@@ -346,8 +350,8 @@ class RolloutSources:
         self._present_env_ranks = [rank for rank in self._present_env_ranks if rank not in lost_envs]
         self._acting_ranks = [rank for rank in self._acting_ranks if rank not in lost_rollouts]
         self._needs_reconnect = self._needs_reconnect or bool(lost_rollouts)
-        for pending_turn in self._pending_turns:
-            pending_turn.lost_ranks |= lost_rollouts
+        for pending_rollout in self._pending_rollouts:
+            pending_rollout.lost_ranks |= lost_rollouts
         self._num_lost += len(lost_envs) + len(lost_rollouts)
         return bool(lost_envs or lost_rollouts)
 
@@ -397,9 +401,9 @@ class RolloutSources:
         """
         if not self._needs_reconnect:
             return
-        for pending_turn in self._pending_turns:
-            pending_turn.rollout_call.wait(self._timeout)
-            pending_turn.env_call.wait(self._timeout)
+        for pending_rollout in self._pending_rollouts:
+            pending_rollout.rollout_call.wait(self._timeout)
+            pending_rollout.env_call.wait(self._timeout)
         while self._needs_reconnect:
             self._remove_lost()
             self._await_rollouts()
@@ -481,7 +485,7 @@ class RolloutSources:
     @property
     def in_progress(self) -> bool:
         """True while steps are being played."""
-        return bool(self._pending_turns or self._joined_envs.tracker.steps)
+        return bool(self._pending_rollouts or self._joined_envs.tracker.steps)
 
     def start_until(self, last_step: int) -> None:
         """Starts all steps up to `last_step` that have not been started, with the weights that have just been sent."""
@@ -507,7 +511,7 @@ class RolloutSources:
         if original_decisions < self._decisions and duration <= _MAX_IMBALANCE:
             self._play_decisions(step, 0, original_decisions)
             self._joined_envs.add_step(step, self._decisions - original_decisions, num_pieces)
-        elif (self._joined_envs.can_play_step() and self._pending_turns) or (
+        elif (self._joined_envs.can_play_step() and self._pending_rollouts) or (
             self._joined_envs.ranks and not self._present_env_ranks
         ):
             self._joined_envs.add_step(step)
@@ -517,19 +521,21 @@ class RolloutSources:
     def _play_decisions(self, step: int, begin: int, num_decisions: int) -> None:
         end_decision = begin + num_decisions
         while begin < end_decision:
-            self._num_turns += 1
-            next_cut = (begin // self._turn_size + 1) * self._turn_size
-            turn = FullRollout(self._num_turns, step, begin, min(end_decision, next_cut) - begin)
-            acting_handle = self._generate(self._select_acting_group(), turn)
-            self._pending_turns.append(_PendingTurn(turn, self.slots, acting_handle, self._call_envs("interact", turn)))
-            begin += turn.num_decisions
+            self._num_rollouts += 1
+            next_cut = (begin // self._full_rollout_size + 1) * self._full_rollout_size
+            full_rollout = FullRollout(self._num_rollouts, step, begin, min(end_decision, next_cut) - begin)
+            acting_handle = self._generate(self._select_acting_group(), full_rollout)
+            self._pending_rollouts.append(
+                _PendingRollout(full_rollout, self.slots, acting_handle, self._call_envs("interact", full_rollout))
+            )
+            begin += full_rollout.num_decisions
 
     def plays(self, step: int) -> bool:
         """Returns whether the initial ranks play a part of a step; ranks that joined later may play the rest."""
-        return bool(self._list_turns(step))
+        return bool(self._list_rollouts(step))
 
-    def _list_turns(self, step: int) -> list[_PendingTurn]:
-        return [pending_turn for pending_turn in self._pending_turns if pending_turn.turn.step == step]
+    def _list_rollouts(self, step: int) -> list[_PendingRollout]:
+        return [pending for pending in self._pending_rollouts if pending.full_rollout.step == step]
 
     def wait_for_shards(self, step: int) -> list[list[DeliveredShard]] | None:
         """Waits for the joined ranks' shards of a step; returns None if the original ranks play the whole step."""
@@ -538,22 +544,28 @@ class RolloutSources:
         shards = self._joined_envs.wait_for_step(step, self._completed_step)
         if shards is None:
             note(f"all ranks that joined have gone: step {step} is played by those that the run started with")
-            begin_decision = sum(pending_turn.turn.num_decisions for pending_turn in self._list_turns(step))
+            begin_decision = sum(pending.full_rollout.num_decisions for pending in self._list_rollouts(step))
             self._play_decisions(step, begin_decision, self._decisions - begin_decision)
         return shards
 
     def receive(self, step: int, shards: list[list[DeliveredShard]] | None = None) -> Any:
         """Makes the actors receive a step, with the joined ranks' shards (`wait_for_shards`); returns a handle."""
-        present_ranks, turns = {*self._rollout_group.present}, self._list_turns(step)
-        acted_turns = [
-            PlayedTurn(turn.turn, turn.slots, frozenset(turn.lost_ranks | ({*turn.slots.acting_ranks} - present_ranks)))
-            for turn in turns
+        present_ranks, step_rollouts = {*self._rollout_group.present}, self._list_rollouts(step)
+        played_rollouts = [
+            PlayedRollout(
+                pending.full_rollout,
+                pending.slots,
+                frozenset(pending.lost_ranks | ({*pending.slots.acting_ranks} - present_ranks)),
+            )
+            for pending in step_rollouts
         ]
-        later_turns = {turn.turn.number for turn in self._pending_turns if turn not in turns}
+        later_rollouts = {
+            pending.full_rollout.number for pending in self._pending_rollouts if pending not in step_rollouts
+        }
         unit_keys = None if shards is None else keys_of(shards)
         useless_shards = () if shards is None else tuple(self._joined_envs.tracker.pop_useless_keys())
         return self._actor.receive(
-            step, Source(self.slots, tuple(acted_turns), frozenset(later_turns), unit_keys, useless_shards)
+            step, Source(self.slots, tuple(played_rollouts), frozenset(later_rollouts), unit_keys, useless_shards)
         )
 
     def outcome(
@@ -568,16 +580,18 @@ class RolloutSources:
         """
         episodes = [report.episodes for unit_reports in shards or () for report in unit_reports]
         joined_s, act_s, simulate_s = max((float(report["busy_s"].max()) for report in episodes), default=0.0), 0.0, 0.0
-        turns = self._list_turns(step)
-        for turn in turns:
-            reports = turn.env_call.wait(self._timeout)
+        step_rollouts = self._list_rollouts(step)
+        for pending in step_rollouts:
+            reports = pending.env_call.wait(self._timeout)
             simulate_s += max((float(report["busy_s"].max()) for report in reports), default=0.0)
-            acting_reports = turn.rollout_call.wait(self._timeout)
+            acting_reports = pending.rollout_call.wait(self._timeout)
             act_s += max((acting_report["busy_s"] for acting_report in acting_reports), default=0.0)
             self._transfer_reports += acting_reports
-            # A report counts restarts since the rank's start, so only the last turn's reports are counted.
-            episodes += reports if turn is turns[-1] else [{**report, "restarts": np.zeros(1)} for report in reports]
-            self._pending_turns.remove(turn)
+            # A report counts restarts since the rank's start, so only the last full rollout's reports are counted.
+            episodes += (
+                reports if pending is step_rollouts[-1] else [{**report, "restarts": np.zeros(1)} for report in reports]
+            )
+            self._pending_rollouts.remove(pending)
         return merge_reports(episodes), act_s, max(joined_s, simulate_s)
 
     def joined_decisions(self, shards: list[list[DeliveredShard]] | None) -> Counter[int]:

@@ -21,8 +21,8 @@ from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_sta
 from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import RolloutBatch
 from rlhpc.embodied.models.base import Policy
-from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, until_left
-from rlhpc.embodied.rollout.slot_map import PlayedTurn, SlotMap, Source
+from rlhpc.embodied.rollout.env_link import Peer, PeerLeft, get_until_left, leave_check
+from rlhpc.embodied.rollout.slot_map import PlayedRollout, SlotMap, Source
 from rlhpc.embodied.training import PolicyBlueprint
 from rlhpc.embodied.workers.env import WEIGHTS_SENT
 from rlhpc.runs.device import set_up_process, worker_device
@@ -330,7 +330,7 @@ class TrajectoryReceiver:
     def __init__(self, cfg: PpoConfig | SacConfig, slots: SlotMap, rank: int, *, needs_lags: bool = False) -> None:
         self.share, self._rank, self._skips_nonfinite = slots.actor_share(rank), rank, skips(cfg)
         self._needs_lags = needs_lags
-        #: Batches of later turns that arrived early, by key and turn number.
+        #: Batches of later full rollouts that arrived early, by key and full rollout number.
         self._early_batches: defaultdict[str, dict[int, RolloutBatch[np.ndarray]]] = defaultdict(dict)
         #: Empty columns with the shapes and dtypes of the last message, from which missing batches are built.
         self._empty_columns: dict[str, np.ndarray] = {}
@@ -348,29 +348,30 @@ class TrajectoryReceiver:
         """
         slots = source.slots
         self._discard(slots, source.useless_keys)
-        rollout_numbers = [played_turn.turn.number for played_turn in source.played_turns]
-        turns = [
-            self._receive_turn(acted, source.later_turns.union(rollout_numbers[index + 1 :]), step)
-            for index, acted in enumerate(source.played_turns)
+        rollout_numbers = [played_rollout.full_rollout.number for played_rollout in source.played_rollouts]
+        full_rollouts = [
+            self._receive_rollout(acted, source.later_rollouts.union(rollout_numbers[index + 1 :]), step)
+            for index, acted in enumerate(source.played_rollouts)
         ]
         if source.units is not None:
-            turns.append(
+            full_rollouts.append(
                 [self._receive_unit(slots, source.units[unit_index], step) for unit_index in slots.units_of(self._rank)]
             )
-        batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in turns], axis=1)
+        batch = RolloutBatch.join([RolloutBatch.join(unit_batches, axis=0) for unit_batches in full_rollouts], axis=1)
         batch = mark_nonfinite(batch, step, self.share, self._rank, skips=self._skips_nonfinite)
         return batch if batch.version is not None else replace(batch, version=step - 1)
 
-    def _receive_turn(
-        self, played_turn: PlayedTurn, later_turns: frozenset[int], step: int
+    def _receive_rollout(
+        self, played_rollout: PlayedRollout, later_rollouts: frozenset[int], step: int
     ) -> list[RolloutBatch[np.ndarray]]:
-        """Receives the rollout ranks' transitions of a turn, in slot order."""
-        turn_sources = played_turn.slots.sources_of(self._rank)
+        """Receives the rollout ranks' transitions of a full rollout, in slot order."""
+        rollout_sources = played_rollout.slots.sources_of(self._rank)
         batches = [
-            (slots, self._receive_from(played_turn, later_turns, stage, rank)) for stage, rank, slots in turn_sources
+            (slots, self._receive_from(played_rollout, later_rollouts, stage, rank))
+            for stage, rank, slots in rollout_sources
         ]
         received = [
-            self._build_missing_batch(len(slots), played_turn.turn.num_decisions) if batch is None else batch
+            self._build_missing_batch(len(slots), played_rollout.full_rollout.num_decisions) if batch is None else batch
             for slots, batch in batches
         ]
         return [self._add_lags(batch, step) for batch in received]
@@ -379,31 +380,31 @@ class TrajectoryReceiver:
         return batch.with_lags(step - 1) if self._needs_lags else batch
 
     def _receive_from(
-        self, played_turn: PlayedTurn, later_turns: frozenset[int], stage: int, rank: int
+        self, played_rollout: PlayedRollout, later_rollouts: frozenset[int], stage: int, rank: int
     ) -> RolloutBatch[np.ndarray] | None:
-        """Receives a rollout rank's transitions of a turn's stage; returns None if the rank left or was lost before it
+        """Receives a rollout rank's transitions of a full rollout's stage; returns None if the rank left or was lost before it
         sent them.
         """
-        slots, turn_number = played_turn.slots, played_turn.turn.number
+        slots, expected_number = played_rollout.slots, played_rollout.full_rollout.number
         key, peer = slots.to_actor_key(stage, rank, self._rank), (slots.rollout_name, rank)
         early_batches = self._early_batches[key] = {
             rollout_number: early_batch
             for rollout_number, early_batch in self._early_batches[key].items()
-            if rollout_number in {turn_number, *later_turns}
+            if rollout_number in {expected_number, *later_rollouts}
         }
-        batch = early_batches.pop(turn_number, None)
+        batch = early_batches.pop(expected_number, None)
         try:
             while batch is None:
-                # a message of a later turn shows that another rank has replaced the lost rank
-                if any(rollout_number > turn_number for rollout_number in early_batches):
+                # a message of a later full rollout shows that another rank has replaced the lost rank
+                if any(rollout_number > expected_number for rollout_number in early_batches):
                     return None
-                message = self._receive_message(key, peer, has_left=rank in played_turn.lost_ranks)
-                rollout_number = message.pop("turn")
-                if rollout_number == turn_number:
+                message = self._receive_message(key, peer, has_left=rank in played_rollout.lost_ranks)
+                rollout_number = message.pop("rollout")
+                if rollout_number == expected_number:
                     batch = RolloutBatch.from_columns(message)
-                elif rollout_number in later_turns:
+                elif rollout_number in later_rollouts:
                     early_batches[rollout_number] = RolloutBatch.from_columns(message)
-                # a message of any other turn is outdated
+                # a message of any other full rollout is outdated
         except PeerLeft:
             return None
         self._empty_columns = {
@@ -413,7 +414,7 @@ class TrajectoryReceiver:
 
     def _receive_message(self, key: str, peer: Peer, *, has_left: bool) -> dict[str, Any]:
         if not has_left:
-            return get_until_left(self._trajectories, key, peer, until_left(*peer))
+            return get_until_left(self._trajectories, key, peer, leave_check(*peer))
         try:
             return self._trajectories.get(key=key, timeout=_LAST_MESSAGE_S)
         except (ChannelError, DeadlineExceeded, SegmentGone) as error:

@@ -135,7 +135,7 @@ class BcActor(PolicyTrainer[BcConfig]):
             self.log.warning("left out: %s", problem)
         labels = self._label_improvements(demos, spaces[0]) if cfg.algorithm.value_model else None
         self._open_stream(demos, spaces[0], labels)
-        parameters = float(self.backend.parameters_trained)
+        parameters = float(self.backend.num_trained_parameters)
         self.log.info(
             "clones %d episodes with %d parameters of %s on %s", self.episodes, parameters, cfg.actor.model.model_type,
             self.device,
@@ -372,8 +372,8 @@ class BcActor(PolicyTrainer[BcConfig]):
         return float(sum(losses))
 
     def _loss(self, module: nn.Module, micro_batch: DemoMicroBatch) -> tuple[torch.Tensor, Metrics]:
-        """Returns a micro-batch's summand of the loss of a minibatch with `count` rows, and the loss terms. An idle
-        micro-batch has loss 0.
+        """Returns a micro-batch's share of its minibatch's mean loss, and the policy and value terms of this share. The share
+        of an idle micro-batch is 0.
         """
         losses = self._losses(module, (micro_batch.columns, micro_batch.count))
         loss = losses[0] + self.value_coef * losses[1]
@@ -382,8 +382,11 @@ class BcActor(PolicyTrainer[BcConfig]):
         return loss, {"losses": torch.stack(losses)}
 
     def _losses(self, module: nn.Module, batch_count: tuple[Batch, int]) -> list[torch.Tensor]:
-        """Returns the summands that a batch contributes to the policy loss and the value loss of a minibatch with `count`
-        rows.
+        """Returns a batch's shares of the mean policy loss and the mean value loss of its minibatch.
+
+        Args:
+            module: The policy.
+            batch_count: The batch, and the number of rows of its minibatch, by which the sums are divided.
         """
         batch, num_rows = to_tensors(batch_count[0], self.device), batch_count[1]
         obs, actions, has_returns = batch["obs"], batch["actions"], self.has_returns

@@ -111,15 +111,15 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             self.log.info("observations stay on the accelerator on their way to the policy")
         self._outcomes = self.connect_channel(OUTCOMES)
 
-    def interact(self, turn: FullRollout) -> dict[str, np.ndarray]:
-        """Simulates the decisions of a turn in every slot.
+    def interact(self, full_rollout: FullRollout) -> dict[str, np.ndarray]:
+        """Simulates the decisions of a full rollout in every slot.
 
         While the policy acts on one stage, this rank simulates the other stages. If a rollout rank is lost, its slots
         get copies of other slots' actions for the rest of the step. These transitions are not trained on, and episodes
         with such actions are not reported. A stage without rollout ranks pauses.
 
         If a rollout is one complete episode per slot, every slot first begins a new episode. The episode's start
-        depends only on seed, step and turn.
+        depends only on seed, step and full rollout.
 
         Returns:
             Report of the episodes that ended, with counts (`EpisodeLog.report`).
@@ -128,15 +128,15 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
             NonFinite: A simulator returned a non-finite number, and `runner.on_nonfinite` is stop.
         """
         stages, start_time, self._wait_s = range(self.slots.num_stages), time.perf_counter(), 0.0
-        outcomes = [self.outcomes_of(turn.step, slots) for slots in self.shares]
+        outcomes = [self.outcomes_of(full_rollout.step, slots) for slots in self.shares]
         if self.shape().single_episode:
-            self.new_episodes(turn.step, turn.begin)
+            self.new_episodes(full_rollout.step, full_rollout.begin)
         episodes, num_device_messages_before = EpisodeLog(), current().service.device_channel.num_device_messages
         for stage in stages:
             if (refreshed_obs := self.envs[stage].refresh()) is not None:  # a robot may have moved
                 self.obs[stage] = refreshed_obs
             self._send_obs(stage, outcomes[stage], 0)
-        for t in range(turn.num_decisions):
+        for t in range(full_rollout.num_decisions):
             for stage in stages:
                 env, actions = self.envs[stage], self._receive_actions(stage)
                 if actions is None:
@@ -145,15 +145,18 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
                     obs, rewards, terminations, truncations, infos = env.chunk_step(actions)
                 self.obs[stage] = obs
                 episodes.count_actions(infos)
-                if t + 1 < turn.num_decisions:
+                if t + 1 < full_rollout.num_decisions:
                     self._send_obs(stage, outcomes[stage], t + 1)
                 ended_slots = outcomes[stage].add(t, rewards, terminations, truncations, infos)
                 if ended_slots is not None:
                     episodes.add(
-                        turn.begin + t, self.shares[stage].start, infos, self._select_policy_slots(stage, ended_slots)
+                        full_rollout.begin + t,
+                        self.shares[stage].start,
+                        infos,
+                        self._select_policy_slots(stage, ended_slots),
                     )
         for stage in stages:
-            self._send_outcomes(stage, outcomes[stage], turn.num_decisions)
+            self._send_outcomes(stage, outcomes[stage], full_rollout.num_decisions)
         num_device_messages = current().service.device_channel.num_device_messages - num_device_messages_before
         on_accelerator = sum(
             len(peers) for env, peers in zip(self.envs, self.peers, strict=True) if env.can_stay_on_device
@@ -161,7 +164,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         return episodes.report(
             num_restarts=sum(env.restarts for env in self.envs),
             by_device=num_device_messages,
-            by_host=max(0, on_accelerator * (turn.num_decisions + 1) - num_device_messages),
+            by_host=max(0, on_accelerator * (full_rollout.num_decisions + 1) - num_device_messages),
             busy_s=time.perf_counter() - start_time - self._wait_s,
             timing=[env.timing for env in self.envs],
         )

@@ -135,7 +135,7 @@ def choose_actions(policy: ActorCritic, inputs: Any, noise: torch.Tensor, *, ran
 
 
 def _make_outcome_shape(cfg: SacConfig, action_space: Any) -> OutcomeShape:
-    """Returns the options of outcomes; with a source of interventions, transitions need the executed actions."""
+    """Returns the shape of step outcomes. They contain the executed actions if a source of interventions is configured."""
     if cfg.env.train.intervene.source is None:
         return OutcomeShape()
     action_shape = (cfg.actor.model.num_action_chunks, int(np.prod(action_space.shape)))
@@ -163,10 +163,10 @@ class OffPolicyRolloutWorker(ActingWorker[SacConfig]):
         """Builds the policy with newly initialized weights."""
         return build_model(self.cfg.actor.model, observation_space, action_space)
 
-    def generate(self, turn: FullRollout, random_steps: int = 0) -> dict[str, float]:
-        """Acts for a turn (`ActingWorker.generate`); the actions of the run's first `random_steps` transitions are random."""
-        self._num_random = num_random_left(self.cfg, random_steps, turn.step, turn.begin)
-        return super().generate(turn)
+    def generate(self, full_rollout: FullRollout, random_steps: int = 0) -> dict[str, float]:
+        """Acts for a full rollout (`ActingWorker.generate`); actions of the first `random_steps` transitions are random."""
+        self._num_random = num_random_left(self.cfg, random_steps, full_rollout.step, full_rollout.begin)
+        return super().generate(full_rollout)
 
     def set_random_actions(self, is_random: bool) -> None:
         """Sets whether the next actions are random (`ActingWorker.set_random_actions`)."""

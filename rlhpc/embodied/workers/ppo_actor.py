@@ -72,7 +72,7 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
             may_mask_rows=self.may_mask_rows,
         )
         self.open_sync(slots, cfg.rollout)
-        num_parameters = self.backend.parameters_trained
+        num_parameters = self.backend.num_trained_parameters
         self.log.info("trains %d parameters of %s on %s", num_parameters, cfg.actor.model.model_type, self.device)
         return num_parameters
 
@@ -101,11 +101,13 @@ class EmbodiedActor(PolicyTrainer[PpoConfig]):
         counts_by_part: list[RolloutCounts] = []
 
         def receive_part(part_number: int) -> TrainBatch:
-            later_turns = (played_turn.turn.number for played_turn in source.played_turns[part_number + 1 :])
+            later_rollouts = (
+                played_rollout.full_rollout.number for played_rollout in source.played_rollouts[part_number + 1 :]
+            )
             shard_source = replace(
                 source,
-                played_turns=source.played_turns[part_number : part_number + 1],
-                later_turns=source.later_turns.union(later_turns),
+                played_rollouts=source.played_rollouts[part_number : part_number + 1],
+                later_rollouts=source.later_rollouts.union(later_rollouts),
             )
             batch, rollout_counts = self._receive_part(step, shard_source)
             counts_by_part.append(rollout_counts)

@@ -21,7 +21,7 @@ from rlhpc.embodied.envs.observations import as_arrays, columns_of, count_rows, 
 from rlhpc.embodied.evaluation.episodes import EvaluationRows, evaluation_rows
 from rlhpc.embodied.models import Policy, build_model, policy_section
 from rlhpc.embodied.models.base import noise_of_decision
-from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, open_links, until_left
+from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, get_until_left, leave_check, open_links
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, TRAJECTORIES, SlotMap, relative_slice
 from rlhpc.embodied.rollout.step_outcomes import OutcomeShape, SlotOutcomes, next_values, ppo_shape, unknown_outcomes
 from rlhpc.embodied.rollout.work_sharing import FullRollout
@@ -123,7 +123,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         self.log.info("acts with %s on %s for %d of %d slots", model, self.device, num_slots, slots.num_envs)
         self.links = open_links(self, self.slots, self.policy.observation_space, agree_on_device(self, slots))
         env_ranks = {rank for peers in self.peers for rank, _ in peers} - slots.absent
-        self._watches = {rank: until_left(slots.env_name, rank) for rank in env_ranks}
+        self._watches = {rank: leave_check(slots.env_name, rank) for rank in env_ranks}
         self._outcomes = self.connect_channel(OUTCOMES)
         self._trajectories = self.connect_channel(TRAJECTORIES)
         self.stay_until_let_go()  # env ranks wait for this rank's actions, also in steps that the rank has not begun
@@ -145,8 +145,8 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
     # -- rollout --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def generate(self, turn: FullRollout) -> dict[str, float]:
-        """Acts for the decisions of a turn in every slot, then sends the trajectories to the actors.
+    def generate(self, full_rollout: FullRollout) -> dict[str, float]:
+        """Acts for the decisions of a full rollout in every slot, then sends the trajectories to the actors.
 
         Noise is seeded by (seed, step, decision, slot), so that an action depends neither on the acting rank nor on the
         other slots of the batch.
@@ -154,21 +154,21 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             `busy_s`: seconds in which the rank did not wait for simulators; and the values of `TransferTotals.pop`.
         """
-        start_time, self._wait_s, self._turn = time.perf_counter(), 0.0, turn
+        start_time, self._wait_s, self._full_rollout = time.perf_counter(), 0.0, full_rollout
         for buffer in self.buffers:
-            buffer.num_decisions = turn.num_decisions
+            buffer.num_decisions = full_rollout.num_decisions
         if self.cfg.runner.enable_decoupled_mode:
             self._act_on_arrival()
         else:
-            for t in range(turn.num_decisions):
+            for t in range(full_rollout.num_decisions):
                 for stage in range(self.slots.num_stages):
                     self._act(stage, t)
         self._send_trajectories()
         return {"busy_s": time.perf_counter() - start_time - self._wait_s, **self._transfers.pop()}
 
     def _draw_noise(self, t: int, slots: range) -> torch.Tensor:
-        """Returns the noise of the turn's decision `t` for global slots, on the policy's device."""
-        entropy = (self.seed, self._turn.step, self._turn.begin + t)
+        """Returns the noise of the full rollout's decision `t` for global slots, on the policy's device."""
+        entropy = (self.seed, self._full_rollout.step, self._full_rollout.begin + t)
         return noise_of_decision(self.policy.sample_noise, entropy, slots, self.cfg.env.train, self.device)
 
     def _act(self, stage: int, t: int) -> None:
@@ -204,7 +204,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
                 )
             for peer_key in ready_peer:
                 next_decisions[peer_key] += 1
-                if next_decisions[peer_key] == self._turn.num_decisions:
+                if next_decisions[peer_key] == self._full_rollout.num_decisions:
                     del next_decisions[peer_key]
 
     def _act_on_arrival_in_stage(self, stage: int, decisions: dict[int, int], latest_obs: list[Any]) -> None:
@@ -318,7 +318,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
         send = self._trajectories.put if self.rank < self.slots.num_rollout_ranks else self._trajectories.entrust
         for rank, actor_slots in self.slots.actors_of(stage, self.rank):
             message: dict[str, Any] = batch.of_slots(relative_slice(actor_slots, self.shares[stage])).columns()
-            message["version"], message["turn"] = self.version, self._turn.number
+            message["version"], message["rollout"] = self.version, self._full_rollout.number
             send(message, key=self.slots.to_actor_key(stage, self.rank, rank))
 
     def _merge_outcomes(self, stage: int) -> SlotOutcomes:
@@ -334,7 +334,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             is_gone.append(outcomes is None)
             if outcomes is None:
                 outcomes = unknown_outcomes(
-                    peer_slots, self._turn.num_decisions, self.shape(), self._fill_missing_obs(peer_slots, None)
+                    peer_slots, self._full_rollout.num_decisions, self.shape(), self._fill_missing_obs(peer_slots, None)
                 )
             outcomes_by_peer.append(outcomes.shifted(peer_slots.start - stage_slots.start))
         slot_outcomes = SlotOutcomes.join(outcomes_by_peer)
@@ -342,7 +342,7 @@ class ActingWorker(SavingWorker, Generic[Cfg]):
             peer_sizes = [len(peer_slots) for _, peer_slots in self.peers[stage]]
             slot_outcomes = replace(
                 slot_outcomes,
-                missing=np.repeat(np.repeat(is_gone, peer_sizes)[:, None], self._turn.num_decisions, axis=1),
+                missing=np.repeat(np.repeat(is_gone, peer_sizes)[:, None], self._full_rollout.num_decisions, axis=1),
             )
         return slot_outcomes
 

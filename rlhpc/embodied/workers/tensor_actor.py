@@ -533,7 +533,11 @@ class OffPolicyTensorActor(OffPolicyActor, SimulatingActor[SacConfig]):
         )
 
     def replace_demos(self, demos: np.ndarray | None) -> None:
-        """Refuses labels of interventions, which need simulators on the host (`OffPolicyActor.replace_demos`)."""
+        """Refuses labels of interventions, which need simulators on the host (`OffPolicyActor.replace_demos`).
+
+        Raises:
+            ConfigError: Always, because environments of tensors store no intervention labels.
+        """
         raise ConfigError(
             "env.train.env_type is tensors, and the checkpoint's transitions have labels of interventions; continue the run "
             "with separate ranks"

@@ -67,7 +67,7 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, max_
         slurm_checks.min_job_age(slurm_facts),
         *slurm_checks.walltime(slurm_facts, site),
         *slurm_checks.preemption(slurm_facts, site),
-        *nodes.started(results.jobs),
+        *nodes.job_starts(results.jobs),
         *nodes.srun_options(results, site),
         *nodes.overlapping_steps(results),
         *nodes.meeting_folders(results),

@@ -24,7 +24,7 @@ _MAX_CLOCK_OFFSET_S = 5.0
 _FAST_INTERFACE = re.compile(r"^(ib|hsn|opa|roce)\d")
 
 
-def started(jobs: Iterable[ProbeJob]) -> Iterator[Finding]:
+def job_starts(jobs: Iterable[ProbeJob]) -> Iterator[Finding]:
     """Checks that a probe job started in each partition, and that all of its nodes reported."""
     for job in jobs:
         request = f"{job.nodes} nodes" + (f" with {job.gres}" if job.gres else "")

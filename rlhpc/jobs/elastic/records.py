@@ -241,11 +241,11 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
             event = read_json(line)
         except ValueError:
             continue  # the disk was full, or the line is being written
-        if isinstance(event, dict) and "event" in event and "incarnation" in event and _has_sound_numbers(event):
+        if isinstance(event, dict) and "event" in event and "incarnation" in event and _has_finite_numbers(event):
             yield event
 
 
-def _has_sound_numbers(event: Mapping[str, Any]) -> bool:
+def _has_finite_numbers(event: Mapping[str, Any]) -> bool:
     return is_number(event.get("time") or 0.0) and all(is_count(event.get(k) or 0) for k in ("rank", "accelerators"))
 
 

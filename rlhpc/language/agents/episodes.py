@@ -23,7 +23,7 @@ import numpy as np
 from rlhpc.language.agents.chat_content import content_of, image_processor_of, message_text
 from rlhpc.language.data.images import PromptImageProcessor, PromptImages, concatenate_images
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tokenizer import without_end
+from rlhpc.language.data.tokenizer import strip_end_tokens
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.policy_text import valid_text
 from rlhpc.language.rewards.base import Sample
@@ -364,7 +364,7 @@ class EpisodeRunner:
         self._num_tickets += 1
         self._agent_episodes[self._num_tickets] = episode, request, completion
         # Tags may be special tokens, so these are retained; the end token is not part of the text.
-        ids = without_end(completion.token_ids, self._tokenizer)
+        ids = strip_end_tokens(completion.token_ids, self._tokenizer)
         self._agent_threads.ask(self._num_tickets, episode, self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _receive_answers(self, should_wait: bool) -> None:
@@ -497,7 +497,7 @@ def sample_of(prompt: Prompt, episode: Episode, tokenizer: Any, *, has_finished:
             },
         }
     if response is None:
-        response = tokenizer.decode(without_end(episode.token_ids, tokenizer), skip_special_tokens=True)
+        response = tokenizer.decode(strip_end_tokens(episode.token_ids, tokenizer), skip_special_tokens=True)
     return Sample(
         prompt.question,
         response,

@@ -146,7 +146,11 @@ class PromptImageProcessor:
         return insert_image_parts(prompt.messages, len(prompt.images))
 
     def expand_image_tokens(self, prompt: Prompt, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Repeats each image token as often as its image has tokens; returns the ids and each image's first position."""
+        """Repeats each image token as often as its image has tokens; returns the ids and each image's first position.
+
+        Raises:
+            ConfigError: The images do not fit the prompt.
+        """
         try:
             return self._expand_image_tokens(prompt.images, ids)
         except ConfigError as error:

@@ -72,22 +72,22 @@ def choose(
         ConfigError: The part has too few problems.
     """
     rng = random.Random(f"{cfg.source} {cfg.seed}")
-    num_possible = sum(level_sizes)
+    num_existing = sum(level_sizes)
     num_problems = cfg.size or DEFAULT_SIZE[part]
-    if num_possible <= _MAX_LISTED:
-        problem_numbers = [candidate for candidate in range(num_possible) if keep(candidate)]
+    if num_existing <= _MAX_LISTED:
+        problem_numbers = [candidate for candidate in range(num_existing) if keep(candidate)]
         rng.shuffle(problem_numbers)
         if cfg.size and cfg.size > len(problem_numbers):
             raise ConfigError(
-                f"{key}.size is {cfg.size}, but only {len(problem_numbers)} of all {num_possible} problems are in the "
+                f"{key}.size is {cfg.size}, but only {len(problem_numbers)} of all {num_existing} problems are in the "
                 f"{part} part; "
                 f"leave size out to take up to {DEFAULT_SIZE[part]}, or make kwargs allow more problems"
             )
         return problem_numbers[:num_problems]
     fraction = procedural_fraction(cfg)
-    max_count = int(num_possible * (fraction if part == "eval" else 1 - fraction) / 2)
+    max_count = int(num_existing * (fraction if part == "eval" else 1 - fraction) / 2)
     if num_problems > max_count:
-        raise ConfigError(f"{key}.size is {num_problems}; at most {max_count} problems can be drawn of {num_possible}")
+        raise ConfigError(f"{key}.size is {num_problems}; at most {max_count} problems can be drawn of {num_existing}")
     # A dict, unlike a set, keeps the order of insertion.
     drawn_numbers: dict[int, None] = {}
     while len(drawn_numbers) < num_problems:
@@ -116,9 +116,9 @@ def choose_contents(
         ConfigError: The part has too few different problems.
     """
     rng, fraction = random.Random(f"{cfg.source} {cfg.seed}"), procedural_fraction(cfg)
-    num_problems, num_possible = cfg.size or DEFAULT_SIZE[part], sum(level_sizes)
+    num_problems, num_existing = cfg.size or DEFAULT_SIZE[part], sum(level_sizes)
     candidate_numbers = (
-        range(num_possible) if num_possible <= _MAX_LISTED else rng.sample(range(num_possible), _MAX_LISTED)
+        range(num_existing) if num_existing <= _MAX_LISTED else rng.sample(range(num_existing), _MAX_LISTED)
     )
     shuffled_numbers = list(candidate_numbers)
     rng.shuffle(shuffled_numbers)
@@ -138,7 +138,11 @@ def choose_contents(
 
 
 def locate(problem_number: int, level_sizes: Sequence[int]) -> tuple[int, int]:
-    """Returns the level of a problem, and its number within the level."""
+    """Returns the level of a problem, and its number within the level.
+
+    Raises:
+        IndexError: There is no such problem.
+    """
     for level_index, level_size in enumerate(level_sizes):
         if problem_number < level_size:
             return level_index, problem_number

@@ -18,7 +18,7 @@ from rlhpc.language.data.procedural import DEFAULT_SIZE, is_in_part, section_kwa
 from rlhpc.language.data.prompts import Prompt
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
 from rlhpc.runtime.imports import python_path, run_module
-from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.os_resources import readable_descriptors
 from rlhpc.runtime.plugins import require_package
 from rlhpc.runtime.similar_names import similar_names
 
@@ -272,7 +272,7 @@ class _ProblemProcess:
             try:
                 requests.write(json.dumps([task, kwargs, seed, entry_position]).encode() + b"\n")
                 requests.flush()
-                if not readable([answers.fileno()], _TIMEOUT_S):
+                if not readable_descriptors([answers.fileno()], _TIMEOUT_S):
                     raise DeadlineExceeded(f"problem {entry_position} of {task} was not made in {_TIMEOUT_S} s")
                 problem_entry: Entry = pickle.load(answers)
             except (OSError, EOFError) as error:

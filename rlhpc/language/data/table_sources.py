@@ -66,7 +66,11 @@ class _Table(abc.ABC):
 
 
 class JsonLines(_Table):
-    """Table in a file with one JSON object per line; `.gz` files are decompressed and empty lines skipped."""
+    """Table in a file with one JSON object per line; `.gz` files are decompressed and empty lines skipped.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -148,6 +152,9 @@ class Hdf5File(_Table):
 
     Texts are UTF-8 strings. A column with the attribute `encoding = "json"` holds JSON texts, such as conversations or
     lists of tests.
+
+    Raises:
+        ConfigError: The file cannot be read, has no such group, or has columns of different lengths.
     """
 
     def __init__(self, path: Path, group: str = "/") -> None:
@@ -524,7 +531,11 @@ def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
 
 
 def hf(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
-    """Returns the problems of source `hf`."""
+    """Returns the problems of source `hf`.
+
+    Raises:
+        ConfigError: The path is not set, or there is no such folder.
+    """
     _refuse_kwargs(cfg, key)
     if not cfg.path:
         raise ConfigError(f"{key}.path is not set; source hf reads a folder written by save_to_disk of datasets")

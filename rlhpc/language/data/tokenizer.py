@@ -590,7 +590,7 @@ def end_tokens(model_path: str, config: Any, tokenizer: Any | None) -> frozenset
     return frozenset(int(i) for i in ids)
 
 
-def without_end(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
+def strip_end_tokens(token_ids: Sequence[int], tokenizer: Any) -> list[int]:
     """Returns a response's token ids without a final end token of the model."""
     end_ids = _find_response_ends(tokenizer)
     return list(token_ids[:-1] if token_ids and token_ids[-1] in end_ids else token_ids)

@@ -274,6 +274,6 @@ def _make_unsupported_method(name: str) -> Callable[..., Any]:
 EngineFactory = Callable[..., RolloutBackend]
 
 
-def beyond_context(key: str, configured_limit: int, context: int) -> str:
+def context_error(key: str, configured_limit: int, context: int) -> str:
     """Returns the error message for a `max_model_len` that exceeds the model's context."""
     return f"{key} is {configured_limit}; the model's context is {context} (at most that)"

@@ -225,7 +225,11 @@ class EngineBase(RolloutBackend):
         return min(request.sampling.max_new_tokens, self.context - len(request.prompt_ids))
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queues all of the requests, or none if one is invalid; see `RolloutBackend.add`."""
+        """Queues all of the requests, or none if one is invalid; see `RolloutBackend.add`.
+
+        Raises:
+            ValueError: Two unfinished requests have the same id.
+        """
         new_requests = list(requests)
         ids = [request.id for request in new_requests]
         if len(set(ids)) < len(ids) or not self._active_ids.isdisjoint(ids):

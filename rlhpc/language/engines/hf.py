@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer, first_line
-from rlhpc.language.engines.base import Completion, Request, beyond_context
+from rlhpc.language.engines.base import Completion, Request, context_error
 from rlhpc.language.engines.batch_invariance import STATE_LAYER_TYPES
 from rlhpc.language.engines.common import EngineBase, EngineOptions, checked_update, observed_outputs
 from rlhpc.language.engines.hf_forward import Forward, KVCache, plan_row_moves
@@ -551,7 +551,7 @@ def context_length(config: Any, options: EngineOptions) -> int:
             )
         return int(model_context)
     if model_context is not None and options.max_model_len > model_context:
-        raise ConfigError(beyond_context("rollout.max_model_len", options.max_model_len, model_context))
+        raise ConfigError(context_error("rollout.max_model_len", options.max_model_len, model_context))
     return options.max_model_len
 
 

@@ -332,6 +332,9 @@ class Forward:
             states are those after its last token.
         routing: Routers that are recorded; None if not requested.
         experts: Router choices of the last call, `[tokens, choices]` int16 for each sequence (prefill) or row (decoding).
+
+    Raises:
+        ConfigError: The model's results depend on the batch, so the engine cannot use it.
     """
 
     def __init__(
@@ -552,7 +555,7 @@ class Forward:
     def _find_deviation(self, expected_logits: Tensor) -> str:
         """Probes rows as they are computed now, jointly or row by row; returns how they deviate, "" if they do not.
 
-        A model that keeps states of its own, rather than in the cache, mixes the rows or rejects the passes.
+        A model that keeps state outside of the cache mixes the rows, or rejects the passes.
         """
         is_invariance_probed = self.is_batched and self._cpu
         rows = range(_NUM_BATCH_ROWS) if is_invariance_probed else _PROBE_ROWS

@@ -55,7 +55,11 @@ class MultiPolicyEngine(RolloutBackend):
             self._engines[policy].add(list(policy_requests))
 
     def step(self) -> list[Completion]:
-        """Advances all engines with requests; see `RolloutBackend.step`."""
+        """Advances all engines with requests; see `RolloutBackend.step`.
+
+        Raises:
+            WeightUpdateError: The last weight update was incomplete.
+        """
         if self._broken_update:
             raise WeightUpdateError(self._broken_update)
         return [completion for engine in self._engines if engine.unfinished() for completion in engine.step()]
@@ -95,6 +99,9 @@ class MultiPolicyEngine(RolloutBackend):
 
         Tensors shared by all policies are given once, by their names; a policy's own tensors are named `policy/name`
         (`policy_tensor_name`). The order is arbitrary.
+
+        Raises:
+            WeightUpdateError: The update names an unknown policy, or lacks tensors of a policy.
         """
         self._broken_update = (
             f"the update to version {version} of the policies' weights did not arrive whole; send it again, or restart the "

@@ -409,6 +409,9 @@ class VLLMRollout(VLLMProcess, EngineBase):
         complete. Therefore the caller may drop a tensor, but not write to a tensor, before the update is over. Running
         requests keep their cache with `rollout.keep_cache_on_update`. Otherwise the next step that schedules a request
         prefills its prompt and response so far.
+
+        Raises:
+            WeightUpdateError: vLLM did not apply the adapter.
         """
         self._begin_load(version)
         if self._adapters is not None:

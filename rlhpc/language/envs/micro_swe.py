@@ -126,7 +126,11 @@ class MicroSwe(ToolEnvironment):
 
     @tool
     def replace(self, path: str, old: str, new: str) -> str:
-        """Replaces a text in a file; the text must occur exactly once."""
+        """Replaces a text in a file; the text must occur exactly once.
+
+        Raises:
+            ValueError: The text does not occur exactly once in the file.
+        """
         file_text, num_matches = self._files[self._require_file(path)], self._files[path].count(old) if old else 0
         if num_matches != 1:
             raise ValueError(f"{path} has that text {num_matches} times")

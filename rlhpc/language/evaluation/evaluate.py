@@ -52,7 +52,7 @@ from rlhpc.metrics.logger import ProgressBar
 from rlhpc.metrics.provenance import describe_samples
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, NonFinite
 from rlhpc.runtime.files import expand_home, read_json, replace_durably
-from rlhpc.runtime.text import in_parentheses
+from rlhpc.runtime.text import parenthesized_interval
 
 #: Maximum number of tokens of an answer whose log-probs are written.
 _MAX_DRAWN_TOKENS = 2048
@@ -83,10 +83,10 @@ def _sample(sample: Episode, tokenizer: Any, roles: tuple[str, ...]) -> dict[str
     """Returns the transcript of a sample; see `transcript`."""
     runs: list[dict[str, Any]] = [{"turn": 0, "read": _text(tokenizer, sample.prompt_ids)}]
     run_start = 0
-    for (turn, is_drawn), mask_run in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):
+    for (turn, is_sampled), mask_run in groupby(zip(sample.turn_ids, sample.loss_mask, strict=True)):
         run_end = run_start + len(list(mask_run))
         ids = sample.token_ids[run_start:run_end]
-        if is_drawn:
+        if is_sampled:
             token_logprobs = _pair_tokens(tokenizer, ids, sample.logprobs[run_start:run_end])
             reward = sum(sample.rewards[run_start:run_end])
             runs.append({"turn": turn, "drawn": token_logprobs, **({"reward": reward} if reward else {})})
@@ -244,7 +244,7 @@ def _check_samples(section: EvalDataConfig, suite: str) -> None:
 
 def describe(result: dict[str, Any]) -> str:
     """Formats the result of an evaluation as a line."""
-    interval_text = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    interval_text = parenthesized_interval(result["accuracy_ci95"], ".1%", "95 % interval ")
     summary = f"accuracy {result['accuracy']:.1%}{interval_text} on {result['n']} problems"
     summary += describe_samples(result)
     if result["failed"]:
@@ -336,7 +336,11 @@ def answer_problems(
 def problems_of(
     cfg: LanguageConfig, section: EvalDataConfig, tokenizer: Any, split_part: str = "eval"
 ) -> tuple[Problems, int]:
-    """Returns the tokenized problems of a suite or of training, and the number of problems that are too long."""
+    """Returns the tokenized problems of a suite or of training, and the number of problems that are too long.
+
+    Raises:
+        ConfigError: All prompts are longer than `data.max_prompt_tokens`.
+    """
     key, max_tokens = f"data.eval[{section.name}]" if split_part == "eval" else "data.train", cfg.data.max_prompt_tokens
     dataset = make_dataset(section, split_part, key=key)
     check_problems([term.name for term in cfg.reward.terms], dataset, key)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.metrics.statistics import interval, share_interval
-from rlhpc.runtime.text import in_parentheses
+from rlhpc.runtime.text import parenthesized_interval
 
 _Row = Mapping[str, Any]
 
@@ -30,6 +30,9 @@ def pass_at_k(n: int, num_right: int, k: int) -> float:
     """Returns the probability that k samples, drawn without replacement from a problem's n samples, include a right sample.
 
     1 − C(n − right, k) / C(n, k): the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in exact integers.
+
+    Raises:
+        ValueError: The numbers are outside of 0 <= correct <= n and 1 <= k <= n.
     """
     if not 0 <= num_right <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples, {num_right} of them right, is not defined")
@@ -299,7 +302,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 def describe(result: dict[str, Any]) -> str:
     """Formats the evaluation of a reward model as a line."""
-    interval_part = in_parentheses(result["accuracy_ci95"], ".1%", "95 % interval ")
+    interval_part = parenthesized_interval(result["accuracy_ci95"], ".1%", "95 % interval ")
     line = f"accuracy {result['accuracy']:.1%}{interval_part} on {result['n']} {result['unit']}"
     if result["unit"] == "pairs":
         line += f", margin {result['margin']:.3g}, calibration error {result['calibration_error']:.1%}"

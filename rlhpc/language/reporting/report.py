@@ -22,14 +22,14 @@ from rlhpc.metrics.provenance import (
     judging_suite,
     largest_pass_at,
     metric_title,
-    of_suite,
     scored_results,
+    select_suite,
     typed_results,
     with_pass_at,
 )
 from rlhpc.runs.task_type import Parts
 from rlhpc.runtime.files import read_yaml
-from rlhpc.runtime.text import format_duration, in_parentheses, interval_text
+from rlhpc.runtime.text import format_duration, interval_text, parenthesized_interval
 
 Evaluation = Mapping[str, Any]
 
@@ -210,7 +210,7 @@ def parts(
     samples = write_samples_page(paths) if linked else None
     episodes = write_episodes_page(paths) if linked else None
     suite = judging_suite(paths, evaluations)
-    suite_evaluations = of_suite(evaluations, suite)
+    suite_evaluations = select_suite(evaluations, suite)
     accuracy_by_step = {
         int(evaluation["global_step"]): f"{evaluation['accuracy']:.1%}" for evaluation in suite_evaluations
     }
@@ -353,7 +353,7 @@ def _level_table(evaluations: Sequence[Evaluation]) -> str:
             scores = (evaluation.get("levels") or {}).get(level) or {}
             cells.append(
                 _format(scores.get("accuracy"), ".1%")
-                + in_parentheses(scores.get("accuracy_ci95"), ".1%", separator=" … ")
+                + parenthesized_interval(scores.get("accuracy_ci95"), ".1%", separator=" … ")
             )
         body.append([level or "–", sizes.get(level, {}).get("n", "–"), *cells])
     return table(

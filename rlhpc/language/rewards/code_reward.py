@@ -48,6 +48,9 @@ class CodeReward:
         run_unfenced: Whether a response without a block is run as a program.
         timeout_s: Maximum time in seconds of all tests of a sample; must be below `reward.timeout_s`.
         sandbox: Arguments of the `Sandbox`.
+
+    Raises:
+        ConfigError: The sandbox does not take the arguments.
     """
 
     memory_mb = 8192

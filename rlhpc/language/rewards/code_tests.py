@@ -46,12 +46,12 @@ class Reader:
 
     Attributes:
         num_dependent: Number of assertions that depend on the program.
-        num_possible: Number of assertions that depend on the program only if it defines the name of a builtin function.
+        num_conditional: Number of assertions that depend on the program only if it defines the name of a builtin function.
     """
 
     def __init__(self, plan: TestPlan, entry: str, functions: Mapping[str, ast.FunctionDef]) -> None:
         self.plan, self.entry = plan, entry
-        self.num_dependent = self.num_possible = 0
+        self.num_dependent = self.num_conditional = 0
         self._functions = dict(functions)
         self._num_leaves, self._all_inside, self._num_rounds, self._is_trial = 0, False, 0, False
         self._bound: dict[str, list[Any]] = {}
@@ -73,13 +73,13 @@ class Reader:
             check_function = self._functions["check"]
             self._inline(check_function, [ast.parse(self.entry, mode="eval").body])
         for function in [*functions, *(f for class_ in classes for f in problem_formats.unittest_functions(class_))]:
-            num_before = self.num_dependent + self.num_possible
+            num_before = self.num_dependent + self.num_conditional
             self._inline(function, [])
-            if self.num_dependent + self.num_possible == num_before:
+            if self.num_dependent + self.num_conditional == num_before:
                 raise ValueError(f"the test {function.name} asserts nothing of the program")
         prepared_steps = [*self.plan.prepared, *self._step_numbers]
         if (
-            not self.num_dependent and not self.num_possible
+            not self.num_dependent and not self.num_conditional
         ):  # the steps of a test without assertions prepare later tests
             self.plan.set_prepared(prepared_steps)
         if prepared_steps:  # no statement of the test may raise
@@ -347,7 +347,7 @@ class Reader:
                 else not is_strict[0] and term(answers)
             )
         )
-        self.num_possible += 1
+        self.num_conditional += 1
 
     def _build_term(self, node: ast.expr) -> Term:
         """Returns a function that computes an expression outside the sandbox from the values of its leaves, which the sandbox

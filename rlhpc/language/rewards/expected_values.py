@@ -332,7 +332,11 @@ def compute(kind: type[ast.operator], left_operand: Any, right_operand: Any) -> 
 
 
 def call_function(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Calls a function outside the sandbox; refuses `type` with several arguments, which would create a class."""
+    """Calls a function outside the sandbox; refuses `type` with several arguments, which would create a class.
+
+    Raises:
+        TypeError: `type` is called with several arguments.
+    """
     if function is type and len(arguments) != 1:
         raise TypeError("type() of one value")
     return function(*arguments, **keywords)

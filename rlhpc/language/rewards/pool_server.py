@@ -28,7 +28,13 @@ from rlhpc.language.rewards.base import HasMemoryLimit, HasPreload, Reward, Samp
 from rlhpc.language.rewards.registry import build_reward
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, outlive_parent, readable, reaped_children
+from rlhpc.runtime.os_resources import (
+    adopt_orphans,
+    die_with_parent,
+    outlive_parent,
+    readable_descriptors,
+    reaped_children,
+)
 
 Spec = list[tuple[str, Any, dict[str, Any]]]
 """Rewards as (name, class or function, arguments)."""
@@ -83,7 +89,7 @@ class JudgeServer:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         while True:
-            ready_fds = readable([self.control.fileno(), reader.fileno()])
+            ready_fds = readable_descriptors([self.control.fileno(), reader.fileno()])
             if reader.fileno() in ready_fds:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)

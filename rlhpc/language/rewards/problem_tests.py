@@ -37,7 +37,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
     }
     if entry_point in vars(builtins):  # otherwise a program without it would pass
         plan.prepared.append(add_step(plan, "do", f"globals()[{entry_point!r}]"))
-    num_dependent = num_possible = 0
+    num_dependent = num_conditional = 0
     for test_number, test in enumerate(tests, 1):
         if isinstance(test, Mapping):
             claim = _build_equality_claim(add_step(plan, "value", str(test["call"])), test["output"])
@@ -50,10 +50,14 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
         reader = Reader(plan.copy(), entry_point, defined_functions)
         try:  # a test that cannot be split runs completely in the sandbox
             plan, num_dependent_of_test = reader.read(body), reader.num_dependent
-            num_possible += reader.num_possible
+            num_conditional += reader.num_conditional
         except (Unclear, RecursionError):
             num_dependent_of_test = _add_script(plan, body, entry_point, defined_functions)
-        if not num_dependent_of_test and not reader.num_possible and not (body and all(map(_may_prepare_tests, body))):
+        if (
+            not num_dependent_of_test
+            and not reader.num_conditional
+            and not (body and all(map(_may_prepare_tests, body)))
+        ):
             raise ValueError(f"test {test_number} tests nothing: {_explain(body)}")
         defined_functions |= {
             setup_statement.name: setup_statement
@@ -62,7 +66,7 @@ def read_tests(tests: Sequence[str | Mapping[str, Any]], meta: Mapping[str, Any]
         }
         num_dependent += num_dependent_of_test
     plan.strict[0] = not num_dependent
-    if tests and not num_dependent and not num_possible:
+    if tests and not num_dependent and not num_conditional:
         syntax_example = next(
             (body for test in tests if isinstance(test, str) and (body := problem_formats.parse_test(test))), []
         )

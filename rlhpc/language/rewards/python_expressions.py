@@ -80,7 +80,11 @@ def items(node: ast.expr, evaluate: Callable[[ast.expr], Any]) -> list[Any]:
 
 
 def assign_expressions(target: ast.expr, value: Any) -> dict[str, ast.expr]:
-    """Returns an expression for the value of each name in a loop's target."""
+    """Returns an expression for the value of each name in a loop's target.
+
+    Raises:
+        Unclear: The assignment cannot be evaluated without running the program.
+    """
     target_names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
     if not all(isinstance(name, ast.Name) for name in target_names):
         raise Unclear
@@ -140,7 +144,11 @@ def has_assertion(body: Sequence[ast.stmt], functions: Mapping[str, ast.Function
 
 
 def bound_names(target: ast.expr, value: Any) -> list[tuple[str, Any]]:
-    """Returns the names in the target of an assignment, with the values that they get."""
+    """Returns the names in the target of an assignment, with the values that they get.
+
+    Raises:
+        Unclear: The target is not a name, or does not match the value's elements.
+    """
     if isinstance(target, ast.Name):
         return [(target.id, value)]
     if (

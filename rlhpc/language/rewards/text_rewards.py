@@ -84,6 +84,9 @@ class LengthReward:
     Args:
         limit: Number of tokens at which the penalty is −1.
         start: Number of tokens up to which the penalty is 0.
+
+    Raises:
+        ConfigError: `start` and `limit` do not satisfy 0 <= start < limit.
     """
 
     inline = True
@@ -159,6 +162,9 @@ class HTTPReward:
         field: Path of the number in the reply; dots separate nested keys.
         headers: Further headers.
         token_env: Name of an environment variable with a bearer token, so that no file contains the token.
+
+    Raises:
+        ConfigError: An argument is out of its range, or the variable `token_env` is not set.
     """
 
     def __init__(

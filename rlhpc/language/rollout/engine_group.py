@@ -84,7 +84,11 @@ class RunLink:
         self._worker.init_process_group(self.ranks)
 
     def broadcast(self, command: Commands) -> None:
-        """Sends a command to the followers (`EngineLink.broadcast`)."""
+        """Sends a command to the followers (`EngineLink.broadcast`).
+
+        Raises:
+            RlhpcError: A rank of the engine has ended.
+        """
         for rank in self.ranks[1:]:
             if not p2p.post((self.call, command), _COMMAND_TOPIC, self._group, rank):
                 raise RlhpcError(f"{self._group}-{rank} has ended, and it is one engine with {self._leader_name}")

@@ -13,7 +13,7 @@ import torch
 
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.data import PromptTokenizer, load_tokenizer
-from rlhpc.language.data.tokenizer import without_end
+from rlhpc.language.data.tokenizer import strip_end_tokens
 from rlhpc.language.engines import Request, SamplingParams, make_rollout
 from rlhpc.language.models.builtin import resolve_model
 from rlhpc.language.rewards.base import Sample
@@ -280,6 +280,9 @@ class Judge(Rater):
         device: Device of the engine.
         group: Name and model of the group.
         options: Options of an entry of `groups`; see `section_of`.
+
+    Raises:
+        ConfigError: A question about an empty response does not fit into the prompt limit.
     """
 
     def __init__(self, cfg: GrpoConfig, device: torch.device, group: ScoringGroup, **options: Any) -> None:
@@ -391,7 +394,7 @@ class Judge(Rater):
         for completion in self.engine.generate(requests) if requests else ():
             is_finished = completion.finish_reason == "stop"
             reply_text = self.tokenizer.decode(
-                without_end(completion.token_ids, self.tokenizer), skip_special_tokens=True
+                strip_end_tokens(completion.token_ids, self.tokenizer), skip_special_tokens=True
             )
             replies[new_questions[completion.id]] = self._replies[new_questions[completion.id]] = (
                 self.section.reply_start + reply_text if is_finished else ""

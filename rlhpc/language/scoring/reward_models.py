@@ -99,6 +99,9 @@ class ProcessRewards(Scorer):
         change: Whether a step's reward is the change of the value: the step's value minus the value of the previous step or,
             for the first step, of the prompt. The sum of the rewards does not depend on the number of steps, so a model that
             rates answers does not reward many steps (potential-based shaping: Ng, Harada and Russell 1999).
+
+    Raises:
+        ConfigError: The separator is empty.
     """
 
     def __init__(

@@ -224,15 +224,13 @@ class LanguageBlueprint(Blueprint):
 
     def identity(self) -> dict[str, Any]:
         """Returns the settings that a checkpoint and the run must share (`Blueprint.identity`)."""
-        identity_facts: dict[str, Any] = {
-            "actor.lora.rank": self.lora_rank,
-            "actor.model.value_head": bool(self._value_head_prefix),
-        }
+        has_head = bool(self._value_head_prefix)
+        settings: dict[str, Any] = {"actor.lora.rank": self.lora_rank, "actor.model.value_head": has_head}
         if self.lora_rank:  # alpha scales the adapters' product
-            identity_facts["actor.lora.alpha"] = self.actor.lora.alpha
+            settings["actor.lora.alpha"] = self.actor.lora.alpha
         if self.policies:
-            identity_facts["agent.policies"] = list(self.policies)
-        return identity_facts
+            settings["agent.policies"] = list(self.policies)
+        return settings
 
     def recorded_facts(self, module: nn.Module) -> dict[str, Any]:
         """Returns the facts that an export of the checkpoint needs (`Blueprint.recorded_facts`).
@@ -259,10 +257,8 @@ class LanguageBlueprint(Blueprint):
         fsync_folder(folder / FOLDER)
 
     def named_weights(self, module: nn.Module, gather_full: Full, excluded_names: Container[str] = ()) -> Named:
-        """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged.
-
-        Tied weights come once, under their first name. See `Blueprint.named_weights`.
-        """
+        """Yields the weights by their Hugging Face names, in the dtype of the computation, with LoRA merged. Tied weights come
+        once, under their first name (`Blueprint.named_weights`)."""
         for name, tensor in lora.full_weights(module, gather_full, excluded_names):
             if self.is_exported(name):
                 yield name, tensor.to(self.dtype) if tensor.is_floating_point() else tensor
@@ -324,6 +320,9 @@ class ModelTrainer:
         hidden: Hidden size of the model.
         share: This rank's share of rows in context parallelism; None if there is no context parallelism.
         replays: Whether routers replay the expert choices recorded in a batch.
+
+    Raises:
+        ConfigError: The configuration does not fit the model's routers, attention or parallelism.
     """
 
     replays = False
@@ -372,9 +371,9 @@ class ModelTrainer:
         return self.backend.device
 
     @property
-    def parameters_trained(self) -> int:
+    def num_trained_parameters(self) -> int:
         """Number of trained parameters over all ranks."""
-        return self.backend.parameters_trained
+        return self.backend.num_trained_parameters
 
     def optimizer_step(self, lr: float) -> float:
         """Clips the gradients, updates the weights if the gradient norm is finite, and returns the norm before clipping."""

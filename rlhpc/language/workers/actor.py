@@ -81,7 +81,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.backend = trainer
         self.skips = SkippedSteps(skips(cfg))
         self.max_tokens = section.max_tokens_per_micro_batch
-        self.log.info("trains %s parameters of %s by %s", trainer.parameters_trained, section.model.model_path,
+        self.log.info("trains %s parameters of %s by %s", trainer.num_trained_parameters, section.model.model_path,
                       section.training_backend)  # fmt: skip
         return trainer
 

@@ -53,7 +53,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
         trainer = self._load_model(
             total_steps, lambda: ScalarTrainer(self.section, self, seed=seed, key=CRITIC, per_input=True)
         )
-        return {"critic_parameters": trainer.parameters_trained}
+        return {"critic_parameters": trainer.num_trained_parameters}
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""

@@ -55,7 +55,7 @@ POLICY = "policy/"
 _COUNTS = ("tokens", "grad_norm")
 
 
-def by_policy(policies: Policies, batch: TokenBatch, split: Callable[[TokenBatch], Parts]) -> Parts:
+def split_policy_batches(policies: Policies, batch: TokenBatch, split: Callable[[TokenBatch], Parts]) -> Parts:
     """Splits a batch into micro-batches of one policy each.
 
     Args:
@@ -96,7 +96,7 @@ def split_by_policy(
     return metrics
 
 
-def per_token(policies: Policies, metrics: dict[str, float]) -> dict[str, float]:
+def scale_policy_means(policies: Policies, metrics: dict[str, float]) -> dict[str, float]:
     """Converts the metrics by policy from means over all trained tokens to means over the policy's tokens."""
     for name in policies.names:
         prefix = f"{POLICY}{name}/"
@@ -174,7 +174,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         self._weights = ActorWeights(self, cfg, prompts, trainer)
         self.temperature = cfg.rollout.temperature
         COST.pop()
-        return {"parameters": trainer.parameters_trained, "device": device_name(trainer.device)}
+        return {"parameters": trainer.num_trained_parameters, "device": device_name(trainer.device)}
 
     def connect(self) -> None:
         """Connects to the channels, once the driver has created them."""
@@ -206,6 +206,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             is_trial: Whether to omit the probe, because the trainer will score the engines' samples (`score_probe_samples`).
             is_perturbed: Whether to send perturbed weights (`TrainingBackend.perturbed`).
             engines_wait: Whether all engines receive the weights while they are sent.
+
+        Raises:
+            RlhpcError: The actor has weights of another version.
         """
         if version != self.version:  # the previous update failed
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
@@ -243,7 +246,11 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         return self.backend.backend.perturbed() if is_perturbed else self.backend.keep_on_device()
 
     def welcome(self, version: int, ranks: Sequence[int]) -> None:
-        """Sends the current weights in full to rollout ranks that have just joined."""
+        """Sends the current weights in full to rollout ranks that have just joined.
+
+        Raises:
+            RlhpcError: The actor has weights of another version.
+        """
         if version != self.version:
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         with self.backend.keep_on_device():
@@ -433,7 +440,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     ) -> Parts:
         """Splits a batch into micro-batches, each of one policy (`LanguageActor._micro_batches`)."""
         split_batch = partial(super()._micro_batches, packed=packed, shares_prefixes=shares_prefixes)
-        return by_policy(self.policies, batch, split_batch) if self.policies.names else split_batch(batch)
+        return split_policy_batches(self.policies, batch, split_batch) if self.policies.names else split_batch(batch)
 
     @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:
@@ -444,6 +451,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
 
         Raises:
             NonFinite: A gradient is not finite.
+            RlhpcError: The step's groups were not received.
         """
         if self._received_step != step:
             raise RlhpcError(f"step {step} cannot be trained: its groups did not come")
@@ -584,5 +592,5 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         metrics = self._run_optimizer_step(rate, reduced_metrics, counts.tokens, label, batch)
         if self.policies.names:
             norms = {f"{POLICY}{name}/grad_norm": norm for name, norm in self.backend.backend.norms.items()}
-            metrics = per_token(self.policies, {**metrics, **norms})
+            metrics = scale_policy_means(self.policies, {**metrics, **norms})
         return self.algorithm.summarize(metrics)

@@ -374,7 +374,7 @@ class LanguageRolloutWorker(Worker):
                     self.leases.requeue(group.step, partial_group)
 
     def _requests(self, group: PendingGroup, ids: Sequence[int]) -> list[Request]:
-        """Returns a request for each member of a group, and registers that a rank that leaves requeues its groups."""
+        """Returns a request for each sample of a group; makes the rank requeue its groups when it leaves the run."""
         if self.requeues_on_leave:
             self.before_leaving(self._requeue_groups)
         seeds = (

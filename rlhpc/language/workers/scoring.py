@@ -324,7 +324,11 @@ class ReferenceWorker(ScoringWorker, SavingWorker):
         )
 
     def take_weights(self) -> None:
-        """Replaces the reference's weights by the weights that the actor sends."""
+        """Replaces the reference's weights by the weights that the actor sends.
+
+        Raises:
+            RlhpcError: A weight does not fit the reference model.
+        """
         weight_update = self._sync.receive()
         parameters = self.scorer.model.state_dict()
         with torch.no_grad():

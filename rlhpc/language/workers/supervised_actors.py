@@ -147,7 +147,7 @@ class SftActor(EvaluatedActor[SftConfig]):
         self.sampler = PromptSampler(len(self.dataset), self.cfg.data.prompts_per_step, self.seed)
         if self.cfg.runner.val_check_interval > 0:
             self.held_out = open_demonstrations(self.cfg, self.cfg.data, self.tokenizer, is_holdout=True)
-        return {"parameters": self.backend.parameters_trained, "dropped": self.dataset.dropped}
+        return {"parameters": self.backend.num_trained_parameters, "dropped": self.dataset.dropped}
 
     @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:
@@ -226,7 +226,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         self.sampler = PromptSampler(len(self.dataset), cfg.data.prompts_per_step, self.seed)
         if cfg.runner.val_check_interval > 0:
             self.held_out = open_pairs(cfg, self.tokenizer, is_holdout=True)
-        return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
+        return {"parameters": self.backend.num_trained_parameters, "dropped": num_dropped}
 
     @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:
@@ -248,7 +248,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             }
             return metrics["loss"], {name: pair_values.detach() for name, pair_values in metrics.items()}
 
-        batch_metrics = self.backend.forward_backward([*self._with_reference(balanced_batch)], loss)
+        batch_metrics = self.backend.forward_backward([*self._add_reference_logprobs(balanced_batch)], loss)
         return self._run_only_step(step, batch_metrics, tokens, balanced_batch)
 
     def validate(self) -> dict[str, float]:
@@ -261,7 +261,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
         encoder, dataset, _ = self.held_out
         metric_sums = dict[str, Tensor]()
         for indices in self._iter_held_out_indices(len(dataset), self.cfg.data.prompts_per_step):
-            for batch in self._with_reference(self._batch_of([dataset[index] for index in indices], encoder)):
+            for batch in self._add_reference_logprobs(self._batch_of([dataset[index] for index in indices], encoder)):
                 metrics = pair_metrics(self.cfg.algorithm, self.backend.forward(batch).logprobs.cpu().double(), batch)
                 metric_sums = {
                     name: metric_sums.get(name, torch.zeros(())) + pair_values.sum()
@@ -282,7 +282,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             masks += [mask for _, mask in completions]
         return TokenBatch.of(samples, masks, pad_id=self.pad)
 
-    def _with_reference(self, batch: TokenBatch) -> Iterator[TokenBatch]:
+    def _add_reference_logprobs(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """Yields micro-batches of complete pairs with the reference's log-probs, the same number on each rank."""
         for _, micro_batch in self._pad_evenly(split_rows(batch, _PAIR, self.max_tokens), batch):
             micro_batch.columns[REF_LOGPROBS] = self.backend.reference(micro_batch).logprobs.cpu()
@@ -359,7 +359,7 @@ class RewardModelActor(LanguageActor[RewardRunConfig]):
         self.suites: dict[str, Suite] = {}
         if cfg.runner.val_check_interval > 0:
             self.suites = suites_of(cfg, self.tokenizer, self.form)
-        return {"parameters": self.backend.parameters_trained, "dropped": num_dropped}
+        return {"parameters": self.backend.num_trained_parameters, "dropped": num_dropped}
 
     @traced("update", "train")
     def update(self, step: int) -> dict[str, float]:

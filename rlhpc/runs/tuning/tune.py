@@ -29,7 +29,7 @@ from rlhpc.runs.tuning.queueing_model import QueueingModel
 from rlhpc.runs.tuning.search import RankedCandidate, Space, search
 from rlhpc.runs.tuning.shapes import Candidate, ClusterShape, configured_placements
 from rlhpc.runs.tuning.workload import Workload
-from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.os_resources import total_memory
@@ -148,7 +148,7 @@ def tune(request: TuneRequest, report: Callable[[str], None]) -> dict[str, Any]:
         folder = Path(tempfile.mkdtemp(prefix="short-", dir=paths.tuning))
         (folder / CONFIG).write_text(config_to_yaml(cfg))
     except OSError as error:
-        raise unwritten(error, paths.tuning) from error
+        raise unwritten_page_error(error, paths.tuning) from error
     short_run_overrides = [
         f"{key}={override_value}"
         for key, override_value in SHORT_RUN_OVERRIDES.items()
@@ -183,15 +183,15 @@ def _tune(
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
     space = space_of(request, workload, costs, cfg, is_local=True)
     report(f"searching {sum(1 for _ in space.iter_sizes())} numbers of ranks and settings")
-    best_ranked = search(
+    best_candidates = search(
         space, max(_NUM_LISTED, request.verify), lambda candidate: is_allowed(request, candidate, is_local=True)
     )
-    if not best_ranked:
+    if not best_candidates:
         raise ConfigError(
             f"no placement of {', '.join(workload.groups)} on {_format_machines(space.model.shape)} is allowed; rlhpc plan "
             "says why of one"
         )
-    record = _build_record(request, cfg, space, best_ranked, calibration.failed_overrides)
+    record = _build_record(request, cfg, space, best_candidates, calibration.failed_overrides)
     _verify(record, request, runs, report)
     return record
 
@@ -225,7 +225,7 @@ def _build_record(
     request: TuneRequest,
     cfg: RunConfig,
     space: Space,
-    best_ranked: Sequence[RankedCandidate],
+    best_candidates: Sequence[RankedCandidate],
     failed_overrides: dict[str, str],
 ) -> dict[str, Any]:
     model, workload = space.model, space.model.workload
@@ -233,9 +233,9 @@ def _build_record(
     num_units = model.shape.accelerators or len(model.shape.cores)
     configured_start = space.configured
     if not request.machines() and not any(
-        _is_same_candidate(configured_start, ranked_candidate.candidate) for ranked_candidate in best_ranked
+        _is_same_candidate(configured_start, ranked_candidate.candidate) for ranked_candidate in best_candidates
     ):
-        best_ranked = [*best_ranked, RankedCandidate(configured_start, model.predict(configured_start))]
+        best_candidates = [*best_candidates, RankedCandidate(configured_start, model.predict(configured_start))]
     rows = [
         {
             "mode": ranked_candidate.candidate.mode,
@@ -252,7 +252,7 @@ def _build_record(
             "measured_step_s": None,
             "error": None,
         }
-        for ranked_candidate in best_ranked
+        for ranked_candidate in best_candidates
     ]
     return {
         "format": 1,
@@ -338,7 +338,7 @@ def _write_results(paths: RunPaths, request: TuneRequest, record: dict[str, Any]
         replace_durably(paths.tuning_record, json.dumps(record, indent=1).encode() + b"\n")
         replace_durably(paths.tuned_config, (header + dump_yaml(file_content, sort_keys=False)).encode())
     except OSError as error:
-        raise unwritten(error, paths.tuning) from error
+        raise unwritten_page_error(error, paths.tuning) from error
 
 
 #: Relative spread of equal runs above which the output warns of other work on the machine.

@@ -68,7 +68,11 @@ class Collectives:
         return dist.group.WORLD
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """Reduces a tensor in place and returns it; `op` is "sum", "mean", "max" or "min"."""
+        """Reduces a tensor in place and returns it; `op` is "sum", "mean", "max" or "min".
+
+        Raises:
+            ValueError: The operation is unknown.
+        """
         if self.process_group() is None:
             return tensor
         import torch.distributed as dist

@@ -153,7 +153,12 @@ class Service:
         return self._is_stopping
 
     def check(self) -> None:
-        """Raises if the run has failed, if this process has left the run, or if the driver has aborted the current call."""
+        """Raises if the run has failed, if this process has left the run, or if the driver has aborted the current call.
+
+        Raises:
+            ChannelError: The session has ended.
+            CallAborted: The driver has aborted the calls because of a failure.
+        """
         if self._is_stopping:
             raise ChannelError(f"{self.name} has left the run: its session ended while it waited")
         if self.abort_recovery > self._resumed_recovery:

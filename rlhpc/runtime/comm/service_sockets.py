@@ -17,8 +17,8 @@ from rlhpc.runtime.comm.zmq_sockets import (
     TcpPort,
     ZapAuthenticator,
     divide_frames,
+    is_readable,
     join_pieces,
-    readable,
     shut_crowded_ports,
 )
 
@@ -107,7 +107,7 @@ class ServiceSockets:
             elif self._router and fd == self._router.FD:
                 pass
             else:
-                while readable(self._zap.socket):
+                while is_readable(self._zap.socket):
                     self._zap.answer()
         self._exchange()
         return bool(events)
@@ -129,7 +129,7 @@ class ServiceSockets:
         """Handles the arrived messages of other hosts, and sends all queued messages."""
         router = self._router
         while True:
-            while router and readable(router):
+            while router and is_readable(router):
                 identity, *message = router.recv_multipart()
                 self._handle(identity, join_pieces(message))
             # Sending also reads new messages from the network; the descriptor does not signal these, so check again.

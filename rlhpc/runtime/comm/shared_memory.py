@@ -169,6 +169,7 @@ def map_segment(path: str, flags: int) -> mmap.mmap:
 
     Raises:
         SegmentGone: The segment no longer exists.
+        PermissionError: The segment belongs to another user.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -432,6 +433,7 @@ class SegmentPool:
 
         Raises:
             OSError: Neither the shared memory nor the spill folder has enough space.
+            ValueError: There are too many readers.
         """
         if num_readers > _MAX_READERS:
             raise ValueError(f"a segment has at most {_MAX_READERS} readers, not {num_readers}")

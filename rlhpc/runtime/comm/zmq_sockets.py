@@ -126,7 +126,7 @@ def shut_crowded_ports(ports: Collection[TcpPort]) -> None:
         port.shut(is_crowded)
 
 
-def readable(socket: zmq.Socket[Any]) -> bool:
+def is_readable(socket: zmq.Socket[Any]) -> bool:
     """Returns whether a message has arrived. ZeroMQ's file descriptor only signals that the socket's state has changed."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
@@ -364,6 +364,9 @@ class Peers:
             timeout: Seconds to wait.
             has_ended: Returns whether the other side is known to have ended. If a process on another host ends, its
                 connections may stay open.
+
+        Raises:
+            DeadlineExceeded: No reply arrived in time.
         """
         endpoint, request_id, wait_purpose = pending_request
         client = self._client(endpoint)

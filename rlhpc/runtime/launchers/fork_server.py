@@ -30,7 +30,7 @@ from typing import Any
 
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.imports import run_module
-from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, kill_group, readable, reaped_children
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, kill_group, readable_descriptors, reaped_children
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.worker_spec import BEHIND_PREFIX, WorkerSpec
 
@@ -149,7 +149,7 @@ class ForkServer:
         pickle_stream.send(self.control, {"event": "ready", "pid": os.getpid()})
         while True:
             import_servers = {server.control.fileno(): server for server in self._import_servers.values()}
-            ready_fds = readable([self.control.fileno(), reader.fileno(), *import_servers], _CHECK_S)
+            ready_fds = readable_descriptors([self.control.fileno(), reader.fileno(), *import_servers], _CHECK_S)
             if reader.fileno() in ready_fds:
                 with contextlib.suppress(BlockingIOError):
                     reader.recv(4096)

@@ -35,7 +35,7 @@ from typing import Any
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.launchers.fork_server import import_variables, run_imports, unforkable_text
-from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, kill_group, readable, reaped_children
+from rlhpc.runtime.os_resources import adopt_orphans, die_with_parent, kill_group, readable_descriptors, reaped_children
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.worker_spec import WorkerSpec
 
@@ -109,7 +109,7 @@ def run_forked(worker_spec: WorkerSpec, entry_point: str, *, is_joined: bool = F
         pickle_stream.send(connection, request)
     except OSError:
         return None
-    if is_joined and connection.fileno() not in readable([connection.fileno(), 0]):
+    if is_joined and connection.fileno() not in readable_descriptors([connection.fileno(), 0]):
         print(
             f"rlhpc: {worker_spec.name} was told to leave before it had started; it ends", file=sys.stderr, flush=True
         )

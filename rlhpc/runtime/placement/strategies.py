@@ -78,7 +78,11 @@ def _make_placements(locations: Sequence[tuple[str, int, tuple[int, ...]]]) -> l
 
 
 def group_nodes(cluster: Cluster, label: str, label_text: str) -> tuple[int, ...]:
-    """Returns the node ranks of a node group; for a reserved label, those of all nodes."""
+    """Returns the node ranks of a node group; for a reserved label, those of all nodes.
+
+    Raises:
+        PlacementError: A node group does not exist.
+    """
     try:
         return cluster.node_group(label).node_ranks
     except ConfigError as error:
@@ -142,6 +146,9 @@ class PackedPlacementStrategy:
         stride: Distance between the accelerators of one process.
         node_group: Node group in which the ranks count; by default the cluster. In a list of node groups they count on from
             one group to the next.
+
+    Raises:
+        PlacementError: The numbers are out of range, or the accelerators do not divide evenly over the processes.
     """
 
     def __init__(
@@ -164,7 +171,11 @@ class PackedPlacementStrategy:
         self.stride, self.node_groups = stride, _labels(node_group)
 
     def place(self, cluster: Cluster) -> list[Placement]:
-        """Implements `PlacementStrategy.place`."""
+        """Implements `PlacementStrategy.place`.
+
+        Raises:
+            PlacementError: A process would have several accelerators on nodes without accelerators.
+        """
         origin = f"PackedPlacementStrategy({self.start}, {self.end})"
         if "node" in self.node_groups or not _accelerators(cluster, self.node_groups, origin):
             if self.per_process > 1:
@@ -190,6 +201,9 @@ class FlexiblePlacementStrategy:
     """Placement by an explicit list of accelerator ranks for each process, such as `[[0, 1], [2]]`.
 
     With a list of node groups, ranks count on from one group to the next.
+
+    Raises:
+        PlacementError: A process has no accelerator, or the ranks are not ascending and unique.
     """
 
     def __init__(self, accelerators: Sequence[Sequence[int]], node_group: str | Sequence[str] | None = None) -> None:
@@ -210,6 +224,9 @@ class NodePlacementStrategy:
 
     For example, `[0, 0, 1]` places two processes on node 0 and one process on node 1. With a list of node groups, ranks count
     on from one group to the next.
+
+    Raises:
+        PlacementError: There is no process.
     """
 
     def __init__(self, node_ranks: Sequence[int], node_group: str | Sequence[str] | None = None) -> None:
@@ -243,7 +260,11 @@ def on_accelerators(
 
 
 def on_nodes(ranks: Sequence[int], cluster: Cluster, labels: Sequence[str], origin: str) -> list[Placement]:
-    """Returns placements of one process on each node in `ranks`, which count the nodes of one group after another."""
+    """Returns placements of one process on each node in `ranks`, which count the nodes of one group after another.
+
+    Raises:
+        PlacementError: A node does not exist.
+    """
     nodes = [(label, node) for label in labels for node in group_nodes(cluster, label, origin)]
     for rank in ranks:
         if not 0 <= rank < len(nodes):

@@ -18,7 +18,7 @@ import pytest
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.state import run_state
-from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.os_resources import readable_descriptors
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,7 +46,7 @@ def at_a_terminal(argv: list[str], folder: Path, press: str = "", limit: float =
     shown, end = b"", time.monotonic() + limit
     while True:
         assert time.monotonic() < end, shown.decode()
-        if not readable([fd], 0.2):
+        if not readable_descriptors([fd], 0.2):
             continue
         try:
             data = os.read(fd, 1 << 16)

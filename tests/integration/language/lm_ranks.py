@@ -158,7 +158,7 @@ def train(worker: Worker, cfg: Any, steps: range = range(4), load: Path | None =
         "after": scores.logprobs.cpu(),
         "reference": reference.logprobs.cpu(),
         "values": None if scores.values is None else scores.values.cpu(),
-        "trained": backend.parameters_trained,
+        "trained": backend.num_trained_parameters,
         "reductions": reductions,
     }
 
@@ -237,7 +237,7 @@ class Trainer(Worker):
         trainer = TokenTrainer(cfg, self)
         backend: Any = trainer.backend
         backend.move_to_host()
-        return trainer.parameters_trained, backend._host.nbytes
+        return trainer.num_trained_parameters, backend._host.nbytes
 
     def save_and_load_parked(self, cfg: Any, folder: str) -> dict[str, bool]:
         """Writes, reads, sends and exports while its memory is given away, as the runner asks it to; what is then right."""

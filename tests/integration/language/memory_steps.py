@@ -73,4 +73,4 @@ def steps(rank: Rank, changes: dict[str, Any], tokens: int, samples: int) -> dic
         watch.reset()
         trainer.forward_backward(batches, loss)
         trainer.optimizer_step(1e-4)
-    return {"peak": watch.peak(), "trained": trainer.parameters_trained}
+    return {"peak": watch.peak(), "trained": trainer.num_trained_parameters}

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from rlhpc import cli
-from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.os_resources import readable_descriptors
 from tests.extras import need_extra
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,7 +65,7 @@ class Terminal:
         end = time.monotonic() + limit_s
         while not pattern or len(re.findall(pattern, self.shown)) < count:
             assert time.monotonic() < end, self.shown
-            if not readable([self._fd], 0.2):
+            if not readable_descriptors([self._fd], 0.2):
                 continue
             try:
                 data = os.read(self._fd, 1 << 16)

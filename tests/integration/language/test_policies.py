@@ -23,7 +23,7 @@ from rlhpc.language.models.micro_batching import split_micro_batches
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.multi_policy import ONE, Policies
 from rlhpc.language.training.trainer import TokenTrainer
-from rlhpc.language.workers.grpo_actor import by_policy
+from rlhpc.language.workers.grpo_actor import split_policy_batches
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.training import lora
@@ -49,7 +49,7 @@ def gradients_of(trainer: TokenTrainer, policy: str) -> list[torch.Tensor]:
 def step(trainer: TokenTrainer, number: int, batch: TokenBatch) -> None:
     cut = [
         part
-        for _, part in by_policy(
+        for _, part in split_policy_batches(
             trainer.policies, batch, lambda mine: split_micro_batches(mine, 64, is_packed=trainer.packed)
         )
     ]

@@ -477,7 +477,7 @@ def test_the_reference_is_loaded_only_where_it_is_wanted(models) -> None:
 def test_a_backend_of_ones_own_is_named_by_module_and_class(models) -> None:
     cfg = make_config(models["untied"], training_backend="rlhpc.training.data_parallel:ReplicatedBackend")
     backend = TokenTrainer(cfg, Worker())
-    assert backend.parameters_trained == sum(tensor.numel() for _, tensor in backend.named_weights())
+    assert backend.num_trained_parameters == sum(tensor.numel() for _, tensor in backend.named_weights())
 
 
 @pytest.mark.parametrize("backend", ["local", "fsdp"])

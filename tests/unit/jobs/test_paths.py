@@ -62,7 +62,10 @@ def test_names_and_back(tmp_path: Path) -> None:
     paths = RunPaths.of(tmp_path, "run")
     checkpoint = paths.checkpoint(12)
     assert (checkpoint.name, step_of(checkpoint.name), step_of("global_step_x")) == (step_name(12), 12, None)
-    assert RunPaths.around(checkpoint) == paths and RunPaths.around(tmp_path / "export" / step_name(12)) is None
+    assert (
+        RunPaths.from_checkpoint(checkpoint) == paths
+        and RunPaths.from_checkpoint(tmp_path / "export" / step_name(12)) is None
+    )
     for step in (3, 12):
         paths.checkpoint(step).mkdir(parents=True)
     (checkpoint / COMPLETE).touch()

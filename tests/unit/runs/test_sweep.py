@@ -135,7 +135,7 @@ def test_what_the_folder_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert not sweep.paths.cancel_mark.exists()
     assert [run["label"] for run in read_sweep(sweep.paths)["runs"]] == ["lr=0.0001"] * 2
     assert [paths.root.name for paths in runs_of(sweep.paths)] == ["lr_0.0001-s1", "lr_0.0001-s2"]
-    assert SweepPaths.around(sweep.runs[0].paths) == sweep.paths
+    assert SweepPaths.from_run(sweep.runs[0].paths) == sweep.paths
     for word in ("lr.yaml", "runs/lr"):
         assert cli.main(["status", word]) == 0
         said = capsys.readouterr().out.splitlines()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rlhpc.runtime import tcp_listener
-from rlhpc.runtime.os_resources import readable
+from rlhpc.runtime.os_resources import readable_descriptors
 from rlhpc.runtime.tcp_listener import TcpListener
 from tests.eventually import wait_until
 from tests.users import BOB, needs_root
@@ -58,7 +58,7 @@ def connect(listener: TcpListener) -> socket.socket:
 def arrived(listener: TcpListener) -> list[socket.socket]:
     """What is handed over of all who are in the queue."""
     handed = list[socket.socket]()
-    while readable([listener.sock.fileno()], 0.2):
+    while readable_descriptors([listener.sock.fileno()], 0.2):
         handed += listener.accept()
     return handed
 

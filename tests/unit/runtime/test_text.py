@@ -13,10 +13,10 @@ from rlhpc.runtime.text import (
     first_line,
     format_bytes,
     format_duration,
-    in_parentheses,
     interval_text,
     last_lines,
     one_line,
+    parenthesized_interval,
     printable,
     readable,
     short_repr,
@@ -47,7 +47,10 @@ def test_bytes(count: float, text: str) -> None:
 def test_intervals() -> None:
     assert interval_text((0.25, 0.5), ".2f") == "0.25 … 0.50"
     assert interval_text((0.5, 0.5), ".2f") == interval_text(None, ".2f") == interval_text(("a", "b"), "") == ""
-    assert in_parentheses((1.0, 2.0), ".0f", "95 %: ") == " (95 %: 1 to 2)" and in_parentheses(None, "f") == ""
+    assert (
+        parenthesized_interval((1.0, 2.0), ".0f", "95 %: ") == " (95 %: 1 to 2)"
+        and parenthesized_interval(None, "f") == ""
+    )
 
 
 def test_tables() -> None:

@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
         facts: dict[str, Any] = {
             "first": weights(backend),
             "norms": [step(backend)],
-            "trained": backend.parameters_trained,
+            "trained": backend.num_trained_parameters,
         }
         saved = folder / stage
         saved.mkdir()

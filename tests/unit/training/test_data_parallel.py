@@ -58,7 +58,7 @@ def test_a_language_model_s_goes_on(tmp_path: Path) -> None:
     trainer.load(folder)
     saved, optimizer = load_tensors(folder / "model.safetensors"), load_state(folder / "optimizer.pt")
     assert all(torch.equal(tensor, saved[name]) for name, tensor in trainer.named_weights())
-    assert trainer.parameters_trained == json.loads((folder / "backend.json").read_text())["trainable parameters"]
+    assert trainer.num_trained_parameters == json.loads((folder / "backend.json").read_text())["trainable parameters"]
     held = flat(trainer.backend).optimizer
     assert held.steps == optimizer["steps"] > 0
     assert torch.equal(held.exp_avg, optimizer["exp_avg"]) and torch.equal(held.exp_avg_sq, optimizer["exp_avg_sq"])

@@ -12,7 +12,7 @@ import torch
 
 from rlhpc.runtime.errors import CheckpointError
 from rlhpc.training import deepspeed_checkpoint
-from rlhpc.training.deepspeed_checkpoint import as_universal, files_of, full_parameters, require_harmless
+from rlhpc.training.deepspeed_checkpoint import convert_to_universal, files_of, full_parameters, require_harmless
 
 SHAPES = [{"a": torch.Size((2, 3)), "b": torch.Size((4,))}, {"c": torch.Size((5,))}]
 FULL = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(10.0, 14.0), "c": torch.arange(20.0, 25.0)}
@@ -146,11 +146,11 @@ def test_rank_0_converts_for_all_and_cleans_up(tmp_path: Path, monkeypatch: pyte
     source.mkdir()
     reports: list[Any] = []
     ranks: Any = Ranks(0, reports)
-    with as_universal(source, neighbour=tmp_path / "global_step_1", worker=ranks) as folder:
+    with convert_to_universal(source, neighbour=tmp_path / "global_step_1", worker=ranks) as folder:
         assert (folder / "tag" / "done").exists() and folder.parent == tmp_path
         assert folder.name.startswith(".tmp_global_step_1-")
         other: Any = Ranks(1, reports)
-        with as_universal(source, neighbour=tmp_path / "global_step_1", worker=other) as same:
+        with convert_to_universal(source, neighbour=tmp_path / "global_step_1", worker=other) as same:
             assert same == folder
         assert folder.exists() and len(calls) == 1
     assert not folder.exists() and ranks.waited == 1
@@ -165,7 +165,7 @@ def test_all_ranks_hear_that_the_conversion_failed(tmp_path: Path) -> None:
         ranks: Any = Ranks(rank, reports)
         with (
             pytest.raises(CheckpointError, match="could not be converted for another number of ranks: CheckpointError"),
-            as_universal(source, neighbour=tmp_path / "global_step_1", worker=ranks),
+            convert_to_universal(source, neighbour=tmp_path / "global_step_1", worker=ranks),
         ):
             pass
     assert not list(tmp_path.glob(".tmp_*"))

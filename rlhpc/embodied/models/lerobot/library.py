@@ -75,7 +75,10 @@ def load(description: FolderDescription, vlm: str | None = None) -> Any:
 
 @contextmanager
 def lerobot_folder(description: FolderDescription) -> Iterator[Path]:
-    """Yields a folder with LeRobot's files of a policy without the weights: the policy's own, or one for an openpi folder."""
+    """Yields a folder with a policy's configuration and processors in LeRobot's format.
+
+    For an openpi folder, this is a temporary folder with converted files; otherwise it is the policy's folder.
+    """
     if not description.is_openpi:
         yield description.path
         return

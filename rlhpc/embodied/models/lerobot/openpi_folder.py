@@ -33,7 +33,7 @@ _STATE, _ACTION = "observation.state", "action"
 
 
 def is_openpi(config: Any) -> bool:
-    """Tells whether the content of a config.json is openpi's."""
+    """Returns whether the content of a config.json is openpi's."""
     return isinstance(config, dict) and "type" not in config and {"action_dim", "action_horizon"} <= config.keys()
 
 

@@ -73,6 +73,9 @@ class DiffusionPolicy(DenoisingPolicy):
     """Diffusion Policy of LeRobot; the value head takes the denoising network's conditioning on the observation.
 
     `actor.model` takes the keys of `LerobotPolicy`; `kwargs` are `LerobotDiffusionOptions`.
+
+    Raises:
+        ConfigError: `num_steps` is above the number of training timesteps.
     """
 
     def __init__(self, cfg: ModelConfig, observation_space: Any, action_space: Any) -> None:
@@ -304,6 +307,9 @@ class PiPolicy(LeRobotFlowPolicy):
     """π0 or π0.5 of LeRobot, with a value head on `value_input`, and optionally a learned noise.
 
     `actor.model` takes the keys of `LerobotPolicy`; `kwargs` are `LerobotPiOptions`.
+
+    Raises:
+        ConfigError: `adapt_to_pi` or `delta_actions` does not fit the sizes of state and action.
     """
 
     steps_key = "num_inference_steps"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhpc.language.data.tokenizer import cut_at_stop, special_tokens, without_end
+from rlhpc.language.data.tokenizer import cut_at_stop, special_tokens, strip_end_tokens
 from rlhpc.language.policy_text import parse_json_at
 from rlhpc.runtime.errors import ConfigError
 
@@ -216,7 +216,7 @@ class Parsers:
 
     def read(self, token_ids: list[int], tools: Any, stop: Sequence[str] = (), prompt: Sequence[int] = ()) -> Reply:
         """Parses a turn's text up to the first stop text. Parses tool calls only if the request has tools."""
-        answer_text, stop_text = self._text(without_end(token_ids, self._tokenizer), stop)
+        answer_text, stop_text = self._text(strip_end_tokens(token_ids, self._tokenizer), stop)
         reasoning, calls = None, list[tuple[str, str]]()
         if self._reasoning_parser is not None:
             reasoning, answer_text = self._reasoning_parser(answer_text, self._ends_with_reasoning_tag(prompt))

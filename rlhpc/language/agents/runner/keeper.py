@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from rlhpc.runtime.os_resources import adopt_orphans, readable
+from rlhpc.runtime.os_resources import adopt_orphans, readable_descriptors
 
 #: Seconds between two checks of the program, and time limit of its termination, in seconds.
 _POLL_S, _STOP_S = 0.2, 3.0
@@ -20,7 +20,7 @@ def main() -> None:
     """Runs the program of the command-line arguments until the standard input closes, which happens when the rank ends."""
     adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
-    while process.poll() is None and not readable([0], _POLL_S):
+    while process.poll() is None and not readable_descriptors([0], _POLL_S):
         pass
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.terminate()

@@ -100,7 +100,7 @@ def main() -> None:
     _send_message(replies, {"ready": True})
     guards: dict[int, _Guard] = {}  # by the read end of the guard's pipe
     while True:
-        for ready_fd in [commands] if lines.pending_lines else _shells.readable([commands, *guards]):
+        for ready_fd in [commands] if lines.pending_lines else _shells.readable_descriptors([commands, *guards]):
             if ready_fd != commands:
                 _read_outcome(ready_fd, guards, replies, import_child_pids)
                 continue
@@ -286,7 +286,7 @@ def _supervise_episode(
                 return {"error": f"it was ended: {excess_reason}"}
             elapsed_s = time.monotonic() - check_start
             next_disk_check_at = time.monotonic() + max(_CHECK_S, _CHECK_SHARE * elapsed_s)
-        for fd in _shells.readable(
+        for fd in _shells.readable_descriptors(
             [*open_fds, wakeup_pipe[0]],
             max(0.0, min(deadline, next_disk_check_at, next_process_count_at) - time.monotonic()),
         ):
@@ -297,7 +297,7 @@ def _supervise_episode(
         exit_status = _reap(pid)
         status = exit_status if exit_status is not None else status
     for fd in open_fds:  # reads output that was written before the process ended
-        while _shells.readable([fd], 0) and _read_limited(fd, received_bytes[fd], byte_limits.get(fd)):
+        while _shells.readable_descriptors([fd], 0) and _read_limited(fd, received_bytes[fd], byte_limits.get(fd)):
             if len(received_bytes[fd]) >= (byte_limits.get(fd) or _MAX_TAIL_BYTES):
                 break
     if len(received_bytes[result_pipe[0]]) >= _MAX_OUTCOME_BYTES and b"\n" not in received_bytes[result_pipe[0]]:
@@ -564,7 +564,7 @@ def _run_episode(
             argument.replace("{question}", ticket["task"]["question"]) for argument in program_spec["command"]
         ]
         if is_confined:
-            needed_paths = _shells.needed_by(
+            needed_paths = _shells.required_paths(
                 program_spec["command"]
             )  # taken from the configuration, never from a question
             command_line = _shells.sandbox_command(

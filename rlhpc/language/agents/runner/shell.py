@@ -198,7 +198,7 @@ def _find_interpreter_folders() -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def needed_by(command: Sequence[str]) -> list[str]:
+def required_paths(command: Sequence[str]) -> list[str]:
     """Returns the paths that a command needs: its absolute paths and their folders, the program's folder, and the
     program's complete virtual environment.
     """
@@ -280,10 +280,10 @@ def remove_folder(folder: str) -> None:
                 subprocess.run(removal_command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
 
 
-def readable(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
+def readable_descriptors(descriptors: Iterable[int], timeout_s: float | None = None) -> set[int]:
     """Waits until descriptors have data or have reached their end; returns these descriptors, or an empty set after a timeout.
 
-    Copy of `runtime.os_resources.readable` for interpreters without rlhpc.
+    Copy of `runtime.os_resources.readable_descriptors` for interpreters without rlhpc.
     """
     poll = select.poll()
     for descriptor in descriptors:
@@ -351,7 +351,11 @@ class Shell:
         ]
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Implements `ToolServer.call`; see `run`."""
+        """Implements `ToolServer.call`; see `run`.
+
+        Raises:
+            ValueError: The command is not a text.
+        """
         del name
         if not isinstance(arguments.get("command"), str):
             raise ValueError("command must be a text")
@@ -383,7 +387,7 @@ class Shell:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return bytes(output), f"it took longer than {self._timeout_s:g} s"
-            if not readable([stream], remaining_s):
+            if not readable_descriptors([stream], remaining_s):
                 continue
             chunk = os.read(stream, 1 << 16)
             if not chunk:

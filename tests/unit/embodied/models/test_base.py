@@ -100,7 +100,7 @@ def test_a_rank_holds_the_noise_of_one_decision_of_its_slots(decoupled: bool) ->
 
     share = range(40, 60)
     worker: Any = object.__new__(MultiStepRolloutWorker)
-    worker.cfg, worker.slots, worker.seed, worker._turn = PpoConfig(), SlotMap(4096), 1, None
+    worker.cfg, worker.slots, worker.seed, worker._full_rollout = PpoConfig(), SlotMap(4096), 1, None
     worker._transfers = TransferTotals()
     worker.cfg.runner.enable_decoupled_mode = decoupled
     worker.shares, worker.peers = [share], [[(0, share)]]

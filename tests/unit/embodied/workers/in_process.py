@@ -80,12 +80,12 @@ class RankPair:
     def _links(worker: Any, group: str, slots: range, link: Any) -> EnvLinks:
         return EnvLinks(worker, group, [[(0, slots, link)]])
 
-    def play(self, turn: FullRollout) -> tuple[dict[str, Any], dict[str, float]]:
-        """Plays a turn on both ranks; returns their reports."""
+    def play(self, full_rollout: FullRollout) -> tuple[dict[str, Any], dict[str, float]]:
+        """Plays a full rollout on both ranks; returns their reports."""
         reports: dict[str, Any] = {}
-        thread = threading.Thread(target=lambda: reports.update(self.env.interact(turn)))
+        thread = threading.Thread(target=lambda: reports.update(self.env.interact(full_rollout)))
         thread.start()
-        acted = self.rollout.generate(turn)
+        acted = self.rollout.generate(full_rollout)
         thread.join(20)
         return reports, acted
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.config import SacConfig
-from rlhpc.embodied.rollout.slot_map import PlayedTurn, SlotMap, Source
+from rlhpc.embodied.rollout.slot_map import PlayedRollout, SlotMap, Source
 from rlhpc.embodied.rollout.work_sharing import FullRollout
 from rlhpc.embodied.workers.actor import TrajectoryReceiver
 from rlhpc.runtime.errors import DeadlineExceeded
@@ -35,16 +35,16 @@ def transitions(slots: int, decisions: int) -> dict[str, np.ndarray]:
     return {"actions": np.zeros((*shape, 1)), "terminations": np.zeros(shape, bool), "nonfinite": np.zeros(shape, bool)}
 
 
-def sent(*turns: tuple[int, int], decisions: int = 3, needs_lags: bool = False) -> tuple[Any, Sent]:
+def sent(*full_rollouts: tuple[int, int], decisions: int = 3, needs_lags: bool = False) -> tuple[Any, Sent]:
     """An receiver, and what it is sent by ranks of turns."""
     box = Sent()
-    for rank, number in turns:
+    for rank, number in full_rollouts:
         columns = {
             **transitions(2, decisions),
             "rewards": np.full((2, decisions), number, np.float32),
             "obs": np.full((2, decisions, 5), number, np.uint8),
         }
-        box[SLOTS.to_actor_key(0, rank, 0)].append({**columns, "version": number - 1, "turn": number})
+        box[SLOTS.to_actor_key(0, rank, 0)].append({**columns, "version": number - 1, "rollout": number})
     receiver: Any = TrajectoryReceiver(SacConfig(), SLOTS, 0, needs_lags=needs_lags)
     receiver.connect(box, box)
     return receiver, box
@@ -52,7 +52,7 @@ def sent(*turns: tuple[int, int], decisions: int = 3, needs_lags: bool = False) 
 
 def source(numbers: tuple[int, ...], later: set[int], decisions: int = 3, **more: Any) -> Source:
     both = frozenset({0, 1})
-    acted = (PlayedTurn(FullRollout(number, number, 0, decisions), SLOTS, both) for number in numbers)
+    acted = (PlayedRollout(FullRollout(number, number, 0, decisions), SLOTS, both) for number in numbers)
     return Source(SLOTS, tuple(acted), frozenset(later), **more)
 
 
@@ -82,9 +82,9 @@ def test_transitions_know_how_old_the_weights_are_that_acted() -> None:
     assert found.missing[:, 2:4].tolist() == [[False] * 2] * 2 + [[True] * 2] * 2
 
 
-def test_a_step_is_what_turns_and_parts_bring_one_after_the_other() -> None:
-    """Of two steps that were shared, helpers have gone from one, so its rest is a turn that comes after the other step's; one
-    rank has not sent its first turn."""
+def test_a_step_is_what_rollouts_and_parts_bring_one_after_the_other() -> None:
+    """Of two steps that were shared, helpers have gone from one, so its rest is a full rollout that comes after
+    the other step's; one rank has not sent its first full rollout."""
     receiver, box = sent((0, 1), (1, 2), (0, 2), (0, 3), (1, 3), decisions=2)
     box[SLOTS.shard_key(4, 0)].append(
         {**transitions(4, 2), "rewards": np.full((4, 2), 9.0), "obs": np.zeros((4, 2, 5), np.uint8), "version": 1}

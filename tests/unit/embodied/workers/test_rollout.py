@@ -1,4 +1,4 @@
-"""Rollout workers: what actors get of a turn, checkpoints, lost env ranks, and rows of a value pass."""
+"""Rollout workers: what actors get of a full rollout, checkpoints, lost env ranks, and rows of a value pass."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_each_actor_gets_the_transitions_of_its_slots(run: None) -> None:
     messages = sent_by(pair)
     assert len(messages) == 2 and report["busy_s"] >= 0
     for message in messages:
-        assert message["turn"] == 5 and message["version"] == 0
+        assert message["rollout"] == 5 and message["version"] == 0
         assert message["rewards"].shape == message["values"].shape == message["next_values"].shape == (2, STEPS)
         assert message["obs"].shape == (2, STEPS, 4)
         goes_on = ~(message["terminations"] | message["truncations"])[:, :-1]

@@ -115,7 +115,7 @@ def _nodes() -> Iterator[tuple[str, Any]]:
         _job(error="sbatch: Invalid account"), _job(error="did not start within 60 s (Resources)", gres="gpu:2"),
         _job(error="its srun said: nothing"), _job(hello={"n1": hello("n1")}), _job(hello=two.hellos, partition=None),
     ]  # fmt: skip
-    yield "started", nodes.started(jobs)
+    yield "started", nodes.job_starts(jobs)
     yield "unwritable folder", nodes.shared_folder(replace(none, folder_error="Permission denied"))
     yield "no nodes", [
         line for check in (nodes.shared_folder, nodes.ports, nodes.python, nodes.shared_memory, nodes.simulators, nodes.clocks,

@@ -45,7 +45,7 @@ def test_nodes_as_they_should_be() -> None:
     found = probed(hello("n1"), hello("n2"))
     found.jobs[0].offsets = {"n1": (0.2, 0.01), "n2": (-0.1, 0.01)}
     lines = [
-        *nodes.started(found.jobs), *nodes.shared_folder(found), *nodes.interface(found, site(), {}), *nodes.ports(found),
+        *nodes.job_starts(found.jobs), *nodes.shared_folder(found), *nodes.interface(found, site(), {}), *nodes.ports(found),
         *nodes.gpu_masks(found, {}), *nodes.python(found), *nodes.shared_memory(found), *nodes.node_disks(found, site()),
         *nodes.simulators(found), *nodes.clocks(found), *nodes.limits(found),
     ]  # fmt: skip
@@ -225,6 +225,6 @@ def test_what_nodes_lack() -> None:
     assert [line.result.split()[0] for line in nodes.python(found)] == ["n1", "n2"]
     assert "64 MiB" in nodes.shared_memory(found)[0].result
     assert levels([*nodes.simulators(found), *nodes.limits(found), *nodes.clocks(found)]) == ["warn"] * 3
-    assert levels(nodes.started([ProbeJob("gpu", ("gpu",), (), None, 0, 1, 1, error="did not start within 60 s")])) == [
-        "warn"
-    ]
+    assert levels(
+        nodes.job_starts([ProbeJob("gpu", ("gpu",), (), None, 0, 1, 1, error="did not start within 60 s")])
+    ) == ["warn"]

@@ -20,7 +20,14 @@ from rlhpc.language.agents.episodes import Agent, Episode, EpisodeRunner, sample
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.data.prompts import Prompt
-from rlhpc.language.data.tokenizer import PromptTokenizer, StopTexts, cut_at_stop, end_tokens, turn_end, without_end
+from rlhpc.language.data.tokenizer import (
+    PromptTokenizer,
+    StopTexts,
+    cut_at_stop,
+    end_tokens,
+    strip_end_tokens,
+    turn_end,
+)
 from rlhpc.language.engines.base import Completion, Request, SamplingParams
 from rlhpc.language.models.loading import export_model
 from rlhpc.runtime.errors import ConfigError
@@ -84,7 +91,7 @@ class Listener(Agent):
 def test_each_end_token_is_stripped_for_each_reader(base: Any, end: str) -> None:
     ids = [*base.encode("It is 4.", add_special_tokens=False), base.convert_tokens_to_ids(end)]
     assert ids[-1] in end_tokens(base.name_or_path, transformers.AutoConfig.from_pretrained(base.name_or_path), base)
-    assert without_end(ids, base) == ids[:-1] and without_end([], base) == []
+    assert strip_end_tokens(ids, base) == ids[:-1] and strip_end_tokens([], base) == []
     assert Parsers(base, None, None).read(ids, None).content == "It is 4."
     runner = EpisodeRunner(Written(ids), base, listener := Listener())  # type: ignore[arg-type]
     runner.add([Request(0, (1,), SamplingParams(max_new_tokens=50), 0)])
