@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from rlhpc.embodied.data.trajectory import EpisodeWriter
-from rlhpc.runtime.disk_errors import unwritten
+from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import rename
 from rlhpc.runtime.interrupts import Interrupts
@@ -123,7 +123,7 @@ class Recording:
                 try:
                     self._add_incomplete(trajectory, self._output)
                 except OSError as error:
-                    self._problems.append(str(unwritten(error, self._output.parent)))
+                    self._problems.append(str(unwritten_page_error(error, self._output.parent)))
                     self._close_incomplete()
                     self._add_incomplete(trajectory, _temporary_folder() / self._output.name)
             except (OSError, ConfigError) as error:
@@ -163,7 +163,7 @@ class Recording:
             if self._counts_whole:
                 self._output = _move(self._output, _next_incomplete(self._output))
         except OSError as error:
-            self._problems.append(str(unwritten(error, self._output)))
+            self._problems.append(str(unwritten_page_error(error, self._output)))
 
     def _close_incomplete(self) -> None:
         writer, self._incomplete_writer = self._incomplete_writer, None
@@ -175,7 +175,7 @@ class Recording:
             else:
                 writer.discard()
         except OSError as error:
-            self._problems.append(str(unwritten(error, self._incomplete_output)))
+            self._problems.append(str(unwritten_page_error(error, self._incomplete_output)))
 
     def summary(self) -> str:
         """Returns a text about the episodes that are kept, and where; "" if none are."""
@@ -242,7 +242,7 @@ class _Reserve:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise unwritten(error, self._path.parent) from error
+            raise unwritten_page_error(error, self._path.parent) from error
 
     def release(self) -> None:
         """Gives the space back."""
