@@ -18,6 +18,7 @@ from rlhpc.embodied.models import build_model, check_policy
 from rlhpc.embodied.models.registry import check_folder, policy_section
 from rlhpc.embodied.training import check_backend, without_weights
 from rlhpc.runs.preflight import FILES, Check, Need, Resource, merge_resources, model_resource, path_resource
+from rlhpc.runs.run_folder import note
 from rlhpc.runtime.trust import Trust
 
 if TYPE_CHECKING:
@@ -213,6 +214,7 @@ def _describe_recorder(cfg: SacConfig | BcConfig) -> str:
 
 def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
     """Yields the checks of behaviour cloning; `python` is the actor group's separate Python, if any."""
+    from rlhpc.embodied.data.datasets import frame_rates
     from rlhpc.embodied.data.demonstrations import check_fit, first_demo
     from rlhpc.embodied.models.advantage_conditioned import KEY, load_value_model
     from rlhpc.embodied.workers.bc_actor import check_actions, skips, spaces_of
@@ -235,7 +237,17 @@ def bc_checks(cfg: BcConfig, python: str | None) -> Iterator[Check]:
         )
     paths: Sequence[str] = [cfg.demos.path] if isinstance(cfg.demos.path, str) else list(cfg.demos.path or ())
     check_resource = merge_resources(*(path_resource(cfg, demo_path, _describe_recorder(cfg)) for demo_path in paths))
-    first_trajectory = cache(lambda: first_demo(cfg, [] if skips(cfg) else None))
+
+    @cache
+    def first_trajectory() -> Any:
+        trajectory = first_demo(cfg, [] if skips(cfg) else None)
+        if len(rates := frame_rates(paths, "demos.path")) > 1:
+            rates_text = ", ".join(f"{fps:g} ({source})" for fps, source in rates.items())
+            note(
+                f"demos.path: the datasets have different frame rates: {rates_text}; a step is not as long in all of them"
+            )
+        return trajectory
+
     yield Check("demos.path", first_trajectory, check_resource)
     yield Check(
         "demos.path and env.train",
@@ -274,8 +286,8 @@ def check_against_demonstrations(
     from rlhpc.embodied.workers.bc_actor import spaces_of
     from rlhpc.runs.device import evaluation_device, place_policy
 
-    fps = merge_facts(source_facts(demos, "demos")).fps
-    trajectories = read_trajectories(list(demos), limit=num_episodes, key="demos.path")
+    fps = merge_facts(source_facts(demos, "--demos"), fps_hint="check the policy with each of them").fps
+    trajectories = read_trajectories(list(demos), limit=num_episodes, key="--demos")
     device = evaluation_device(cfg)
     if cfg is None:
         policy = load_actor(str(source_folder), "PATH", trust)

@@ -60,7 +60,7 @@ def check_encoding(text: str) -> None:
 
 
 def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path]:
-    """Returns the files to which a key `data.….path` refers.
+    """Returns the files to which a key or an option refers.
 
     The path is a file, a folder of files that end in one of `suffixes`, or a pattern.
 
@@ -68,24 +68,22 @@ def find_files(path: str | None, suffixes: Sequence[str], key: str) -> list[Path
         ConfigError: No file matches; the message names the nearest existing path.
     """
     if not path:
-        raise ConfigError(
-            f"{key}.path is not set; the source reads a file ({', '.join(suffixes)}), a folder or a pattern"
-        )
+        raise ConfigError(f"{key} is not set; the source reads a file ({', '.join(suffixes)}), a folder or a pattern")
     location = expand_home(path)
     if location.is_file():
         return [location]
     if location.is_dir():
         files = sorted(file for file in location.iterdir() if file.name.endswith(tuple(suffixes)))
         if not files:
-            raise ConfigError(f"{key}.path is {path!r}, a folder without files that end in {', '.join(suffixes)}")
+            raise ConfigError(f"{key} is {path!r}, a folder without files that end in {', '.join(suffixes)}")
         return files
     if any(glob_character in path for glob_character in "*?["):
         search_root = Path(location.anchor or ".")
         files = sorted(file for file in search_root.glob(str(location.relative_to(location.anchor))) if file.is_file())
         if not files:
-            raise ConfigError(f"{key}.path is {path!r}; no file fits this pattern (from {Path.cwd()})")
+            raise ConfigError(f"{key} is {path!r}; no file fits this pattern (from {Path.cwd()})")
         return files
-    raise ConfigError(f"{key}.path is {path!r}; there is no such file or folder{_suggest_absolute_path(location)}")
+    raise ConfigError(f"{key} is {path!r}; there is no such file or folder{_suggest_absolute_path(location)}")
 
 
 def _suggest_absolute_path(path: Path) -> str:

@@ -30,7 +30,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home, find_files
 
 _FORMATS = ("hdf5", "lerobot", "minari")
-_KEY = "rlhpc data"
+_KEY = "rlhpc data PATH"
 
 
 @dataclass(frozen=True)
@@ -360,6 +360,9 @@ def facts_of(json_values: Mapping[str, Any]) -> DatasetFacts:
     )
 
 
+_FPS_HINT = "give --fps, which all frames then have"
+
+
 def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts]]:
     """Returns the facts of each file or folder, from LeRobot's `info.json` or an HDF5 file's JSON."""
     named_facts: list[tuple[str, DatasetFacts]] = []
@@ -375,12 +378,24 @@ def source_facts(paths: Iterable[str], key: str) -> list[tuple[str, DatasetFacts
     return named_facts
 
 
-def merge_facts(named_facts: Iterable[tuple[str, DatasetFacts]], fps: int | None = None) -> DatasetFacts:
+def frame_rates(paths: Iterable[str], key: str) -> dict[float, str]:
+    """Returns the frame rates of files and folders, each with the first source that has it."""
+    rates: dict[float, str] = {}
+    for source_name, dataset_facts in source_facts(paths, key):
+        if dataset_facts.fps is not None:
+            rates.setdefault(dataset_facts.fps, source_name)
+    return rates
+
+
+def merge_facts(
+    named_facts: Iterable[tuple[str, DatasetFacts]], fps: int | None = None, fps_hint: str = _FPS_HINT
+) -> DatasetFacts:
     """Merges the facts of several sources. A source without a fact does not contradict the others.
 
     Args:
         named_facts: Name and facts of each source.
         fps: Frame rate from the user, which replaces the rates of the sources.
+        fps_hint: What to do about sources with different rates, for the message.
 
     Raises:
         ConfigError: Two sources contradict each other.
@@ -396,7 +411,7 @@ def merge_facts(named_facts: Iterable[tuple[str, DatasetFacts]], fps: int | None
                 continue
             first_source, first_value = facts_by_name.setdefault(fact_name, (source_name, fact_value))
             if first_value != fact_value:
-                hint = "give --fps, which all frames then have" if fact_name == "fps" else "convert them one by one"
+                hint = fps_hint if fact_name == "fps" else "convert them one by one"
                 raise ConfigError(
                     f"{source_name} has {fact_name} {_format(fact_value)}, {first_source} has {_format(first_value)}; {hint}"
                 )

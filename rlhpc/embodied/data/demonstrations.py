@@ -198,8 +198,16 @@ def _observed_windows(obs: Any, space: Any) -> Iterator[tuple[str, Any, int]]:
         yield name, array, window_length(name, array.shape, boxes)
 
 
-def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any) -> None:
-    """Checks that a trajectory fits the observation and action space of the environment.
+def check_fit(
+    trajectory: Trajectory, observation_space: Any, action_space: Any, key: str = "demos.path", owner: str = "env.train"
+) -> None:
+    """Checks that a trajectory fits an observation and an action space.
+
+    Args:
+        trajectory: An episode.
+        observation_space, action_space: The spaces.
+        key: Key or option that names the demonstrations, for the message.
+        owner: Owner of the spaces, for the message.
 
     Raises:
         ConfigError: The trajectory does not fit; the message shows both shapes.
@@ -220,8 +228,7 @@ def check_fit(trajectory: Trajectory, observation_space: Any, action_space: Any)
     action_dim = 1 if isinstance(action_space, spaces.Discrete) else math.prod(action_space.shape or ())
     if not is_compatible or actions.shape[1] != action_dim or is_discrete != (actions.dtype.kind in "iu"):
         raise ConfigError(
-            f"demos.path: {trajectory['source']} has {shapes(trajectory)} ({actions.dtype}); env.train has "
-            f"{expected_text} and "
+            f"{key}: {trajectory['source']} has {shapes(trajectory)} ({actions.dtype}); {owner} has {expected_text} and "
             f"actions {action_space}"
         )
 

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rlhpc.embodied.data.replay_buffer import ReplayBuffer, TransitionRing, gather
-from rlhpc.embodied.data.stored_replay import StoredReplay, describe, row_type
+from rlhpc.embodied.data.stored_replay import StoredReplay, describe_difference, row_type
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
 
@@ -165,10 +165,7 @@ class RowSampler:
         dtype = demo_dtype if demos_only else self.replay.dtype
         assert dtype is not None
         if demo_dtype is not None and demo_dtype != dtype:
-            raise ConfigError(
-                f"algorithm.demo_buffer.load_path: the demonstrations have {describe(demo_dtype)}; this run's "
-                f"transitions have {describe(dtype)}"
-            )
+            raise _mismatch_error(demo_dtype, dtype)
         return dtype
 
     def draw_rows(self, update: int, *, demos_only: bool = False) -> RowDraw:
@@ -391,6 +388,14 @@ def load_demos(
     )
 
 
+def _mismatch_error(demo_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> ConfigError:
+    demo_columns, columns = describe_difference(demo_dtype, dtype)
+    return ConfigError(
+        f"algorithm.demo_buffer.load_path: the demonstrations have {demo_columns}; this run's transitions have {columns}. "
+        "Record demonstrations with this run's environment (rlhpc record), or give the run the environment of these"
+    )
+
+
 def fit(
     demos: np.ndarray, observation_space: Any, action_space: Any, chunk: int, *, has_positions: bool = False,
     has_labels: bool = False,
@@ -420,10 +425,7 @@ def fit(
     demo_fields: Any = demos.dtype.fields or {}
     required_fields: Any = required_dtype.fields or {}
     if any(name not in demo_fields or demo_fields[name][0] != dtype for name, (dtype, *_) in required_fields.items()):
-        raise ConfigError(
-            f"algorithm.demo_buffer.load_path: the demonstrations have {describe(demos.dtype)}; this run's transitions have "
-            f"{describe(required_dtype)}"
-        )
+        raise _mismatch_error(demos.dtype, required_dtype)
     if has_labels:
         required_dtype = row_type({**columns, INTERVENED: np.zeros(1, bool)}, 1)
     rows = np.zeros(len(demos), required_dtype)

@@ -292,6 +292,20 @@ def row_type(columns: dict[str, np.ndarray], lead: int) -> np.dtype[Any]:
     return np.dtype([(name, columns[name].dtype, columns[name].shape[lead:]) for name in widest_first], align=True)
 
 
+def describe_difference(dtype: np.dtype[Any], other_dtype: np.dtype[Any]) -> tuple[str, str]:
+    """Returns the columns in which two buffers differ as texts, those of each."""
+    fields: Any = dtype.fields or {}
+    other_fields: Any = other_dtype.fields or {}
+
+    def describe_differing(columns: Any, other_columns: Any) -> str:
+        differing = [
+            name for name in columns if name not in other_columns or other_columns[name][0] != columns[name][0]
+        ]
+        return describe(np.dtype([(name, columns[name][0]) for name in differing]))
+
+    return describe_differing(fields, other_fields), describe_differing(other_fields, fields)
+
+
 def describe(dtype: np.dtype[Any] | None) -> str:
     """Returns the columns of a buffer as text: names, dtypes and shapes."""
     if dtype is None or dtype.fields is None:

@@ -95,7 +95,7 @@ def _open(path: str, key: str, load_states: bool) -> Iterator[EpisodeSource]:
     if (folder / "meta" / "info.json").is_file():
         yield LeRobotEpisodes(folder)
         return
-    files = [folder / MAIN] if (folder / MAIN).is_file() else find_files(path, SUFFIXES, key.removesuffix(".path"))
+    files = [folder / MAIN] if (folder / MAIN).is_file() else find_files(path, SUFFIXES, key)
     for file in files:
         with open_hdf5(file) as hdf5_file:
             is_minari = bool(numbers(hdf5_file))

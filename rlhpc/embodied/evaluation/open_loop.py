@@ -179,7 +179,7 @@ def _draw_frames(
     episodes: list[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]] = []
     boxes = boxes_of(policy.observation_space)
     for trajectory in trajectories:
-        check_fit(trajectory, policy.observation_space, policy.action_space)
+        check_fit(trajectory, policy.observation_space, policy.action_space, "--demos", "the policy")
         obs = windows_of(trajectory["obs"], policy.observation_space)
         arrays = obs if isinstance(obs, Mapping) else {"": obs}
         inputs = {name: arrays[name][:-1].astype(box.dtype, copy=False) for name, box in boxes.items()}

@@ -511,20 +511,22 @@ class _ColumnProblems:
 def jsonl(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `jsonl`."""
     _refuse_kwargs(cfg, key)
-    table = _JoinedTables([JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), key)])
+    table = _JoinedTables(
+        [JsonLines(file) for file in find_files(cfg.path, (".jsonl", ".jsonl.gz", ".ndjson"), f"{key}.path")]
+    )
     return _ColumnProblems(cfg, table, split_part=part, key=key, filters=_filter(cfg, key))
 
 
 def parquet(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `parquet`."""
     _refuse_kwargs(cfg, key)
-    table = _JoinedTables([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), key)])
+    table = _JoinedTables([_ParquetFile(file) for file in find_files(cfg.path, (".parquet",), f"{key}.path")])
     return _ColumnProblems(cfg, table, split_part=part, key=key, filters=_filter(cfg, key))
 
 
 def hdf5(cfg: DataSourceConfig, *, part: str, key: str) -> _ColumnProblems:
     """Returns the problems of source `hdf5`; `kwargs` are `Hdf5Options`."""
-    hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), key)
+    hdf5_files = find_files(cfg.path, (".h5", ".hdf5"), f"{key}.path")
     group = read_options(Hdf5Options, cfg.kwargs, f"{key}.kwargs", "source hdf5").group
     table = _JoinedTables([Hdf5File(file, group) for file in hdf5_files])
     return _ColumnProblems(cfg, table, split_part=part, key=key, filters=_filter(cfg, key))

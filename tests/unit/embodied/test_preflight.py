@@ -13,10 +13,17 @@ import pytest
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig, EnvSideConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
-from rlhpc.embodied.preflight import bc_checks, environment_resource, off_policy_checks, ppo_checks
+from rlhpc.embodied.preflight import (
+    bc_checks,
+    check_against_demonstrations,
+    environment_resource,
+    off_policy_checks,
+    ppo_checks,
+)
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.preflight import FILES, FILES_ALONE, Check, Need, run_checks
 from rlhpc.runtime.errors import ConfigError
+from tests.unit.embodied.evaluation.saved_policies import save_policy
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 RANKS = {"actor": 1, "rollout": 1, "env": 1}
@@ -43,13 +50,19 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("demos")
     paths = {"fitting": folder / "fitting.h5", "other": folder / "other.h5"}
     for path, width in zip(paths.values(), (3, 5), strict=True):
-        with TrajectoryWriter(path, env_id="Pendulum-v1") as writer:
-            writer.add({
-                "obs": np.zeros((4, width), np.float32), "actions": np.zeros((3, 1), np.float32),
-                "rewards": np.zeros(3, np.float32), "terminations": np.array([False, False, True]),
-                "truncations": np.zeros(3, bool),
-            })  # fmt: skip
+        _demonstrations(path, width)
     return paths
+
+
+def _demonstrations(path: Path, width: int, fps: float | None = None) -> Path:
+    """Writes demonstrations with a state of this width, and returns the path."""
+    with TrajectoryWriter(path, env_id="Pendulum-v1", facts={"fps": fps}) as writer:
+        writer.add({
+            "obs": np.zeros((4, width), np.float32), "actions": np.zeros((3, 1), np.float32),
+            "rewards": np.zeros(3, np.float32), "terminations": np.array([False, False, True]),
+            "truncations": np.zeros(3, bool),
+        })  # fmt: skip
+    return path
 
 
 def test_runs_that_are_right_pass_all_checks(demos: dict[str, Path]) -> None:
@@ -128,3 +141,27 @@ def test_data_that_an_expert_will_record_are_left_out(tmp_path: Path) -> None:
     left_out = run_checks(checks_of("bc", *words), FILES_ALONE)
     assert {check.name for check in left_out} == {"demos.path", "demos.path and env.train"}
     assert "the expert of workflow.demos_expert" in str(left_out[0])
+
+
+def test_demonstrations_of_several_frame_rates_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They may be trained on together, as mixtures of robots are."""
+    paths = [_demonstrations(tmp_path / f"{fps}.h5", 3, fps) for fps in (10, 20, 20)]
+    assert run_checks(checks_of("bc", f"demos.path=[{','.join(map(str, paths[1:]))}]")) == []
+    assert capsys.readouterr().err == ""
+    assert run_checks(checks_of("bc", f"demos.path=[{','.join(map(str, paths))}]")) == []
+    assert f"different frame rates: 10 ({paths[0]}), 20 ({paths[1]});" in capsys.readouterr().err
+
+
+def test_messages_of_check_policy_name_its_own_options(tmp_path: Path) -> None:
+    policy = save_policy(tmp_path / "run", "env.train.env_id=Pendulum-v1")
+    paths = [_demonstrations(tmp_path / f"{fps}.h5", width, fps) for width, fps in ((3, 10), (5, 20), (3, 30))]
+
+    def check(*demos: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_against_demonstrations(policy, [*map(str, demos)], num_episodes=1, num_frames=4)
+        return str(caught.value)
+
+    assert check("nowhere.h5").startswith("--demos is 'nowhere.h5'; there is no such file")
+    assert f"--demos: {paths[1]}, traj_0 has observations [5]" in check(paths[1])
+    assert "the policy has observations [3]" in check(paths[1])
+    assert check(paths[0], paths[2]).endswith("has 10; check the policy with each of them")

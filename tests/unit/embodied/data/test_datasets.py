@@ -234,7 +234,7 @@ def test_the_page_shows_episodes_and_loads_nothing(tmp_path: Path) -> None:
         (("convert", "bare.h5", "--to", "lerobot", "--output", "b"), "has no obs"),
         (("convert", "bare.h5", "--to", "minari", "--output", "b"), "has no obs"),
         (("show", "a.h5"), "needs --output"),
-        (("info", "nowhere.h5"), "no such file"),
+        (("info", "nowhere.h5"), "rlhpc data PATH is 'nowhere.h5'; there is no such file"),
     ],
 )
 def test_bad_input_is_one_message_and_leaves_nothing(

@@ -181,3 +181,18 @@ def test_demonstrations_are_marked_where_transitions_have_labels():
     assert rows[INTERVENED].all() and rows["rewards"].tolist() == [-1, -2, -3]
     rows[INTERVENED][0] = False  # as in another run's replay buffer
     assert fit(rows, plain, actions, 1, has_labels=True)[INTERVENED].tolist() == [False, True, True]
+
+
+def test_a_message_about_demonstrations_shows_only_columns_that_differ():
+    """Pictures of one camera for a run of two."""
+    camera = {"rgb": np.zeros((4, 8, 8, 3), np.uint8), "state": np.zeros((4, 2), np.float32)}
+    two_cameras = spaces.Dict(
+        {"rgb": spaces.Box(0, 255, (8, 8, 6), np.uint8), "state": spaces.Box(-1, 1, (2,), np.float32)}
+    )
+    with pytest.raises(ConfigError) as caught:
+        fit(transitions_of([{**demo(3), "obs": camera}]), two_cameras, spaces.Box(-1, 1, (1,), np.float32), 1)
+    assert str(caught.value) == (
+        "algorithm.demo_buffer.load_path: the demonstrations have next_obs.rgb uint8[8, 8, 3], obs.rgb uint8[8, 8, 3]; this "
+        "run's transitions have next_obs.rgb uint8[8, 8, 6], obs.rgb uint8[8, 8, 6]. Record demonstrations with this run's "
+        "environment (rlhpc record), or give the run the environment of these"
+    )

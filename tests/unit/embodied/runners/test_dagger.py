@@ -95,6 +95,17 @@ def test_the_expert_records_the_first_data_where_there_is_none(rounds: Rounds) -
     assert rounds.data() == [["round_0.h5"]]
 
 
+def test_what_was_recorded_of_a_round_before_it_ended_early_is_cloned(rounds: Rounds) -> None:
+    """Also if nobody takes over when the round is played again."""
+    early = rounds.folder / "clone-dagger" / "round_1.incomplete" / "0.h5"
+    early.parent.mkdir(parents=True)
+    early.touch()
+    rounds.interventions = 0
+    rounds.run("demos.path=first.h5", intervene=PERSON, expert=None)
+    assert rounds.data() == [["first.h5"], ["first.h5", "0.h5"]]
+    assert all(call["counts_whole"] for call in rounds.recorded)
+
+
 def test_a_repeated_command_trains_and_records_nothing_again(rounds: Rounds) -> None:
     first = rounds.run("demos.path=first.h5")
     rounds.trained.clear()
