@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +48,18 @@ def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
             f"actor.model.model_path is {model_path!r}, where no model can be loaded from: {first_line(error)}; a folder with "
             "config.json and weights, or the name of a model in the hub's cache, is allowed"
         ) from None
+
+
+def splits_attention_heads(model_type: str) -> bool:
+    """Returns whether transformers divides a model type's attention heads over tensor-parallel ranks.
+
+    The result is False where the package is not installed, or does not know the type.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        return False
+    config_classes = transformers().CONFIG_MAPPING
+    plan = config_classes[model_type].base_model_tp_plan if model_type in config_classes else None
+    return "layers.*.self_attn.k_proj" in (plan or {})
 
 
 def explain_loading_error(error: Exception, key: str) -> str:

@@ -26,7 +26,7 @@ from rlhpc.language.data.images import check_vision
 from rlhpc.language.data.preferences import Preferences
 from rlhpc.language.data.registry import holdout_section
 from rlhpc.language.data.tokenizer import FittingPrompts, context_tokens
-from rlhpc.language.engines.vllm_weights import is_mixture, unverified_mixture
+from rlhpc.language.engines.vllm_weights import is_mixture
 from rlhpc.language.evaluation.reward_model import most_tokens
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.loading import compute_dtype
@@ -284,11 +284,6 @@ def check_model(cfg: LanguageConfig, ranks: Mapping[str, int]) -> Any:
     model = cfg.actor.model
     if "rollout" in ranks and cfg.rollout.rollout_backend == "vllm":
         config = load_model_config(str(model.model_path), model.trust_remote_code)
-        if architecture := unverified_mixture(config):
-            note(
-                f"{architecture} is not among the mixtures of experts whose updates in vLLM are tested: the run compares the "
-                "engine with the trainer before it trains, and ends there if they differ"
-            )
         _check_tensor_parallel(cfg, config)
     elif "rollout" in ranks and str(select(cfg, "rollout.weight_sync")) == "shards" and _is_mixture(cfg):
         raise ConfigError(

@@ -10,15 +10,11 @@ from rlhpc.config.typed import select
 from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.config.run import GrpoConfig, TrainedLanguageConfig
 from rlhpc.language.engines.base import context_error
-from rlhpc.language.hugging_face import EXPERT_COUNTS
+from rlhpc.language.hugging_face import EXPERT_COUNTS, splits_attention_heads
 from rlhpc.language.planning.model_size import UnknownModelError, config_of
 from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed_groups
 from rlhpc.runtime.errors import ConfigError
 
-#: Types of models for which transformers divides the attention heads over tensor-parallel ranks.
-_SPLIT_HEADS = frozenset(
-    {"gemma", "gemma2", "gemma3_text", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen3", "qwen3_moe"}
-)
 #: Attention head sizes that vLLM supports on a CPU (`CPUAttentionBackend.get_supported_head_sizes`, vLLM 0.32).
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
@@ -119,7 +115,7 @@ def _check_tensor_parallel(model_numbers: Mapping[str, Any], tensor: int, key: s
     vocabulary = int(model_numbers.get("vocab_size") or 0)
     if vocabulary % tensor and not heads_only:
         raise ConfigError(f"{key}.tensor({tensor}) does not divide the vocabulary of {vocabulary} tokens")
-    if model_numbers.get("model_type") not in _SPLIT_HEADS:
+    if not splits_attention_heads(str(model_numbers.get("model_type"))):
         return
     num_heads = int(model_numbers.get("num_attention_heads") or 0)
     for name, count in (

@@ -107,25 +107,10 @@ def wanted_slices(worker: Any, shapes: Mapping[str, tuple[int, ...]]) -> TensorS
     return copies.tensor_slices
 
 
-#: Mixtures of experts for which log-probs after updates are compared with transformers in the tests (vLLM 0.32, transformers
-#: 5.19). The check at the start of a run decides about others (`rlhpc.language.runners.engine_check`).
-VERIFIED_MIXTURES = ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-
-
 def is_mixture(config: Any) -> bool:
     """Returns whether a Hugging Face configuration describes a mixture of experts."""
     text_config = config.get_text_config()
     return any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
-
-
-def unverified_mixture(config: Any) -> str:
-    """Returns the architecture of a mixture of experts that is not in `VERIFIED_MIXTURES`; "" for other models.
-
-    Args:
-        config: Hugging Face configuration.
-    """
-    name = next(iter(getattr(config, "architectures", None) or ()), "")
-    return str(name) if is_mixture(config) and name not in VERIFIED_MIXTURES else ""
 
 
 class FileNames:

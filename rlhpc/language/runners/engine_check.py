@@ -99,8 +99,8 @@ class Agreement:
                 continue
             scores = [scores_by_text[sequence.token_ids, sequence.policy] for sequence in report["samples"]]
             engine_description = (
-                f"rollout-{rank}: the engine {rollout.rollout_backend} does not compute what is trained of this "
-                f"{self._family} model, with {weights_label}"
+                f"rollout-{rank}: the engine {rollout.rollout_backend} does not compute this {self._family} model as the "
+                f"trainer does, with {weights_label}"
             )
             dtypes = {trainer_scores["dtype"], report["dtype"]}
             logprob_differences.append(

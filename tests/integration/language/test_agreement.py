@@ -53,7 +53,7 @@ def test_a_false_engine_is_refused_at_the_start(engine: str, weights: str, what:
     )
     said = run.train(code=2)
     family = "mistral" if model else "llama"
-    assert f"does not compute what is trained of this {family} model, with {weights}" in said, said
+    assert f"does not compute this {family} model as the trainer does, with {weights}" in said, said
     assert "rollout.probe_tolerance" in said and not run.rows()
     if engine != "ForgetsItsWindow":
         assert f"the log-probs of {what}" in said, said

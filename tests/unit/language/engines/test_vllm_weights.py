@@ -22,13 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rlhpc.language.engines import vllm_weights
 from rlhpc.language.engines.common import WeightUpdateError
 from rlhpc.language.engines.vllm_weights import (
-    VERIFIED_MIXTURES,
     FileNames,
     Loaded,
     is_mixture,
     require_all_loaded,
     tensors_of,
-    unverified_mixture,
     with_tied_names,
 )
 from rlhpc.runtime.errors import ConfigError
@@ -79,21 +77,6 @@ def test_each_tied_name_gets_the_weight_once_though_an_update_brings_both() -> N
 def test_a_mixture_is_recognised_by_its_configuration(model_type: str, changes: dict[str, Any]) -> None:
     assert is_mixture(AutoConfig.for_model(model_type, **{**SMALL, **changes}))
     assert not is_mixture(AutoConfig.for_model("qwen3", **SMALL))
-
-
-def test_mixtures_that_no_test_compares_are_named_and_not_refused() -> None:
-    """The check at the start of a run decides about them."""
-    mixture = AutoConfig.for_model("qwen3_moe", **SMALL, **EXPERTS)
-    for name in VERIFIED_MIXTURES:
-        mixture.architectures = [name]
-        assert unverified_mixture(mixture) == ""
-    mixture.architectures = ["OddMoeForCausalLM"]
-    assert unverified_mixture(mixture) == "OddMoeForCausalLM"
-    mixture.architectures = None
-    assert unverified_mixture(mixture) == ""  # unknown until the model is built
-    dense = AutoConfig.for_model("qwen3", **SMALL)
-    dense.architectures = ["OddForCausalLM"]
-    assert unverified_mixture(dense) == ""
 
 
 def test_experts_of_a_family_that_no_test_compares_are_split_like_others() -> None:
