@@ -13,7 +13,7 @@ import pytest
 
 from rlhpc.cli.foreign import rlinf, rlinf_language_unsupported, rlinf_unsupported_embodied
 from rlhpc.cli.foreign.hydra import compose
-from rlhpc.cli.foreign.rules import Translation, UnsupportedKeys
+from rlhpc.cli.foreign.rules import ForeignConfig, Translation, UnsupportedKeys
 from rlhpc.runtime.errors import ConfigError
 from tests import rlinf_corpus, rlinf_sample
 from tests.drawn import drawn
@@ -204,6 +204,25 @@ def test_no_mapping_passes_a_made_up_key_over_in_silence(name: str) -> None:
             continue
         reason, changes_training = translation.omitted[key]
         assert changes_training or reason in unread or reason.startswith(_OF_PLACEMENT), (key, reason)
+
+
+@pytest.mark.parametrize("name", importable())
+def test_a_difference_by_a_default_of_rlinfs_is_named_at_a_key_of_the_file(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report names keys that the file sets: a difference without one would be in no list."""
+    unnamed, omit, leaves = [], ForeignConfig.omit, importable()[name]
+
+    def record(
+        config: ForeignConfig, key: str, reason: str, changes_training: bool = True, missing_feature: str = ""
+    ) -> Any:
+        if changes_training and leaves.keys().isdisjoint(key.split()):
+            unnamed.append((key, reason))
+        return omit(config, key, reason, changes_training, missing_feature)
+
+    monkeypatch.setattr(ForeignConfig, "omit", record)
+    translation = rlinf_corpus.translated(name, leaves)
+    assert not unnamed or not translation.training
 
 
 #: Keys of which several values mean the same → why.

@@ -54,8 +54,10 @@ def _kind(config: ForeignConfig) -> str:
 def _target(config: ForeignConfig) -> str:
     if _kind(config) == "environment":
         return "tools"
-    for key in ("agentloop.toolcall_parser", "agentlightning.n_runners", "rollout_server.online_router.port"):
-        config.omit(key, f"RLinf's agent is a program: write yours as {OWN_AGENT} (docs/how-to/train-your-agent.md)")
+    config.omit(
+        "agentloop.toolcall_parser agentlightning.n_runners rollout_server.online_router.port runner.task_type",
+        f"RLinf's agent is a program: write yours as {OWN_AGENT} (docs/how-to/train-your-agent.md)",
+    )
     return OWN_AGENT
 
 

@@ -103,7 +103,7 @@ CLONING: Rows = [
 def _expert(config: ForeignConfig) -> Any:
     path = config("runner.expert_ckpt_path") or config("rollout.expert_model.model_path")
     config.omit(
-        "runner.expert_ckpt_path",
+        "runner.expert_ckpt_path rollout.expert_model.model_path algorithm.loss_type",
         "the expert is a checkpoint of rlhpc or a function: rlhpc dagger FILE --expert EXPERT --rounds N --episodes M",
     )
     return str(path) if path else UNSET
