@@ -1,8 +1,7 @@
 """Interface of training backends, independent of the trained module.
 
-A backend knows neither tokens nor observations. It builds the module from a task package's `Blueprint`, stores weights,
-gradients and optimizer state in its own format, and runs the task package's functions on the module. `OffloadingBackend`
-moves accelerator memory to the host and back, and keeps all views of that memory valid.
+It knows neither tokens nor observations. It builds the module from a task package's `Blueprint`, stores its state in its own
+format, and runs the package's functions on it. `OffloadingBackend` moves accelerator memory to the host and back.
 """
 
 from __future__ import annotations

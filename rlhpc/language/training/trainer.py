@@ -634,8 +634,7 @@ class TokenTrainer(ModelTrainer):
     def _activate_adapter(self, batch: TokenBatch) -> None:
         """Activates the adapter of the policy that all samples of a batch share.
 
-        The adapter stays active for the backward pass, until the next call. The batch is on the host, so that nothing waits
-        for the device.
+        The adapter stays active until the next call. The batch is on the host, so that nothing waits for the device.
         """
         if self.policies.names:
             (policy,) = self.policies.indices_of(batch.role).unique().tolist()
