@@ -96,7 +96,7 @@ def describe_key(path: str, schemas: Mapping[str, SchemaKeys]) -> str:
     """Formats the metadata of a key, or the keys of a section, for a terminal.
 
     Args:
-        path: Dotted key; an element of a list is written `[]`, `[2]`, or left out.
+        path: Dotted key; an element of a list is written `[]`, `[2]`, `.2`, or left out.
         schemas: Name of each task type → its keys.
 
     Raises:
@@ -133,7 +133,7 @@ def _describe_groups(path: str, keys_by_schema: Mapping[str, ConfigKey]) -> str:
 
 def _to_canonical_path(path: str, paths: Collection[str]) -> str:
     """Returns a key in the notation of the tree: `data.eval[].samples` for `data.eval[2].samples` and `data.eval.samples`."""
-    path_without_indices = re.sub(r"\[\w*\]", "", path)
+    path_without_indices = re.sub(r"\[\w*\]|\.\d+\b", "", path)
     return next((candidate for candidate in paths if candidate.replace("[]", "") == path_without_indices), path)
 
 

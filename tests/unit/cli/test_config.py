@@ -36,6 +36,7 @@ def test_a_key_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
         ("env.eval.env_id", "default:   ${env.train.env_id}"),
         ("env.eval.seed", "on resume: may change; evaluations change with it"),
         ("data.eval[0].samples", "data.eval[].samples (reasoning, sft, dpo)"),
+        ("reward.terms.0.weight", "reward.terms[].weight (reasoning, sft, dpo)"),
         ("rollout.rollout_backend", "names:     hf, vllm, or an import path"),
         ("runner.logger", "logger_backends  `jsonl` (always written)"),
         ("groups", "list of sections with max_tokens_per_micro_batch, name, scorer, model, kwargs"),
