@@ -7,6 +7,7 @@ end is not a demonstration of the task: it lies in a dataset that is read only i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ from rlhpc.runtime.interrupts import Interrupts
 
 #: Free bytes that a recording needs besides the episode in progress: tables of contents, and the ends of files.
 _MARGIN_BYTES = 8 << 20
+#: Errors of filesystems that cannot reserve space, on which a recording goes on without.
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 def incomplete_folder(output: Path) -> Path:
@@ -242,7 +245,8 @@ class _Reserve:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise unwritten_page_error(error, self._path.parent) from error
+            if error.errno not in _CANNOT_RESERVE:
+                raise unwritten_page_error(error, self._path.parent) from error
 
     def release(self) -> None:
         """Gives the space back."""

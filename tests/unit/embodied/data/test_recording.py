@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
 import tempfile
 from pathlib import Path
@@ -115,6 +117,17 @@ def test_a_signal_while_an_episode_is_written_waits_for_it(tmp_path: Path, signu
         assert len(recording) == 1
         recording.prepare_step(0)
     assert lengths(tmp_path / "a.h5") == [3] and signal.getsignal(signum) is before
+
+
+def test_a_filesystem_that_cannot_reserve_space_is_recorded_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with Recording(writer, tmp_path / "a.h5", keeps=True) as recording:
+        recording.prepare_step(1 << 20)
+        recording.add(episode(3))
+    assert lengths(tmp_path / "a.h5") == [3] and not list(tmp_path.glob(".a*"))
 
 
 @pytest.mark.parametrize("name", ["a.h5", "a"])
