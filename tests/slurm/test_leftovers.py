@@ -237,9 +237,15 @@ def test_a_node_that_is_lost_is_clean_after_the_next_start_there(slurm: SlurmClu
         job.wait_up()
     for job in jobs:
         slurm.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # at once: one that outlives the others by a moment tidies up
-        for pid in [pid for job in jobs for pid in processes_of(job, lost)]:
-            os.kill(pid, number)
+    # At once: one that outlives the others by a moment tidies up. A process that was listed may have forked meanwhile.
+    stopped, pids = set[int](), {pid for job in jobs for pid in processes_of(job, lost)}
+    while pids - stopped:
+        for pid in pids - stopped:
+            os.kill(pid, signal.SIGSTOP)
+        stopped |= pids
+        pids = {pid for job in jobs for pid in processes_of(job, lost)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     slurm.kill_slurmd(lost)
     for job in jobs:
         slurm.run("scancel", job.id)
