@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # in the background of a script; programs of tests would ignore it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("RLHPC_POWERCAP", "/nowhere")  # no run has metrics that another machine's does not have
 os.environ |= {"SDL_VIDEODRIVER": "dummy", "SDL_AUDIODRIVER": "dummy", "MPLBACKEND": "Agg"}  # no test opens a window
 for screen in ("DISPLAY", "WAYLAND_DISPLAY"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -93,7 +92,7 @@ def _run(command: list[str], input_bytes: bytes, env: dict[str, str]) -> tuple[i
             process.communicate(input_bytes)
         except KeyboardInterrupt:
             is_interrupted = True
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # SIGINT may be ignored there, as in the background of a script
             process.wait()
     return process.returncode, is_interrupted
 
@@ -116,7 +115,8 @@ def main() -> None:
     answer: Any = None
     exception: BaseException | None = None
     try:
-        answer = getattr(importlib.import_module(module), name)(*args, **kwargs)
+        with Interrupts():
+            answer = getattr(importlib.import_module(module), name)(*args, **kwargs)
     except (RlhpcError, KeyboardInterrupt) as error:
         exception = error
     Path(sys.argv[1]).write_bytes(pickle.dumps((answer, exception)))

@@ -1,7 +1,7 @@
 # Evaluation and conversion of one checkpoint, of any run, anywhere: `--config checkpoint=…/global_step_3 [suite=…] [output=…]`.
 CHECKPOINT = checked(expand_home, config["checkpoint"]).absolute()
 # by default into the run that the checkpoint belongs to
-AT_HOME = (RunPaths.around(CHECKPOINT) or RunPaths(Path("offline"))).root
+AT_HOME = (RunPaths.from_checkpoint(CHECKPOINT) or RunPaths(Path("offline"))).root
 HOME = near(config["output"] or AT_HOME)
 NAME = CHECKPOINT.name
 LOGS = f"{HOME}/logs/workflow"

@@ -237,6 +237,7 @@ def test_values_beside_the_pointer_stay_within_their_chart(browser: Browser) -> 
 #: Lengths of the painted stretches of a chart's pixel column at a value of x, from top to bottom, in pixels of the page.
 COLUMN = """(() => {
   const canvas = document.querySelector("figure[data-metric='train/loss'] canvas"), ratio = devicePixelRatio;
+  if (!canvas?.dataset.range) return [];  // it is being drawn anew
   const [left, right] = canvas.dataset.range.split(' ').map(Number), box = canvas.getBoundingClientRect();
   const column = Math.round((58 + (%s - left) / (right - left) * (box.width - 68)) * ratio);
   const {data} = canvas.getContext('2d').getImageData(column - 1, 0, 2, canvas.height), stretches = [];

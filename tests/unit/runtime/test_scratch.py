@@ -443,6 +443,7 @@ OWN_FOLDERS = {
     "runtime/scratch.py": "where the rule stands",
     "language/agents/runner/shell.py": "its copy of the rule, for interpreters without rlhpc; is told the session's folder",
     "embodied/python_env.py": "a command's, which has no session",
+    "embodied/data/recording.py": "a command's, for data that has no other place, to be kept",
     "embodied/robots/server.py": "on a robot's own machine, while it connects",
     "cli/config.py": "a command's, which has no session",
     "language/models/builtin.py": "a plan's, which has no session",

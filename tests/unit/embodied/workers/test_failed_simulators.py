@@ -13,6 +13,7 @@ import torch
 from rlhpc.algorithms import calculate_adv_and_returns
 from rlhpc.embodied.config import EvalEnvConfig, PpoConfig
 from rlhpc.embodied.data.batches import DropReason, RolloutCounts, TrainBatch
+from rlhpc.embodied.data.recording import Recording
 from rlhpc.embodied.data.trajectories import TrajectoryWriter
 from rlhpc.embodied.evaluation.episodes import play
 from rlhpc.embodied.evaluation.recorder import InterventionRecorder
@@ -132,8 +133,12 @@ class Person(Intervention):
 
 def test_of_an_intervention_the_steps_before_a_failure_are_recorded(tmp_path: Path) -> None:
     env = InterventionEnv(Failing({3}), Person(), EvalEnvConfig(), range(2), seed=0)
-    with TrajectoryWriter(tmp_path / "a.h5", env_id="x", env_kwargs={}, max_episode_steps=4) as writer:
-        recorder = InterventionRecorder(writer, env, num_episodes=2)
+
+    def open_writer(path: Path) -> TrajectoryWriter:
+        return TrajectoryWriter(path, env_id="x", env_kwargs={}, max_episode_steps=4)
+
+    with Recording(open_writer, tmp_path / "a.h5", keeps=True) as recording:
+        recorder = InterventionRecorder(recording, env, num_episodes=2)
         play(Still(), env, np.array([1, 1]), torch.device("cpu"), observer=recorder)
         assert recorder.num_played == 2 and recorder.num_intervention_steps == 6
     assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [2, 4]
