@@ -106,7 +106,7 @@ class ModuleTrainer:
             return token_scores(self._model, batch, temperature)
 
 
-def make_engine(folder: Path, dtype: str) -> Any:
+def make_engine(folder: Path, dtype: str, quantization: str | None = None) -> Any:
     """Starts vLLM with the model of a folder."""
     from omegaconf import OmegaConf
 
@@ -116,7 +116,7 @@ def make_engine(folder: Path, dtype: str) -> Any:
 
     cfg = typed(GrpoConfig, OmegaConf.structured(GrpoConfig))
     cfg.rollout.rollout_backend, cfg.rollout.max_batch_size, cfg.rollout.max_model_len = "vllm", 8, CONTEXT
-    cfg.actor.model.dtype = dtype
+    cfg.actor.model.dtype, cfg.rollout.quantization = dtype, quantization
     return make_rollout(cfg, model_path=str(folder), device="cpu", seed=0)
 
 
@@ -132,8 +132,15 @@ def randomize(model: Any, seed: int) -> None:
             parameter.copy_(parameter.float().mean() + noise)
 
 
-def check_seed(engine: Any, model: Any, dtype: str, seed: int) -> float:
+def check_seed(engine: Any, model: Any, dtype: str, seed: int, precision: str | None = None) -> float:
     """Compares engine and trainer with the current weights, as at the start of a run; returns the largest difference.
+
+    Args:
+        engine: The engine.
+        model: The trainer's model.
+        dtype: Dtype of the weights.
+        seed: Seed of the probe texts.
+        precision: Dtype in which the engine computes, if it is not that of the weights.
 
     Raises:
         ConfigError: They differ by more than rounding explains.
@@ -145,7 +152,8 @@ def check_seed(engine: Any, model: Any, dtype: str, seed: int) -> float:
     from rlhpc.language.training.weight_sync import Prober, compare_probe_samples, sample_probe
     from rlhpc.training.backend import Perturbation
 
-    prober: Any = Prober(ModuleTrainer(model), [0], 0, getattr(torch, dtype))  # type: ignore[arg-type]
+    precision = precision or dtype
+    prober: Any = Prober(ModuleTrainer(model), [0], 0, getattr(torch, precision))  # type: ignore[arg-type]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     largest_difference, digests = 0.0, list[dict[str, int]]()
     for phase, (is_perturbed, weights) in enumerate(ROUNDS):
@@ -156,7 +164,8 @@ def check_seed(engine: Any, model: Any, dtype: str, seed: int) -> float:
         samples = sample_probe(engine, VOCABULARY, 64, 24, 96, 3 * seed + phase, 0)
         scores = [prober.score(sample.token_ids, is_perturbed=is_perturbed) for sample in samples]
         largest_difference = max(
-            largest_difference, compare_probe_samples(samples, scores, None, {dtype}, "cpu", f"with {weights}")
+            largest_difference,
+            compare_probe_samples(samples, scores, None, {dtype, precision}, "cpu", f"with {weights}"),
         )
         digests.append(engine.parameter_digests())
         if is_perturbed:

@@ -27,6 +27,7 @@ from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.envs.registry import find_environment
 from rlhpc.language.multi_policy import roles_of
+from rlhpc.language.rollout_checks import rollout_rules
 from rlhpc.language.scoring.checks import VALUE_HEAD_SOURCE, check_group_sections
 from rlhpc.language.scoring.groups import (
     AGENT,
@@ -508,6 +509,7 @@ def _check_deterministic(cfg: GrpoConfig, fail: Fail) -> None:
         (rollout.rollout_backend != "hf", f"rollout.rollout_backend={rollout.rollout_backend}", "take hf"),
         (actor.training_backend == "deepspeed", "actor.training_backend=deepspeed", "take local or fsdp"),
         (rollout.dtype not in ("auto", actor.model.dtype), f"rollout.dtype={rollout.dtype}", "take auto"),
+        (rollout.quantization is not None, "rollout.quantization", "leave it null"),
         (actor.lora.rank > 0, f"actor.lora.rank={actor.lora.rank}, whose adapters are merged for the engine", "take 0"),
         (actor.compile != "off", f"actor.compile={actor.compile}", "take off"),
         (actor.model.attn_implementation != "sdpa", "another actor.model.attn_implementation", "take sdpa"),
@@ -550,41 +552,7 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             f" = {responses} responses, which must divide by it",
         )
     check_algorithm(cfg, fail)
-    rollout, engine = cfg.rollout, cfg.rollout.rollout_backend
-    has_several_ranks = (rollout.parallel.tensor or 1) > 1
-    rules = (
-        (
-            engine == "hf" and (has_several_ranks or rollout.parallel.expert),
-            f"rollout.parallel.{'tensor' if has_several_ranks else 'expert'}",
-            "the engine hf has one rank: set rollout.rollout_backend=vllm",
-        ),
-        (
-            engine == "hf" and rollout.batch_invariant,
-            "rollout.batch_invariant",
-            "it is a mode of vllm, and hf is batch-invariant on CPUs as it is: leave it false",
-        ),
-        (
-            rollout.weight_sync == "shards" and cfg.actor.training_backend == "deepspeed",
-            "rollout.weight_sync",
-            "DeepSpeed's shards are no boxes of tensors: take auto, or another backend",
-        ),
-        (
-            rollout.routing_replay and engine == "vllm",
-            "rollout.routing_replay",
-            "vllm does not say which experts it chose: take hf, or leave it false",
-        ),
-        (
-            not rollout.merge_adapters and not cfg.actor.lora.rank,
-            "rollout.merge_adapters",
-            "there are no adapters (actor.lora.rank is 0): leave it true",
-        ),
-        (
-            not rollout.merge_adapters and engine == "hf",
-            "rollout.merge_adapters",
-            "the engine hf takes merged weights: leave it true, or take vllm",
-        ),
-    )
-    check_rules((*rules, *_update_rules(cfg)), fail)
+    check_rules((*rollout_rules(cfg), *_update_rules(cfg)), fail)
     _check_deterministic(cfg, fail)
     check_policies(cfg, fail)
     if cfg.rollout.temperature == 0:

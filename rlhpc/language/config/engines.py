@@ -12,6 +12,7 @@ from rlhpc.config.constraints import (
     INTERVAL_OR_0,
     NOT_NEGATIVE,
     POSITIVE,
+    Choices,
     Range,
     Registered,
 )
@@ -79,6 +80,10 @@ class GrpoRolloutConfig(WeightSyncConfig, EngineConfig):
 
     parallel: Annotated[EngineParallelConfig, FREE] = field(default_factory=EngineParallelConfig)
     """Engines of several ranks."""
+    quantization: Annotated[str | None, Choices("fp8")] = None
+    """Precision of the products of linear layers in the engine (`vllm`): fp8 (weights by output channel, inputs by token), or
+    null for the engine's dtype, which must be half precision. Weights arrive in this dtype, and the engine quantizes them.
+    Training then needs a correction for the gap to the trainer (`algorithm.tis_cap`, or one of `algorithm.corrections`)."""
     temperature: Annotated[float, NOT_NEGATIVE] = 1.0
     """Temperature of sampling in training; the losses use the same."""
     probe_interval: Annotated[int, INTERVAL_OR_0] = 10

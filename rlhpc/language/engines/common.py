@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="torch.Tensor | Elements")
 
 _DTYPES = ("float32", "bfloat16", "float16")
+#: `rollout.quantization` → dtype of the factors of products.
+_QUANTIZED_DTYPES = {"fp8": "float8_e4m3fn"}
 #: Number of concurrent sequences if neither the configuration nor the engine sets one.
 _DEFAULT_BATCH_SIZE = 64
 
@@ -82,6 +84,7 @@ class EngineOptions:
         returns_experts: `rollout.routing_replay`.
         adapters: Rank and alpha of unmerged adapters (`rollout.merge_adapters`); None if they are merged.
         policies: Names of the policies, each with such adapters (`agent.policies`); empty for a single policy.
+        quantization: `rollout.quantization`; None if products are computed in `dtype`.
         batch_invariant: `rollout.batch_invariant`.
         exact: Whether the engine computes with the trainer's bits (`runner.deterministic`).
     """
@@ -101,6 +104,7 @@ class EngineOptions:
     returns_experts: bool = False
     adapters: tuple[int, int] | None = None
     policies: tuple[str, ...] = ()
+    quantization: str | None = None
     batch_invariant: bool = False
     exact: bool = False
 
@@ -136,6 +140,7 @@ class EngineOptions:
             returns_experts=bool(select(cfg, "rollout.routing_replay")),
             adapters=(cfg.actor.lora.rank, cfg.actor.lora.alpha) if has_separate_adapters(cfg) else None,
             policies=policies_of(cfg).names,
+            quantization=select(cfg, "rollout.quantization"),
             batch_invariant=bool(select(cfg, "rollout.batch_invariant")),
             exact=bool(select(cfg, "runner.deterministic")) and not splits_sums(cfg.actor.parallel),
         )
@@ -180,6 +185,11 @@ def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
     if cfg.rollout.dtype not in _DTYPES:
         raise ConfigError(f"rollout.dtype is {cfg.rollout.dtype!r}; allowed: {', '.join(_DTYPES)}")
     return cfg.rollout.dtype
+
+
+def engine_precision(cfg: LanguageConfig, device: str | torch.device) -> str:
+    """Returns the coarsest dtype in which an engine computes: that of `rollout.quantization`, or of its weights."""
+    return _QUANTIZED_DTYPES.get(select(cfg, "rollout.quantization")) or engine_dtype(cfg, device)
 
 
 class WeightUpdateError(RlhpcError):

@@ -601,6 +601,7 @@ def _find_serving(
         ranks.capacity,
         *max_tokens,
         math.ceil(responses_per_step(cfg) / max(1, ranks.number // tensor)),
+        quantized=select(section, "quantization") is not None,
         tensor=tensor,
         expert=bool(select(section, "parallel.expert")),
         utilization=section.gpu_memory_utilization,

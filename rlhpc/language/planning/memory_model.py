@@ -171,6 +171,7 @@ class Serving:
         itemsize: Bytes of a weight.
         accelerated: Whether the rank has an accelerator.
         capacity: Bytes of the accelerator, if known.
+        quantized: Whether the weights of decoder layers take one byte each (`rollout.quantization`).
         tensor: Number of ranks of an engine.
         expert: Whether complete experts are divided among the ranks.
         utilization: Fraction of an accelerator that vLLM takes.
@@ -191,6 +192,7 @@ class Serving:
     prompt: int
     response: int
     max_step_sequences: int
+    quantized: bool = False
     tensor: int = 1
     expert: bool = False
     utilization: float = 0.6
@@ -213,7 +215,8 @@ class Serving:
     @property
     def weights(self) -> float:
         """Bytes of the weights on a rank."""
-        return self.copies * self.itemsize * self.size.parameters / self.tensor
+        num_quantized = self.size.parameters - self.size.root_parameters if self.quantized else 0
+        return self.copies * (self.itemsize * (self.size.parameters - num_quantized) + num_quantized) / self.tensor
 
     def sequence(self, num_tokens: float) -> float:
         """Returns the bytes of a sequence's keys and values on a rank."""

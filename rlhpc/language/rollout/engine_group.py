@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.engines.base import RolloutBackend
-from rlhpc.language.engines.common import engine_dtype
+from rlhpc.language.engines.common import engine_precision
 from rlhpc.language.engines.multi_rank import Commands, FollowerEngine, Leader
 from rlhpc.language.engines.registry import awaiting_weights, make_engine
 from rlhpc.language.hugging_face import load_model_config
@@ -267,9 +267,9 @@ class EngineWeights:
         self._sync.forget()
 
     def computes(self) -> dict[str, str]:
-        """Returns the `dtype` and the `device` type of the engine."""
+        """Returns the `dtype` in which the engine computes (`engine_precision`), and its `device` type."""
         device = worker_device(self._worker)
-        return {"dtype": engine_dtype(self._cfg, device), "device": device.type}
+        return {"dtype": engine_precision(self._cfg, device), "device": device.type}
 
     def sample_probe(self, vocabulary: int, phase: int) -> list[ProbeSequence]:
         """Draws samples for short random prompts and a long one (`weight_sync.sample_probe`).

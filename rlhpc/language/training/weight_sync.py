@@ -74,6 +74,9 @@ _LENGTH = 16
 _SINGLE, _ROUNDED, _HALF = 1e-3, 0.02, 0.25
 #: Allowed multiple of `Probe.rounding`: nearly twice the maximum of 930 correct updates of 28 models (`bench.rounding`).
 _TIMES = 6.0
+#: The same multiple where the engine computes in 8 bits: twice the largest of tiny Qwen2 and Qwen3 models, whose linear layers
+#: alone are so coarse, and the perturbation is that of all layers.
+_TIMES_OF_8_BITS = 1.0
 #: Number of perturbed forward passes per measurement, and number of probes between two measurements.
 _PERTURBED_PASSES, _ROUNDING_INTERVAL = 4, 10
 #: Number of samples with short prompts, number of tokens of a short prompt, and maximum number of sampled tokens.
@@ -327,7 +330,8 @@ def bound(tolerance: float | None, rounding: float, dtypes: Collection[str], dev
         return tolerance
     float32_bound = _SINGLE if device == "cpu" else _ROUNDED
     if rounding:
-        return max(float32_bound, _TIMES * rounding)
+        is_quantized = any(getattr(torch, dtype).itemsize == 1 for dtype in dtypes)
+        return max(float32_bound, (_TIMES_OF_8_BITS if is_quantized else _TIMES) * rounding)
     return float32_bound if {*dtypes} == {"float32"} else _HALF
 
 
@@ -398,13 +402,15 @@ def sync_of(cfg: GrpoConfig, prompts: PromptMap) -> str:
     """Returns the name of the weight sync strategy for `rollout.weight_sync`; trainer and engines get the same.
 
     `auto` stands for `shards` if the trainer's ranks hold shards and the engine loads slices, unless each engine shares its
-    accelerators with a trainer rank (`PromptMap.sources`). `auto` replaces a strategy with shards for separate adapters and
-    several policies, which are sent as full tensors.
+    accelerators with a trainer rank (`PromptMap.sources`), or quantizes. `auto` replaces a strategy with shards for separate
+    adapters and several policies, which are sent as full tensors.
     """
     name, rollout = cfg.rollout.weight_sync, cfg.rollout
     if has_separate_adapters(cfg) or cfg.agent.policies:
         return AUTO if sends_shards(name) else name
-    can_send_shards = prompts.num_shards > 1 and not prompts.sources and rollout.weight_delta != "elements"
+    can_send_shards = prompts.num_shards > 1 and not (
+        prompts.sources or rollout.weight_delta == "elements" or rollout.quantization
+    )
     return SHARDS if name.lower() == AUTO and can_send_shards and _takes_shards(cfg) else name
 
 

@@ -28,7 +28,7 @@ from rlhpc.language.algorithms.policy_gradient import SPECIAL
 from rlhpc.language.algorithms.registry import make_algorithm
 from rlhpc.language.config.run import GrpoConfig, minibatch_size, responses_per_step
 from rlhpc.language.data.tokenizer import special_tokens
-from rlhpc.language.engines.common import engine_dtype
+from rlhpc.language.engines.common import engine_precision
 from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.micro_batching import Parts, minibatch_of, minibatches, values_of
 from rlhpc.language.models.token_batch import TokenBatch
@@ -280,7 +280,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             token_ids = probe_text(
                 len(self.tokenizer), data_config.max_prompt_tokens + rollout_config.max_new_tokens - 1
             )
-            dtypes = [self.backend.backend.dtype, getattr(torch, engine_dtype(self.cfg, worker_device(self)))]
+            dtypes = [self.backend.backend.dtype, getattr(torch, engine_precision(self.cfg, worker_device(self)))]
             coarsest_dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
             self._prober = Prober(self.backend, token_ids, self.pad, coarsest_dtype)
         return self._prober

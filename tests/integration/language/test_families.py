@@ -166,6 +166,46 @@ def test_an_engine_that_lacks_the_biases_of_the_model_is_refused(tmp_path: Path,
     engine.close()
 
 
+FP8 = "float8_e4m3fn"
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+    """An engine that computes in 8 bits, and its trainer's model."""
+    folder = tmp_path_factory.mktemp("fp8")
+    model = save_family(folder, "qwen3", "bfloat16")
+    engine = make_engine(folder, "bfloat16", "fp8")
+    yield engine, model
+    engine.close()
+
+
+def test_an_engine_in_8_bits_follows_its_trainer_as_far_as_they_reach(quantized: tuple[Any, Any]) -> None:
+    engine, model = quantized
+    for seed in range(4):
+        if seed:
+            randomize(model, seed)
+        assert check_seed(engine, model, "bfloat16", seed, FP8) > 0.02, "it computes in 8 bits"
+    with pytest.raises(ConfigError, match="differ from the trainer's by"):
+        for seed in range(4):
+            check_seed(engine, model, "bfloat16", seed)
+
+
+def test_a_layer_that_stays_in_8_bits_is_refused(quantized: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is sent, one projection never reaches the engine."""
+    engine, model = quantized
+    update = engine.update_weights
+    stale = {name: p.detach().clone() for name, p in model.named_parameters() if "layers.1.mlp.down_proj" in name}
+    monkeypatch.setattr(
+        engine, "update_weights",
+        lambda version, weights, **how: update(version, ((name, stale.get(name, p)) for name, p in weights), **how),
+    )  # fmt: skip
+    randomize(model, 7)
+    with pytest.raises(
+        ConfigError, match=r"differ from the trainer's by|layers\.1\.mlp\.down_proj\.weight did not change"
+    ):
+        check_seed(engine, model, "bfloat16", 7, FP8)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", RIGHT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,34 @@ def test_a_group_of_one_is_not_compared(adv_type: str) -> None:
     else:
         load_config(CONFIG, given)
     load_config(CONFIG, [*given, *DISTILS])  # the reward is not asked for
+
+
+VLLM = ("rollout.rollout_backend=vllm", "rollout.dtype=bfloat16", "rollout.quantization=fp8")
+CORRECTED = ("algorithm.tis_cap=2", "algorithm.recompute_logprobs=true")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            ("rollout.quantization=fp8", "rollout.rollout_backend=hf", *CORRECTED),
+            "it is for rollout.rollout_backend=vllm",
+        ),
+        ((*VLLM, "rollout.dtype=float32", *CORRECTED), "weights in half precision: set rollout.dtype=bfloat16"),
+        (VLLM, "which the loss must correct: set algorithm.tis_cap=2"),
+        ((*VLLM, "rollout.weight_sync=shards", *CORRECTED), "take rollout.weight_sync=auto"),
+        ((*VLLM, "actor.lora.rank=4", "rollout.merge_adapters=false", *CORRECTED), "set rollout.merge_adapters=true"),
+        ((*VLLM, "runner.deterministic=true", *CORRECTED), "not with rollout.rollout_backend=vllm"),
+    ],
+)
+def test_an_engine_in_8_bits_needs_what_it_is_made_of_and_a_correction(given: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        load_config(CONFIG, given)
+
+
+@pytest.mark.parametrize("correction", [CORRECTED, ("algorithm.corrections=[{name: binary_tv}]",)])
+def test_an_engine_in_8_bits_with_a_correction(correction: tuple[str, ...]) -> None:
+    load_config(CONFIG, [*VLLM, *correction])
 
 
 def test_defaults_are_those_of_language_models() -> None:

@@ -47,7 +47,7 @@ data.train.margin_key data.train.label_key data.eval data.max_prompt_tokens data
 demos.* reward.terms reward.timeout_s reward.failed reward.max_failed_steps reward.processes reward.process_terms
 reference.update_interval
 
-rollout.batch_invariant
+rollout.batch_invariant rollout.quantization
 rollout.rollout_backend rollout.engine_kwargs rollout.dtype rollout.max_batch_size rollout.max_model_len rollout.max_new_tokens
 rollout.top_p rollout.top_k rollout.temperature rollout.agent rollout.weight_sync rollout.weight_delta rollout.parallel.*
 rollout.probe_interval rollout.probe_tolerance rollout.merge_adapters rollout.routing_replay rollout.pipeline_stage_num

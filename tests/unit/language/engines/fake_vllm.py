@@ -83,6 +83,7 @@ class EngineArgs:
     max_loras: int = 0
     max_lora_rank: int = 0
     moe_backend: str = "auto"
+    quantization: str | None = None
 
 
 @dataclass

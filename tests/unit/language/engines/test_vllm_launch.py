@@ -158,6 +158,18 @@ def test_a_model_that_the_batch_invariant_mode_excludes_is_one_message(monkeypat
         build(device="cuda:0")
 
 
+def test_products_in_8_bits_are_a_scheme_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_vllm.install(monkeypatch, "cuda")
+    built = build(device="cuda:0", dtype="bfloat16", quantization="fp8")._engine.arguments
+    assert (built.quantization, built.dtype) == ("fp8_per_channel", "bfloat16")
+    assert build(device="cuda:0", dtype="bfloat16")._engine.arguments.quantization is None
+    engine.build_error = RuntimeError("_C::dynamic_per_token_scaled_fp8_quant() expected at most 0 argument(s)")
+    with pytest.raises(
+        ConfigError, match=r"rollout\.quantization is 'fp8'; vLLM has no kernel .*_fp8_quant.*leave it null"
+    ):
+        build(device="cuda:0", dtype="bfloat16", quantization="fp8")
+
+
 @pytest.mark.parametrize(
     ("options", "size"),
     [

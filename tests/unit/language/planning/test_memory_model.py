@@ -118,6 +118,12 @@ def test_engines_that_share_a_model_have_a_part_of_it_each(engine: str) -> None:
     assert one.sequences == 64 and Serving(SIZE, engine, 2, True, 80e9, 100, 28, 8).sequences == 8
 
 
+def test_quantized_layers_take_a_byte_for_each_weight() -> None:
+    full, quantized = (Serving(SIZE, "vllm", 2, True, 80e9, 100, 28, 64, quantized=is_on) for is_on in (False, True))
+    layers = SIZE.parameters - SIZE.root_parameters
+    assert full.weights - quantized.weights == layers > 0 and quantized.cache_bytes() == full.cache_bytes() + layers
+
+
 def test_vllm_is_refused_where_no_sequence_fits() -> None:
     fits = Serving(SIZE, "vllm", 2, True, 80e9, 100, 28, 64)
     assert fits.refusals() == () and fits.num_fitting() * fits.sequence(fits.length) <= fits.cache_bytes()

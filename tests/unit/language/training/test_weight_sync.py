@@ -56,6 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (VLLM, {}, "auto"),
         (VLLM, {**SHARDED, "sources": (0, 1)}, "auto"),
         ((*VLLM, "rollout.weight_delta=elements"), SHARDED, "auto"),
+        ((*VLLM, "rollout.quantization=fp8"), SHARDED, "auto"),
         ((*VLLM, *ADAPTERS), SHARDED, "auto"),
         ((*VLLM, *ADAPTERS, "rollout.weight_sync=shards"), SHARDED, "auto"),
         ((*VLLM, "rollout.weight_sync=broadcast"), SHARDED, "broadcast"),
