@@ -18,12 +18,14 @@ from rlhpc.embodied.data.recording import Recording, incomplete_datasets
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 from rlhpc.embodied.data.trajectory import EpisodeWriter
 from rlhpc.runtime.errors import ConfigError, StorageError
+from tests.extras import need_extra
 from tests.filesystems.beds import need_mounts, small_filesystem
 
 
 def writer(path: Path) -> EpisodeWriter:
     if path.suffix == ".h5":
         return TrajectoryWriter(path, env_id="test")
+    need_extra("embodied")
     return LeRobotWriter(path, fps=10, task="test")
 
 

@@ -20,6 +20,7 @@ from rlhpc.embodied.evaluation.recorder import EpisodeRecorder, InterventionReco
 from rlhpc.embodied.interventions.sources import Mark, Scripted, Signals
 from rlhpc.embodied.models import build_model
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from tests.extras import need_extra
 from tests.unit.embodied.evaluation.saved_policies import load
 from tests.unit.embodied.workers.failing import Failing, Still, recorded
 
@@ -164,6 +165,8 @@ class Leaving(Scripted):
 @pytest.mark.parametrize("to", ["hdf5", "lerobot"])
 def test_episodes_of_a_person_who_leaves_are_kept(tmp_path: Path, to: str) -> None:
     """In both formats; those of a round of DAgger apart, since an incomplete one would count as done."""
+    if to == "lerobot":
+        need_extra("embodied")
     cfg = load("env.eval.env_id=Pendulum-v1", "env.train.env_id=Pendulum-v1", "env.eval.num_envs=1")
     options = WriteOptions(to=to, task="swing", fps=5)
 
@@ -247,6 +250,7 @@ def test_between_two_steps_the_last_observation_is_unknown(tmp_path: Path) -> No
 
 def test_episodes_with_and_without_a_mark_are_in_one_dataset(tmp_path: Path) -> None:
     """An episode that reached its limit before a person marked it is no success."""
+    need_extra("embodied")
     cfg = load("env.eval.env_id=Pendulum-v1", "env.train.env_id=Pendulum-v1", "env.eval.num_envs=1")
 
     class MarkingOnce(Marking):

@@ -31,6 +31,7 @@ from rlhpc.language.data.registry import make_dataset
 from rlhpc.language.hugging_face import load_model_config
 from rlhpc.language.models.tiny_vision import make_tiny_vision_model
 from rlhpc.runtime.errors import ConfigError
+from tests.extras import need_extra
 
 
 def test_one_question_about_many_pictures_is_held_out_by_picture(tmp_path: Path) -> None:
@@ -61,6 +62,7 @@ def picture(seed: int, width: int, height: int) -> bytes:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny vision-language model, whose image tokens cover 28 by 28 pixels."""
+    need_extra("llm")
     folder = tmp_path_factory.mktemp("vision")
     make_tiny_vision_model(folder, family="qwen2_5_vl", hidden=32, heads=2, seed=3)
     return folder
