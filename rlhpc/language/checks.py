@@ -27,7 +27,7 @@ from rlhpc.language.config.training import LanguageActorConfig
 from rlhpc.language.engines.registry import ENGINES
 from rlhpc.language.envs.registry import find_environment
 from rlhpc.language.multi_policy import roles_of
-from rlhpc.language.rollout_checks import rollout_rules
+from rlhpc.language.rollout_checks import check_rollout
 from rlhpc.language.scoring.checks import VALUE_HEAD_SOURCE, check_group_sections
 from rlhpc.language.scoring.groups import (
     AGENT,
@@ -552,7 +552,8 @@ def check_reasoning(cfg: GrpoConfig, fail: Fail) -> None:
             f" = {responses} responses, which must divide by it",
         )
     check_algorithm(cfg, fail)
-    check_rules((*rollout_rules(cfg), *_update_rules(cfg)), fail)
+    check_rollout(cfg, fail)
+    check_rules(_update_rules(cfg), fail)
     _check_deterministic(cfg, fail)
     check_policies(cfg, fail)
     if cfg.rollout.temperature == 0:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from rlhpc.config.constraints import Fail, check_rules
 from rlhpc.language.config.run import GrpoConfig
 
-#: A rule: whether it is broken, the key, and what to do.
-Rule = tuple[object, str, str]
 
+def check_rollout(cfg: GrpoConfig, fail: Fail) -> None:
+    """Checks the keys of section `rollout` against each other and against the trainer's.
 
-def rollout_rules(cfg: GrpoConfig) -> tuple[Rule, ...]:
-    """Returns the rules of the keys of section `rollout`."""
+    Raises:
+        ConfigError: The first rule that is broken.
+    """
     rollout, engine = cfg.rollout, cfg.rollout.rollout_backend
     has_several_ranks = (rollout.parallel.tensor or 1) > 1
-    return (
+    rules = (
         (
             engine == "hf" and (has_several_ranks or rollout.parallel.expert),
             f"rollout.parallel.{'tensor' if has_several_ranks else 'expert'}",
@@ -43,21 +45,22 @@ def rollout_rules(cfg: GrpoConfig) -> tuple[Rule, ...]:
             "rollout.merge_adapters",
             "the engine hf takes merged weights: leave it true, or take vllm",
         ),
-        *_quantization_rules(cfg),
     )
+    check_rules(rules, fail)
+    _check_quantization(cfg, fail)
 
 
-def _quantization_rules(cfg: GrpoConfig) -> tuple[Rule, ...]:
-    """Returns the rules of `rollout.quantization`.
+def _check_quantization(cfg: GrpoConfig, fail: Fail) -> None:
+    """Checks the keys that `rollout.quantization` needs.
 
     A quantized engine samples from another policy than the trained one. This is no fault of the engine, so the loss must
     correct it.
     """
     rollout, algorithm, key = cfg.rollout, cfg.algorithm, "rollout.quantization"
     if rollout.quantization is None:
-        return ()
+        return
     dtype = cfg.actor.model.dtype if rollout.dtype == "auto" else rollout.dtype
-    return (
+    rules = (
         (rollout.rollout_backend != "vllm", key, "it is for rollout.rollout_backend=vllm: leave it null"),
         (
             dtype == "float32",
@@ -82,3 +85,4 @@ def _quantization_rules(cfg: GrpoConfig) -> tuple[Rule, ...]:
             "train a single policy, or leave it null",
         ),
     )
+    check_rules(rules, fail)
