@@ -163,13 +163,7 @@ class ConfigLayers:
         elif parent == "sweep.grid":
             components[subkey] = override_value  # its keys contain dots
         else:
-            *path, leaf_name = subkey.split(".")
-            component_branch = components
-            for key_part in path:
-                if not isinstance(component_branch.get(key_part), dict):
-                    component_branch[key_part] = {}
-                component_branch = component_branch[key_part]
-            component_branch[leaf_name] = override_value
+            _set_nested(components, subkey.split("."), override_value)
         return _nest(parent.split("."), components)
 
     def _replace_in_list(
@@ -193,12 +187,7 @@ class ConfigLayers:
         ]
         if not subkey_parts:
             return [*items[:index], new_value, *items[index + 1 :]]
-        branch = items[index]
-        for key_part in subkey_parts[:-1]:
-            if not isinstance(branch.get(key_part), dict):
-                branch[key_part] = {}
-            branch = branch[key_part]
-        branch[subkey_parts[-1]] = new_value
+        _set_nested(items[index], subkey_parts, new_value)
         return items
 
     def _check_content(self, layer_content: Any, cls: type, prefix: str, source: str) -> None:
@@ -317,6 +306,16 @@ def _build_list_item(list_item: dict[str, Any], cls: type, path: str, source: st
                 f"{source}: {path}.{key} is {short_repr(value)}; it must be {type_text} ({reason(error)})"
             ) from None
     return section
+
+
+def _set_nested(mapping: dict[str, Any], key_parts: Sequence[str], value: Any) -> None:
+    """Sets a value in a nested mapping; what is no mapping on the way to it is replaced by one."""
+    *sections, name = key_parts
+    for section in sections:
+        if not isinstance(mapping.get(section), dict):
+            mapping[section] = {}
+        mapping = mapping[section]
+    mapping[name] = value
 
 
 def _nest(key_parts: Sequence[str], value: Any) -> dict[str, Any]:

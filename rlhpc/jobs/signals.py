@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -13,6 +12,7 @@ from typing import Any
 
 from rlhpc.jobs.slurm import end_of
 from rlhpc.runtime.errors import Stopped
+from rlhpc.runtime.interrupts import restore_handlers
 
 #: Exit code of a driver that saved and stopped before the end of its segment, because its job had to end (walltime,
 #: preemption). Another start continues the segment. sysexits.h calls this code EX_TEMPFAIL.
@@ -84,11 +84,7 @@ class StopRequest:
 
     def restore(self) -> None:
         """Restores the previous handlers."""
-        if threading.current_thread() is threading.main_thread():
-            for signum, handler in self._previous_handlers.items():
-                # None stands for a handler of C code, which Python cannot restore
-                signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-        self._previous_handlers.clear()
+        restore_handlers(self._previous_handlers)
 
     def __enter__(self) -> StopRequest:
         return self.install()

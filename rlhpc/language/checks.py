@@ -509,7 +509,6 @@ def _check_deterministic(cfg: GrpoConfig, fail: Fail) -> None:
         (rollout.rollout_backend != "hf", f"rollout.rollout_backend={rollout.rollout_backend}", "take hf"),
         (actor.training_backend == "deepspeed", "actor.training_backend=deepspeed", "take local or fsdp"),
         (rollout.dtype not in ("auto", actor.model.dtype), f"rollout.dtype={rollout.dtype}", "take auto"),
-        (rollout.quantization is not None, "rollout.quantization", "leave it null"),
         (actor.lora.rank > 0, f"actor.lora.rank={actor.lora.rank}, whose adapters are merged for the engine", "take 0"),
         (actor.compile != "off", f"actor.compile={actor.compile}", "take off"),
         (actor.model.attn_implementation != "sdpa", "another actor.model.attn_implementation", "take sdpa"),

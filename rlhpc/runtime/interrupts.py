@@ -12,6 +12,15 @@ from typing import Any
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
+def restore_handlers(previous_handlers: dict[signal.Signals, Any]) -> None:
+    """Restores the handlers of signals, and clears the mapping; outside of the main thread it only clears it."""
+    if threading.current_thread() is threading.main_thread():
+        for signum, handler in previous_handlers.items():
+            # None stands for a handler of C code, which Python cannot restore
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+    previous_handlers.clear()
+
+
 class Interrupts:
     """Handler with which SIGTERM, SIGHUP and SIGUSR2 end a command like Ctrl-C, by KeyboardInterrupt.
 
@@ -21,7 +30,7 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._previous_handlers: dict[int, Any] = {}
+        self._previous_handlers: dict[signal.Signals, Any] = {}
         self._is_deferred = self._is_pending = self._is_ending = False
 
     def install(self) -> Interrupts:
@@ -34,10 +43,7 @@ class Interrupts:
 
     def restore(self) -> None:
         """Restores the previous handlers."""
-        for signum, handler in self._previous_handlers.items():
-            # None stands for a handler of C code, which Python cannot restore
-            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-        self._previous_handlers.clear()
+        restore_handlers(self._previous_handlers)
 
     def __enter__(self) -> Interrupts:
         return self.install()
