@@ -10,8 +10,14 @@ import pytest
 from weight_ranks import Actor, Trainer
 
 from rlhpc import Session, WorkerGroup
+from rlhpc.runtime.comm import shared_memory
 from rlhpc.runtime.comm.shared_memory import bytes_in_use
 from tests.accelerators import OTHERS_ON_CARD, cluster_of, placed
+from tests.eventually import wait_until
+
+
+def writers_of_segments(folder: Path) -> set[str]:
+    return {writer for _, writer, *_ in shared_memory._segments(folder)}
 
 
 @pytest.fixture
@@ -37,7 +43,10 @@ def test_each_rank_hands_its_weights_to_the_engine_beside_it(
         handle.wait()
     staged, written = [], []
     for version in range(5):
-        handles = [trainer.send(version, 0.5), near.take_late(0.3)]
+        handles = [trainer.send(version, 0.5)]
+        if version == 0:
+            wait_until(lambda: len(writers_of_segments(session.scratch.shm)) == 2, 60)
+        handles.append(near.take_late(0.3))
         sent, taken = [handle.wait() for handle in handles]
         assert taken == [(version, digest) for digest in sent]
         roads = [{key: row[key] for key in row if key.startswith("time/weights_by_")} for row in near.roads().wait()]
