@@ -37,6 +37,8 @@ _POINTER = "rlhpc explain "
 _MAX_CHARACTERS = 8000
 #: Source of a value in a message, which only repeats the key and the value after it.
 _OVERRIDE = re.compile(r"override (?:'[^']*'|\"[^\"]*\"): (?=[a-z_]+(?:\.[\w\[\]]+)+ is )")
+#: Remedy that many messages end with: a command, and what it goes on from. It says nothing about the cause.
+_REMEDY = re.compile(r"(?:newest|last) checkpoint\b|rlhpc train <config>(?: (?:[a-z_]+\.[\w.]+=|--)[^\s;,)]+)*")
 _POINTER_IN_TEXT = re.compile(rf"{_POINTER}([a-z0-9-]+)")
 
 
@@ -74,7 +76,7 @@ def find_by_message(message: str) -> Cause | None:
             return cause
     if len(message) > _MAX_CHARACTERS:  # a message with a long value or a traceback
         message = message[: _MAX_CHARACTERS // 2] + message[-_MAX_CHARACTERS // 2 :]
-    message = _OVERRIDE.sub("", message)
+    message = _REMEDY.sub("", _OVERRIDE.sub("", message))
     for pattern_kind in ("patterns", "weak_patterns"):
         for cause in _ORDER:
             if getattr(cause, pattern_kind) and _compile(getattr(cause, pattern_kind)).search(message):

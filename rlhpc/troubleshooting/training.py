@@ -115,7 +115,15 @@ STATE_CAUSES = (
     Cause(
         "non-finite",
         "A loss, reward or return is NaN or infinite",
-        (r"not finite", r"non-finite", r"finite number", r"\bNaN\b", r"must be finite"),
+        (
+            r"not finite",
+            r"non-finite",
+            r"finite number",
+            r"\bNaN\b",
+            r"must be finite",
+            r"\bis -?inf\b",
+            r"runner\.on_nonfinite=skip",
+        ),
         "Training has diverged, or a reward, observation or data file has NaN. The step was not committed: the last "
         "checkpoint is sound.",
         "The report's charts of train/grad_norm, train/approx_kl and the reward before that step; the message names "

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc import troubleshooting
+from rlhpc.algorithms import nonfinite
 from rlhpc.cli import build_parser
 from tests.baseline import lists
 from tests.users import BOB, needs_root, run_as
@@ -147,6 +148,22 @@ def test_the_systems_reason_decides_the_cause(reason: str, slug: str) -> None:
     assert len(printed) > 30
     wrong = {text: slug_of(text) for text in printed if slug_of(text) != slug and "as YAML" not in text}
     assert not wrong
+
+
+def test_every_error_of_a_number_that_is_not_finite_leads_to_its_page() -> None:
+    remedies = [text for name, text in vars(nonfinite).items() if name.startswith("_") and "rlhpc train" in str(text)]
+    assert len(remedies) == 3
+    for remedy in remedies:
+        message = str(nonfinite.nonfinite("step 1, prompt 0, rollout-0: the reward of response 0 is inf", remedy))
+        assert slug_of(message) == "non-finite", message
+
+
+def test_the_command_that_goes_on_says_nothing_about_the_cause() -> None:
+    remedy = "; go on from the newest checkpoint: rlhpc train <config> runner.resume_dir=auto actor.optim.lr=1e-5 --resume-with"
+    assert slug_of(remedy) == ""
+    for text, calls in messages().items():
+        message = as_printed(text, calls)
+        assert slug_of(message + remedy) == slug_of(f"{message}; go on from the : "), message
 
 
 @needs_root
