@@ -20,10 +20,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.alerts import Alert, AlertTargets
+from rlhpc.jobs.alerts import Alert, AlertTargets, claim_alert
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import write_json
-from rlhpc.runtime.files import create_exclusively
 from rlhpc.runtime.os_resources import adopt_orphans, readable_descriptors, start_bound_to_parent
 from rlhpc.runtime.text import cut, one_line
 
@@ -46,7 +45,7 @@ def main() -> int:
     if request["record"]:
         if not Path(alert.folder).is_dir():
             return 1  # the run folder was removed, and must not come back
-        if not _claim(path, alert):
+        if not claim_alert(alert, ["not delivered yet"]):
             return 0
     errors = [targets.public(error) for error in deliver(alert, targets)]
     if request["record"]:
@@ -55,19 +54,6 @@ def main() -> int:
     else:
         print(json.dumps(errors), flush=True)
     return 1 if errors else 0
-
-
-def _claim(path: Path, alert: Alert) -> bool:
-    """Creates the record of an alert; returns whether this process delivers the alert.
-
-    If the record cannot be written, as on a full disk, an alert that may come twice is better than none.
-    """
-    alert_json = json.dumps({**alert.to_json(), "errors": ["not delivered yet"]}).encode()
-    try:
-        path.parent.mkdir(exist_ok=True)
-        return create_exclusively(path, alert_json, mode=0o600)
-    except OSError:
-        return not path.exists()
 
 
 def deliver(alert: Alert, targets: AlertTargets) -> list[str]:

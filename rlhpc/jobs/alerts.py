@@ -28,7 +28,7 @@ from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.runtime.allocation import in_slurm_job
 from rlhpc.runtime.env_references import mask_values, read_values, variable_of
-from rlhpc.runtime.files import expand_home, read_file, read_yaml
+from rlhpc.runtime.files import create_exclusively, expand_home, read_file, read_yaml
 from rlhpc.runtime.imports import python_path, run_module
 
 #: Name of the rule of an alert that `rlhpc status --test-alert` sends.
@@ -192,19 +192,24 @@ class AlertSender:
         self._has_warned = False
 
     def send(self, rule: str, name: str, message: str, **fields: Any) -> None:
-        """Starts the delivery of an alert, unless its rule is silenced or this process has sent it already.
+        """Starts the delivery of an alert, unless its rule is silenced or this process has sent it already. Without a hook,
+        only alerts about metrics are recorded in the run folder, for `rlhpc status`.
 
         Args:
             rule, name, message: See `Alert`.
             fields: Further fields of `Alert`.
         """
-        if not self.targets or rule in self.targets.silenced or name in self._names or len(self._names) >= _MAX_ALERTS:
+        has_reader = bool(self.targets) or "metric" in fields
+        if not has_reader or rule in self.targets.silenced or name in self._names or len(self._names) >= _MAX_ALERTS:
             return
         self._names.add(name)
         alert = Alert(
             rule, safe_name(name), self._paths.root.name, str(self._paths.root), self.targets.public(message),
             reporter=self._reporter, **fields,
         )  # fmt: skip
+        if not self.targets:
+            claim_alert(alert, errors=[])
+            return
         self.poll()
         try:
             self._deliveries.append((alert.name, start_delivery(alert, self.targets)))
@@ -243,6 +248,23 @@ class AlertSender:
                     file=sys.stderr,
                     flush=True,
                 )
+
+
+def claim_alert(alert: Alert, errors: Collection[str]) -> bool:
+    """Creates the record of an alert; returns whether this process delivers the alert.
+
+    If the record cannot be written, as on a full disk, an alert that may come twice is better than none.
+
+    Args:
+        alert: The alert.
+        errors: Failures of its delivery, until they are known.
+    """
+    path = RunPaths(Path(alert.folder)).alert(alert.name)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        return create_exclusively(path, json.dumps({**alert.to_json(), "errors": [*errors]}).encode(), mode=0o600)
+    except OSError:
+        return not path.exists()
 
 
 def safe_name(raw_name: str) -> str:

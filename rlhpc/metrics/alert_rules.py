@@ -38,7 +38,7 @@ class MetricRule:
         )  # fmt: skip
 
 
-#: Rules of every run with alerts. They are silent in runs of the shipped configurations that train as intended.
+#: Rules of every run. They are silent in runs of the shipped configurations that train as intended.
 DEFAULT_RULES = (
     MetricRule(
         "nonfinite", ("train/*loss", "train/*grad_norm", "train/q_value", "critic/loss", "critic/grad_norm"), nonfinite=True
@@ -52,6 +52,7 @@ DEFAULT_RULES = (
         ),
         falls=0.5, window=10,
     ),
+    MetricRule("equal_rewards", ("train/reward_std",), below=1e-6, steps=10),
     MetricRule("kl", ("train/approx_kl",), above=0.5, steps=3),
     MetricRule("ref_kl", ("train/ref_kl",), above=5.0, steps=3),
     MetricRule("grad_norm", ("train/*grad_norm", "critic/grad_norm"), rises=50.0, steps=3),

@@ -36,7 +36,7 @@ COMMON = (
         lambda cfg: bool(cfg.runner.trace.profile.nsys), "with runner.trace.profile.nsys",
     ),
     Condition(
-        tuple(f"runner.alerts.{name}" for name in ("timeout_s", "stall_factor", "stall_floor_s", "silenced", "rules")),
+        tuple(f"runner.alerts.{name}" for name in ("timeout_s", "stall_factor", "stall_floor_s")),
         lambda cfg: has_hook(cfg.runner.alerts),
         "with a hook: runner.alerts.command or runner.alerts.webhook",
     ),

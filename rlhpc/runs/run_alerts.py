@@ -12,14 +12,16 @@ from typing import Any, Protocol
 from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.alerts import AlertSender, AlertTargets, ending_name, send_stalled
 from rlhpc.jobs.signals import EXIT_REQUEUE, MAX_RESTARTS, StopRequest
-from rlhpc.metrics.alert_rules import RuleWatch, rules_of
+from rlhpc.metrics.alert_rules import RuleBreach, RuleWatch, rules_of
 from rlhpc.metrics.logger import read_metrics
 from rlhpc.metrics.phase_times import active_s
-from rlhpc.runs.run_folder import RunFolder
+from rlhpc.runs.run_folder import RunFolder, note
 from rlhpc.runtime.text import first_line
 
 #: Seconds between two checks of the thread that watches the run.
 _CHECK_S = 1.0
+#: Number of steps whose metrics are checked at once in a run without a hook.
+CHECKED_STEPS = 10
 #: Maximum number of ranks that an alert names.
 _MAX_NAMED = 8
 
@@ -53,10 +55,11 @@ class RunAlerts:
         self._run, self._stop_request, self._is_in_job = run, stop, MAX_RESTARTS in os.environ
         self._sender = AlertSender(run.paths, AlertTargets.from_config(alerts), "driver")
         self.has_hook = bool(self._sender.targets)
-        history = read_metrics(run.paths.metrics) if run.continues_run and self.has_hook else []
+        history = read_metrics(run.paths.metrics) if run.continues_run else []
         self._last_step = run.resume.step if run.continues_run else 0
         rules = rules_of(alerts.rules, alerts.silenced)
         self._rules = RuleWatch(rules, [row for row in history if row["step"] <= self._last_step])
+        self._reported_names: set[str] = set()
         self._lock = threading.Lock()
         self._losses: dict[str, tuple[list[int], str]] = {}
         self._runner: WatchedRunner | None = None
@@ -85,21 +88,33 @@ class RunAlerts:
         """Begins to watch for steps that do not end."""
         self._active_at, self._runner = active_s(), runner
 
-    def record_step(self, row: Mapping[str, Any]) -> None:
-        """Evaluates the rules for metrics on the row of a finished step."""
+    def record_steps(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        """Evaluates the rules for metrics on finished steps, and removes them from the list.
+
+        Args:
+            rows: Steps with their metrics.
+        """
         self._active_at = active_s()
-        step = self._runner.step if self._runner is not None else 0
-        if not self.has_hook or step <= self._last_step:  # a step that is repeated after a failure
+        for step, row in rows:
+            if step > self._last_step:  # otherwise it is repeated after a failure
+                self._last_step = step
+                for rule_breach in self._rules.add(step, row):
+                    self._report_breach(rule_breach)
+        rows.clear()
+
+    def _report_breach(self, breach: RuleBreach) -> None:
+        """Prints and sends a breach, once for each rule and metric."""
+        name = f"{breach.rule}-{breach.metric}"
+        if name in self._reported_names:
             return
-        self._last_step = step
-        for rule_breach in self._rules.add(step, row):
-            value_text = "null" if rule_breach.value is None else f"{rule_breach.value:.6g}"
-            self._sender.send(
-                rule_breach.rule,
-                f"{rule_breach.rule}-{rule_breach.metric}",
-                f"{rule_breach.metric} is {value_text}, {rule_breach.explanation}",
-                step=step, metric=rule_breach.metric, value=rule_breach.value, threshold=rule_breach.threshold,
-            )  # fmt: skip
+        self._reported_names.add(name)
+        value_text = "null" if breach.value is None else f"{breach.value:.6g}"
+        finding = f"{breach.metric} is {value_text}, {breach.explanation}"
+        note(f"warning: step {breach.step}: {finding} (to silence it: runner.alerts.silenced=[{breach.rule}])")
+        self._sender.send(
+            breach.rule, name, finding,
+            step=breach.step, metric=breach.metric, value=breach.value, threshold=breach.threshold,
+        )  # fmt: skip
 
     def record_lost(self, role: str, ranks: Sequence[int], reason: str) -> None:
         """Records the loss of ranks; losses of about the same time become one alert for each role."""

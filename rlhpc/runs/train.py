@@ -21,7 +21,7 @@ from rlhpc.metrics.provenance import record_placement
 from rlhpc.runs.config_changes import check_resume
 from rlhpc.runs.elastic_driver import Elastic, join_address
 from rlhpc.runs.preflight import run_checks
-from rlhpc.runs.run_alerts import RunAlerts
+from rlhpc.runs.run_alerts import CHECKED_STEPS, RunAlerts
 from rlhpc.runs.run_folder import RunFolder, fail_status, keep_traceback, note, read_segment_done
 from rlhpc.runs.run_identity import make_longer
 from rlhpc.runs.runner import Runner
@@ -136,6 +136,7 @@ def _train(
     attendance = Attendance(run.paths.attendance)
     archive = cfg.cluster.environment_archive
     runner: Runner[Cfg] | None = None
+    unchecked_rows: list[tuple[int, dict[str, float]]] = []
     with StopRequest() as stop_request, RunAlerts(cfg, run, stop_request) as alerts:
         session = Session.start(
             registry_root=run.paths.registry,
@@ -160,10 +161,14 @@ def _train(
 
                 def record_step(row: dict[str, float]) -> None:
                     elastic.record_step(row)
-                    if alerts.has_hook:
-                        alerts.record_step(row)
+                    unchecked_rows.append((active_runner.step, row))
+                    if alerts.has_hook or len(unchecked_rows) >= CHECKED_STEPS:
+                        alerts.record_steps(unchecked_rows)
 
-                run_result = active_runner.run(record_step, alerts.record_lost)
+                try:
+                    run_result = active_runner.run(record_step, alerts.record_lost)
+                finally:
+                    alerts.record_steps(unchecked_rows)
             for group in groups.values():
                 group.shutdown()
         except Stopped as stop_error:

@@ -97,7 +97,7 @@ def test_a_rule_of_the_run_replaces_the_default_one() -> None:
 
 def healthy(step: int) -> dict[str, float]:
     return {"train/loss": 1.0, "train/grad_norm": 0.5, "train/approx_kl": 0.01, "train/ref_kl": 0.1, "train/entropy": 1.0,
-            "train/mismatch_kl": 1e-3, "train/reward": 0.7, "rollout/nonfinite": 0.0}  # fmt: skip
+            "train/mismatch_kl": 1e-3, "train/reward": 0.7, "train/reward_std": 0.3, "rollout/nonfinite": 0.0}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def healthy(step: int) -> dict[str, float]:
     [
         ("nonfinite", "train/loss", None), ("nonfinite_skipped", "rollout/nonfinite", 2.0), ("kl", "train/approx_kl", 3.0),
         ("ref_kl", "train/ref_kl", 9.0), ("grad_norm", "train/grad_norm", 40.0), ("entropy", "train/entropy", 1e-5),
-        ("mismatch", "train/mismatch_kl", 0.9), ("reward_fall", "train/reward", 0.1),
+        ("mismatch", "train/mismatch_kl", 0.9), ("reward_fall", "train/reward", 0.1), ("equal_rewards", "train/reward_std", 1e-8),
     ],
 )  # fmt: skip
 def test_each_default_rule_finds_what_it_is_for_and_nothing_else(rule: str, metric: str, value: float | None) -> None:

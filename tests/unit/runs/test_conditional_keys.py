@@ -19,7 +19,7 @@ CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.par
 #: Keys that every run with such a key reads, whatever else it says. Who adds a key says here that it is one of them, or adds a
 #: row to the table of its kind of run (`conditions.py` of `language`, `embodied` or `runs`).
 ALWAYS_READ = """
-runner.alerts.command runner.alerts.webhook
+runner.alerts.command runner.alerts.webhook runner.alerts.silenced runner.alerts.rules
 runner.trace.steps runner.trace.profile.groups runner.trace.profile.nsys
 groups cluster.* workflow.eval_job.* workflow.convert_job.* workflow.eval_suites workflow.suites workflow.sft
 workflow.eval_start workflow.demos_expert workflow.record_episodes

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.jobs.alerts import past_alerts
 from rlhpc.jobs.signals import MAX_RESTARTS, StopRequest
 from rlhpc.runs import run_alerts
 from rlhpc.runs.configuration import load_config
@@ -26,9 +27,10 @@ RULES = "runner.alerts.rules=[{name: high, metrics: [train/x], above: 1}]"
 class Made:
     """Alerts of a run in a folder, and what its hook was told."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_hook: bool = True) -> None:
         self.kept, self.stop = KeptAlerts(folder / "hook"), StopRequest()
-        self.cfg = load_config(QUICKSTART, [f"runner.run_dir={folder}", self.kept.override, RULES])
+        hook = [self.kept.override] if has_hook else []
+        self.cfg = load_config(QUICKSTART, [f"runner.run_dir={folder}", *hook, RULES])
         self.run = RunFolder.plan(self.cfg)
         self.run.paths.root.mkdir()
         self.runner = SimpleNamespace(step=0, stall_limit_s=1e9)
@@ -41,7 +43,7 @@ class Made:
     def rows(self, alerts: RunAlerts, *values: float, first: int = 1) -> None:
         for step, value in enumerate(values, first):
             self.runner.step = step
-            alerts.record_step({"train/x": value})
+            alerts.record_steps([(step, {"train/x": value})])
 
     def came(self, *rules: str) -> list[dict[str, Any]]:
         wait_until(lambda: len(self.kept.read()) >= len(rules), 60)
@@ -63,6 +65,20 @@ def test_a_metric_alerts_once_and_repeated_steps_are_ignored(made: Made) -> None
     [alert] = made.came("high")
     assert (alert["step"], alert["value"], alert["threshold"]) == (2, 5.0, 1.0)
     assert alert["message"] == "train/x is 5, above 1"
+
+
+def test_without_a_hook_a_metric_is_warned_of_once_and_shown_by_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Made(tmp_path, has_hook=False)
+    with made.alerts() as alerts:
+        made.rows(alerts, 0.0, 5.0, 6.0)
+        alerts.record_end({"stop_reason": "max_steps", "finished": True, "global_step": 3})
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    text = "step 2: train/x is 5, above 1"
+    assert warnings == [f"rlhpc: warning: {text} (to silence it: runner.alerts.silenced=[high])"]
+    [(alert, errors)] = past_alerts(made.run.paths)
+    assert (alert.rule, alert.step, errors) == ("high", 2, [])
 
 
 def test_a_resumed_run_does_not_judge_its_old_rows(made: Made) -> None:

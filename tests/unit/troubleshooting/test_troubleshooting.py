@@ -159,7 +159,9 @@ def test_every_error_of_a_number_that_is_not_finite_leads_to_its_page() -> None:
 
 
 def test_the_command_that_goes_on_says_nothing_about_the_cause() -> None:
-    remedy = "; go on from the newest checkpoint: rlhpc train <config> runner.resume_dir=auto algorithm.x=1 --resume-with"
+    remedy = (
+        "; go on from the newest checkpoint: rlhpc train <config> runner.resume_dir=auto algorithm.x=1 --resume-with"
+    )
     assert slug_of(remedy) == ""
     for text, calls in messages().items():
         message = as_printed(text, calls)
