@@ -14,6 +14,7 @@ import torch
 
 from rlhpc.config.sections import RunConfig
 from rlhpc.runtime.errors import NonFinite
+from rlhpc.runtime.text import format_names
 
 #: Number of skipped optimizer steps in a row, or of rollouts without a finite sample, after which
 #: `runner.on_nonfinite: skip` ends the run.
@@ -79,11 +80,6 @@ _WEIGHTS = (
     "They were not saved; the last update, at this learning rate (actor.optim.lr), was too large for them. To go on from the "
     "newest checkpoint with a smaller one: rlhpc train <config> runner.resume_dir=auto actor.optim.lr=… --resume-with"
 )
-
-
-def format_names(names: list[str]) -> str:
-    """Formats the first three names and the number of further names."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class SkippedSteps:

@@ -13,6 +13,7 @@ from rlhpc.checkpoint.state import load_tensors
 from rlhpc.jobs.paths import MANIFEST, MODEL, RunPaths
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import expand_home
+from rlhpc.runtime.text import format_names
 
 WEIGHTS = MODEL
 
@@ -58,10 +59,9 @@ def weights_that_fit(
     faults += [f"{name} is not there" for name in expected_shapes if name not in saved_tensors]
     faults += [f"{name} is not here" for name in saved_tensors if name not in expected_shapes]
     if faults:
-        omitted_text = f", and {len(faults) - 3} more" if len(faults) > 3 else ""
         raise ConfigError(
             f"{key}: the weights in {folder} do not fit actor.model of this configuration: "
-            f"{'; '.join(faults[:3])}{omitted_text}"
+            f"{format_names(faults, separator='; ')}"
         )
     return saved_tensors
 

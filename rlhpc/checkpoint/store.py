@@ -57,6 +57,7 @@ from rlhpc.runtime.files import (
     stat_files,
     write_durably,
 )
+from rlhpc.runtime.text import format_names
 
 # .tmp_: unfinished save. .old_: checkpoint that a save of the same step replaces. .trash_: checkpoint to be deleted.
 _LEFTOVER = re.compile(r"^\.(tmp|old|trash)_global_step_(\d+)-[0-9a-f]+$")
@@ -378,7 +379,7 @@ def require_valid(checkpoint: Path, *, hint: str = "", checks_digests: bool = Tr
     """
     faults = verify(checkpoint, checks_digests=checks_digests)
     if faults:
-        faults_text = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        faults_text = format_names(faults, separator="; ")
         advice = f". Restore the file, {hint}" if hint else ""
         raise CheckpointError(f"checkpoint {checkpoint} cannot be used: {faults_text}{advice}")
 

@@ -53,8 +53,8 @@ class AlertRuleConfig:
 
 @dataclass
 class AlertsConfig:
-    """Alerts when a run ends, stalls, diverges or loses ranks. Without a command and a webhook, nothing is sent; the run prints
-    what the rules for metrics find, and `rlhpc status` lists it."""
+    """Alerts when a run ends, stalls, diverges or loses ranks. Without a command and a webhook, nothing is sent: the run only
+    prints what the rules for metrics find, and `rlhpc status` lists it."""
 
     command: Any = None
     """Command that is started for each alert, as a list of words or as a text that is split like a shell's words, without a

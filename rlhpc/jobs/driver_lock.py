@@ -16,6 +16,7 @@ from rlhpc.runtime.allocation import in_slurm_job, steps_possible
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, UserError
 from rlhpc.runtime.network import job_address
+from rlhpc.runtime.text import format_names
 
 
 @contextlib.contextmanager
@@ -115,8 +116,8 @@ def require_hosts(cluster: Cluster) -> None:
     remote_nodes = [node.name for node in cluster.nodes if not node.is_local]
     if cluster.source == "slurm" and remote_nodes and not steps_possible():
         raise ConfigError(
-            f"SLURM_JOB_ID is {os.environ['SLURM_JOB_ID']}, a job on other hosts ({', '.join(remote_nodes[:3])}"
-            f"{', …' if len(remote_nodes) > 3 else ''}), and there is no srun here to start ranks there. Were these variables "
+            f"SLURM_JOB_ID is {os.environ['SLURM_JOB_ID']}, a job on other hosts ({format_names(remote_nodes)}), "
+            f"and there is no srun here to start ranks there. Were these variables "
             "left by another place? To train on this machine: unset SLURM_JOB_ID SLURM_JOBID. Are Slurm's commands missing "
             "in this shell or container? Put them on its PATH. Nothing was written"
         )

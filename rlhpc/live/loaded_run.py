@@ -22,7 +22,7 @@ from rlhpc.live.metric_table import Floats, MetricTable
 from rlhpc.metrics.provenance import read_all_results, read_provenance
 from rlhpc.runtime.errors import CheckpointError, ConfigError
 from rlhpc.runtime.files import expand_home, is_number, read_file, read_yaml
-from rlhpc.runtime.text import first_line, printable
+from rlhpc.runtime.text import first_line, format_names, printable
 
 #: Number of rows, and of columns, of a table in a notebook.
 _MAX_ROWS, _MAX_COLUMNS = 10, 8
@@ -447,7 +447,7 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         raise ConfigError(
             f"there is no folder {paths.root}; "
             + (
-                f"runs in {paths.root.parent}: {_names(sibling_names)}"
+                f"runs in {paths.root.parent}: {format_names(sibling_names, limit=_MAX_ROWS)}"
                 if sibling_names
                 else "give the folder of a run, such as runs/quickstart"
             )
@@ -458,15 +458,11 @@ def load_run(folder: str | os.PathLike[str]) -> LoadedRun:
         else []
     )
     hint = (
-        f"runs below it: {_names(nested_names)}"
+        f"runs below it: {format_names(nested_names, limit=_MAX_ROWS)}"
         if nested_names
         else "give the folder of a run: it has a config.yaml and a metrics.jsonl"
     )
     raise ConfigError(f"{paths.root} is no run folder; {hint}")
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_ROWS]) + (f" and {len(names) - _MAX_ROWS} more" if len(names) > _MAX_ROWS else "")
 
 
 def _describe_selection(step: int | None, suite: str | None) -> str:

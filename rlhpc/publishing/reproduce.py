@@ -30,7 +30,7 @@ from rlhpc.publishing.reader import Bundle
 from rlhpc.runtime.disk_errors import advice
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import write_durably
-from rlhpc.runtime.text import cut
+from rlhpc.runtime.text import cut, format_names
 
 _INSTALL_TIMEOUT_S = 3600.0
 
@@ -114,13 +114,15 @@ class Reproduction:
             raise ConfigError(f"--into is {folder}, which exists; choose a folder that is new or empty")
         packages = self.differences.packages
         if packages and self.options.environment == "match":
-            package_texts = ", ".join(
-                f"{name} {recorded_version} (here {installed_version})"
-                for name, recorded_version, installed_version in packages[:5]
+            package_texts = format_names(
+                (
+                    f"{name} {recorded_version} (here {installed_version})"
+                    for name, recorded_version, installed_version in packages
+                ),
+                limit=5,
             )
-            more_text = f", and {len(packages) - 5} more" if len(packages) > 5 else ""
             raise ConfigError(
-                f"{len(packages)} packages differ from the bundle's: {package_texts}{more_text}; --install makes an "
+                f"{len(packages)} packages differ from the bundle's: {package_texts}; --install makes an "
                 f"environment with "
                 "the bundle's, --current-environment goes on with those that are here"
             )

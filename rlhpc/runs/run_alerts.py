@@ -16,7 +16,7 @@ from rlhpc.metrics.alert_rules import RuleBreach, RuleWatch, rules_of
 from rlhpc.metrics.logger import read_metrics
 from rlhpc.metrics.phase_times import active_s
 from rlhpc.runs.run_folder import RunFolder, note
-from rlhpc.runtime.text import first_line
+from rlhpc.runtime.text import first_line, format_names
 
 #: Seconds between two checks of the thread that watches the run.
 _CHECK_S = 1.0
@@ -158,9 +158,7 @@ class RunAlerts:
             losses, self._losses = self._losses, {}
         step = self._runner.step if self._runner is not None else 0
         for role, (ranks, reason) in losses.items():
-            ranks_text = ", ".join(map(str, sorted(set(ranks))[:_MAX_NAMED])) + (
-                "…" if len(set(ranks)) > _MAX_NAMED else ""
-            )
+            ranks_text = format_names(sorted(set(ranks)), limit=_MAX_NAMED)
             self._sender.send(
                 "lost", f"lost-{role}-step_{step + 1}",
                 f"lost {role} rank{'s' * (len(set(ranks)) > 1)} {ranks_text}: {reason}",

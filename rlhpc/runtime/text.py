@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,13 @@ def readable(message: str) -> str:
         re.sub(rf"\S{{{_MAX_WORD_LENGTH},}}", lambda word_match: cut(word_match[0]), mask_values(message)),
         _MAX_MESSAGE_LENGTH,
     )
+
+
+def format_names(names: Iterable[object], limit: int = 3, separator: str = ", ") -> str:
+    """Formats the first `limit` names, and the number of further names: `a, b, c and 4 more`."""
+    all_names = [str(name) for name in names]
+    listed_names = separator.join(all_names[:limit])
+    return listed_names + (f" and {len(all_names) - limit} more" if len(all_names) > limit else "")
 
 
 def interval_text(interval_bounds: Sequence[Any] | None, number_format: str, separator: str = " … ") -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.torch_adapter import class_before_fsdp
 
 #: Prefix that peft gives the names of a wrapped module.
@@ -57,7 +58,7 @@ def require_same_shapes(current_tensors: Mapping[str, Sequence[int]], tensors: M
         RuntimeError: Names or shapes differ.
     """
     if current_tensors.keys() != tensors.keys():
-        raise RuntimeError(f"the names differ: {sorted(current_tensors.keys() ^ tensors.keys())[:3]}")
+        raise RuntimeError(f"the names differ: {format_names(sorted(current_tensors.keys() ^ tensors.keys()))}")
     for name, shape in current_tensors.items():
         if list(shape) != list(tensors[name].shape):
             raise RuntimeError(f"{name} is {list(tensors[name].shape)} there and {list(shape)} here")

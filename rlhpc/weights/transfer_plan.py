@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from rlhpc.checkpoint.tensor_slice import TensorSlice, full_slice, subtract_slices
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.text import format_names
 
 #: A tensor that several ranks hold is cut into row blocks, so that no rank sends more than its share. A block has at
 #: most 1 / `_BLOCKS_PER_RANK` of the bytes that a rank sends, and at least `_MIN_BLOCK_BYTES`.
@@ -116,7 +117,7 @@ def plan_transfer(
     slices_by_name = _disjoint_slices(shapes, requested_slices)
     if unknown_names := sorted(slices_by_name.keys() - shapes.keys()):
         raise RlhpcError(
-            f"the engine wants {', '.join(unknown_names[:3])}, and no rank of the trainer has such a tensor"
+            f"the engine wants {format_names(unknown_names)}, and no rank of the trainer has such a tensor"
         )
     total_bytes = sum(
         tensor_slice.numel * element_sizes[name]

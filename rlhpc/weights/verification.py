@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from rlhpc.runtime.errors import RlhpcError
+from rlhpc.runtime.text import format_names
 from rlhpc.weights.delta import Elements
 
 if TYPE_CHECKING:
@@ -178,10 +179,6 @@ class Cost:
 COST = Cost()
 
 
-#: Maximum number of names in a message.
-_MAX_NAMES = 4
-
-
 class WeightsDiffer(RlhpcError):
     """Received weights that differ from the weights sent. No worker may act with them."""
 
@@ -257,10 +254,9 @@ class UpdateVerification:
             (self._duplicates, "came twice from"),
         ):
             if names:
-                omitted_text = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
                 source_text = f"those that {self._source} handed over" if names is differing_names else self._source
                 raise WeightsDiffer(
-                    f"weights of version {version_digests.version}: {', '.join(names[:_MAX_NAMES])}{omitted_text} {relation} "
+                    f"weights of version {version_digests.version}: {format_names(names)} {relation} "
                     f"{source_text}: "
                     "nobody acts with them"
                 )

@@ -11,7 +11,7 @@ import yaml
 
 from rlhpc.cli.foreign.rules import Translation
 from rlhpc.config.yaml_files import ConfigDumper
-from rlhpc.runtime.text import cut
+from rlhpc.runtime.text import cut, format_names
 
 _WIDTH = 110
 
@@ -38,7 +38,7 @@ def format_config(translation: Translation, source: str, project: str) -> str:
         subtree = tree
         for section in sections:
             subtree = subtree.setdefault(section, {})
-        comment = _origin_comment([name for name in translation.origin[key] if name != key])
+        comment = format_names(name for name in translation.origin[key] if name != key)
         subtree[leaf_name] = _Leaf(value, comment or _default_comment(translation, key, project))
     for name, section in tree.items():
         lines += ["", f"{name}:", *_format_section(section, 2)]
@@ -82,11 +82,6 @@ def _default_comment(translated_config: Translation, key: str, project: str) -> 
     """Returns the comment for a value that comes only from the foreign project's defaults; "" for other values."""
     keys = translated_config.defaults.get(key, ())
     return f"{project}'s default of {', '.join(keys)}" if keys and not translated_config.origin[key] else ""
-
-
-def _origin_comment(names: Sequence[str]) -> str:
-    """Formats up to three foreign keys, and the number of further keys; the report lists all keys."""
-    return ", ".join(names) if len(names) < 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 class _Leaf(NamedTuple):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import short_repr
+from rlhpc.runtime.text import format_names, short_repr
 
 #: Result of a rule for a key that keeps rlhpc's default.
 UNSET = object()
@@ -322,9 +322,8 @@ class Translation:
             ConfigError: There are such keys; the message names them.
         """
         if unknown := [key for key, (reason, _) in self.omitted.items() if reason == _UNKNOWN]:
-            more = f" and {len(unknown) - _MAX_NAMED} more" if len(unknown) > _MAX_NAMED else ""
             raise ConfigError(
-                f"{source}: the importer does not know {', '.join(unknown[:_MAX_NAMED])}{more}, which a later version of "
+                f"{source}: the importer does not know {format_names(unknown, _MAX_NAMED)}, which a later version of "
                 f"{project} may read: remove what your run does without, or leave them out with --ignore-unknown"
             )
 

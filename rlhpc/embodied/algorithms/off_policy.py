@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, nonfinite, tensors_of
+from rlhpc.algorithms.nonfinite import SkippedSteps, nonfinite, tensors_of
 from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.embodied.models.off_policy import ActorCritic
 from rlhpc.runtime.errors import CheckpointError
+from rlhpc.runtime.text import format_names
 from rlhpc.training.backend import Named
 from rlhpc.training.captured_passes import CapturedPasses, Record, record_cuda_graph
 from rlhpc.training.data_parallel import OPTIMIZER

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rlhpc.algorithms import losses, policy_loss, value_loss
-from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, nonfinite
+from rlhpc.algorithms.nonfinite import SkippedSteps, nonfinite
 from rlhpc.algorithms.registry import POLICY_LOSSES
 from rlhpc.embodied.data.batches import (
     TrainBatch,
@@ -29,6 +29,7 @@ from rlhpc.embodied.data.batches import (
     spread,
 )
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 from rlhpc.training.backend import Metrics, TrainingBackend
 from rlhpc.training.flat_parameters import Reduce
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 
 
 class InterfaceError(ConfigError):
@@ -133,7 +134,7 @@ def failed_wrapper(error: Exception) -> str:
 def describe(value: Any) -> str:
     """Describes a value's type and shape in words."""
     if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(item).__name__ for item in value[:6])})"
+        return f"a {type(value).__name__} of {len(value)} ({format_names((type(item).__name__ for item in value), limit=6)})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array of shape {tuple(value.shape)} and type {value.dtype}"
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhpc.algorithms.nonfinite import bad_tensors, format_names, skips
+from rlhpc.algorithms.nonfinite import bad_tensors, skips
 from rlhpc.config.typed import mapping, with_value
 from rlhpc.embodied.config import EmbodiedConfig, EnvSideConfig, EvalEnvConfig, RealTimeConfig
 from rlhpc.embodied.envs import make_env
@@ -21,6 +21,7 @@ from rlhpc.embodied.models.base import Guide, Obs, Policy, noise_of_episodes, ov
 from rlhpc.metrics.statistics import mean_interval, wilson_interval
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError, NonFinite, RlhpcError
+from rlhpc.runtime.text import format_names
 
 _KEY = "env.eval.real_time_chunking"
 

@@ -25,6 +25,7 @@ from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.models.normalization import ObservationNormaliser, Scaling
 from rlhpc.runs.device import device_of, to_tensors
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 
 #: Steps by which a chunk may be shifted against the demonstrated actions.
 _MAX_SHIFT = 2
@@ -375,7 +376,7 @@ class _Comparison:
                 fault_texts.append(f"dimension {dimension}: demonstrated = {slope:.2f} · predicted {offset:+.3g}")
         return PolicyVerdict(
             check_subject,
-            _format_listed(fault_texts),
+            format_names(fault_texts, limit=_MAX_NAMED, separator="; "),
             "actor.model.kwargs: the statistics of actions" if fault_texts else "",
         )
 
@@ -467,11 +468,6 @@ def _fit_line(x: Tensor, targets: Tensor) -> tuple[float, float]:
 def _compute_correlation(x: Tensor, y: Tensor) -> float:
     deviations = float(x.std(correction=0)) * float(y.std(correction=0))
     return float(((x - x.mean()) * (y - y.mean())).mean()) / deviations if deviations > 0 else 0.0
-
-
-def _format_listed(fault_texts: Sequence[str]) -> str:
-    omission = [f"and {len(fault_texts) - _MAX_NAMED} more"] if len(fault_texts) > _MAX_NAMED else []
-    return "; ".join([*fault_texts[:_MAX_NAMED], *omission])
 
 
 def format_check(policy_check: PolicyCheck) -> str:
@@ -582,7 +578,9 @@ def _check_statistics(policy: Policy, observations: Observations) -> PolicyVerdi
                 has_statistics = True
                 fault_texts += _compare_bounds(module, obs_values)
     return (
-        PolicyVerdict(check_subject, _format_listed(fault_texts), key if fault_texts else "")
+        PolicyVerdict(
+            check_subject, format_names(fault_texts, limit=_MAX_NAMED, separator="; "), key if fault_texts else ""
+        )
         if has_statistics
         else None
     )

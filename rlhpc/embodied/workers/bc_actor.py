@@ -16,7 +16,7 @@ from gymnasium import spaces
 from torch import nn
 
 from rlhpc.algorithms import value_loss
-from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, skips
+from rlhpc.algorithms.nonfinite import SkippedSteps, skips
 from rlhpc.config.load import total_steps
 from rlhpc.embodied.algorithms.ppo import LazySequence
 from rlhpc.embodied.config import BcConfig
@@ -37,6 +37,7 @@ from rlhpc.embodied.models.base import Policy
 from rlhpc.embodied.workers.actor import PolicyTrainer
 from rlhpc.runs.device import to_tensors
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.trace_recorder import span
 from rlhpc.training.backend import Metrics
 from rlhpc.training.flat_parameters import decay_factor, schedule_factor

@@ -31,6 +31,7 @@ from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.devices import empty_cache
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded
 from rlhpc.runtime.plugins import load_attribute
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.trace_recorder import span
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
 
         def report_spoiled(quantity_name: str, t: int, rows: np.ndarray) -> None:
             if not skips(self.cfg):
-                slots_text = ", ".join(str(slot_share.start + slot) for slot in np.flatnonzero(rows)[:5])
+                slots_text = format_names((slot_share.start + slot for slot in np.flatnonzero(rows)), limit=5)
                 name = self.cfg.env.train.env_id
                 raise nonfinite(
                     f"step {step}, decision {t}: the {quantity_name} of slot {slots_text} of {name} "

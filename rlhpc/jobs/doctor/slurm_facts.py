@@ -13,6 +13,7 @@ from typing import Literal
 from rlhpc.runtime.cluster import read_key
 from rlhpc.runtime.cluster_config import Key, SectionSource
 from rlhpc.runtime.slurm import CommandOutput, ask
+from rlhpc.runtime.text import format_names
 
 Record = Mapping[str, str]
 
@@ -251,11 +252,8 @@ def decide(subject: str, pass_result: str, *rows: FindingRow) -> Finding:
 
 
 def names(nodes: Iterable[str]) -> str:
-    """Formats node names for a message: up to six names, otherwise five names and the number of the remaining nodes."""
-    node_names = sorted(dict.fromkeys(nodes))
-    return (
-        ", ".join(node_names) if len(node_names) <= 6 else f"{', '.join(node_names[:5])} and {len(node_names) - 5} more"
-    )
+    """Formats node names for a message: up to five names, and the number of the remaining nodes."""
+    return format_names(sorted(set(nodes)), limit=5)
 
 
 def worst_level(lines: Sequence[Finding]) -> Level:

@@ -23,7 +23,7 @@ from rlhpc.runtime.files import expand_home, read_json, replace_durably
 from rlhpc.runtime.host import state_folder
 from rlhpc.runtime.plugins import suggest_name
 from rlhpc.runtime.similar_names import similar_names
-from rlhpc.runtime.text import first_line
+from rlhpc.runtime.text import first_line, format_names
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import LanguageConfig
@@ -114,7 +114,7 @@ def load_tokenizer(path: str | None, trust_remote_code: bool = False, *, key: st
     folder = expand_home(path)
     if folder.is_dir():
         if not has_tokenizer(folder):
-            entry_names = ", ".join(sorted(item_path.name for item_path in folder.iterdir())[:8]) or "nothing"
+            entry_names = format_names(sorted(item_path.name for item_path in folder.iterdir()), limit=8) or "nothing"
             raise ConfigError(f"{key} is {path!r}, a folder without a tokenizer; it has: {entry_names}")
     elif not is_hub_name(path):
         raise ConfigError(f"{key} is {path!r}; there is no such folder{_suggest_close_folder(folder)}")

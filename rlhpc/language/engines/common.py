@@ -13,6 +13,7 @@ from rlhpc.config.typed import select
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.multi_policy import policies_of
 from rlhpc.runtime.errors import ConfigError, RlhpcError
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.trace_recorder import span
 
 if TYPE_CHECKING:
@@ -264,8 +265,9 @@ class EngineBase(RolloutBackend):
                 f"{self.vocabulary}: is the tokenizer another model's?"
             )
         if not all(0 <= token < self.vocabulary for token in sampling.stop_token_ids):
+            ids_text = format_names(sorted(sampling.stop_token_ids), limit=8)
             raise ConfigError(
-                f"request {request.id} has stop_token_ids {sorted(sampling.stop_token_ids)[:8]}; the model's vocabulary is "
+                f"request {request.id} has stop_token_ids {ids_text}; the model's vocabulary is "
                 f"{self.vocabulary}: take tokens of this model"
             )
         for key, option_value, is_valid, requirement in (
@@ -373,5 +375,4 @@ def checked_update(
         yield name, tensor
     missing_names = sorted(required_shapes.keys() - received_names) if complete else []
     if missing_names:
-        remainder = f" and {len(missing_names) - 3} more" if len(missing_names) > 3 else ""
-        raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3])}{remainder}")
+        raise WeightUpdateError(f"a weight update left out {format_names(missing_names)}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.language.engines.base import Completion, Request, RolloutBackend
 from rlhpc.language.engines.common import WeightUpdateError
+from rlhpc.runtime.text import format_names
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,7 @@ class MultiPolicyEngine(RolloutBackend):
                     engine.update_weights(version, _record_names([named_tensor], received_names[name]), complete=False)
         for name, engine in engines.items():
             if complete and (missing_names := sorted(engine.needs() - received_names[name])):
-                raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3])} of policy {name}")
+                raise WeightUpdateError(f"a weight update left out {format_names(missing_names)} of policy {name}")
             engine.update_weights(version, (), complete=False)
         self._broken_update = ""
 

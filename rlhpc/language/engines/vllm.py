@@ -35,6 +35,7 @@ from rlhpc.language.engines.vllm_weights import (
 from rlhpc.language.hugging_face import load_model_config, transformers
 from rlhpc.language.models.loading import auto_class
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.trace_recorder import add_gauge
 from rlhpc.weights.verification import COST, digests
 
@@ -122,7 +123,7 @@ class Adapters:
             | {_swap_factor_name(name) for name in tensors if _swap_factor_name(name) not in tensors}
         )
         if missing_names or not tensors:
-            raise WeightUpdateError(f"a weight update left out {', '.join(missing_names[:3]) or 'all adapters'}")
+            raise WeightUpdateError(f"a weight update left out {format_names(missing_names) or 'all adapters'}")
         if missing_policies := [
             policy for policy in self._policies if not any(name.startswith(f"{policy}/") for name in tensors)
         ]:

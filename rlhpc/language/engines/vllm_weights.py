@@ -29,6 +29,7 @@ from rlhpc.language.engines.vllm_adapter import (
 )
 from rlhpc.language.hugging_face import EXPERT_COUNTS
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 
 #: Slices that loaders copy from each tensor, by name, with repetitions.
 TensorSlices = dict[str, list[TensorSlice]]
@@ -179,10 +180,6 @@ def with_tied_names(
                 yield alias, tensor
 
 
-#: Maximum number of names in a message.
-_MAX_NAMES = 3
-
-
 @dataclass(frozen=True)
 class Loaded:
     """Counts of the elements that a weight update copied.
@@ -272,7 +269,4 @@ def require_all_loaded(loaded_counts: Loaded, expected_counts: Mapping[str, int]
 
 def _refuse(problem: str, tensor_names: Sequence[str]) -> None:
     if tensor_names:
-        remainder = f" and {len(tensor_names) - _MAX_NAMES} more" if len(tensor_names) > _MAX_NAMES else ""
-        raise WeightUpdateError(
-            f"vLLM {problem}: {', '.join(tensor_names[:_MAX_NAMES])}{remainder}; nobody acts with these weights"
-        )
+        raise WeightUpdateError(f"vLLM {problem}: {format_names(tensor_names)}; nobody acts with these weights")

@@ -25,6 +25,7 @@ from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import state_folder
 from rlhpc.runtime.imports import fingerprint
+from rlhpc.runtime.text import format_names
 
 if TYPE_CHECKING:
     from rlhpc.language.config.run import GrpoConfig
@@ -36,8 +37,6 @@ ROUNDS = ((False, "the weights that the run starts with"), (True, "weights of wh
           (False, "the weights as they were before that"))  # fmt: skip
 #: Last parts of the names of most weights. If one of these is frozen, the engine's parameters need not all change.
 _COMMON_PARTS = frozenset({"weight", "bias", "gate_up_proj", "down_proj"})
-#: Maximum number of names in a message.
-_MAX_NAMES = 4
 
 
 class Agreement:
@@ -164,10 +163,9 @@ def check_digests(rounds: Sequence[Mapping[str, int]], untrained_names: Collecti
     ]
     for fault_text, tensor_names in names_by_fault.items():
         if tensor_names:
-            omitted_text = f" and {len(tensor_names) - _MAX_NAMES} more" if len(tensor_names) > _MAX_NAMES else ""
             raise ConfigError(
                 f"{engine} does not follow weight updates: its parameters "
-                f"{', '.join(tensor_names[:_MAX_NAMES])}{omitted_text} {fault_text}: "
+                f"{format_names(tensor_names)} {fault_text}: "
                 "the engine would sample from another policy than the trained one, so training did not start; take "
                 "rollout.rollout_backend=hf, another version of the engine, or another model"
             )

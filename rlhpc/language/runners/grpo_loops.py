@@ -28,6 +28,7 @@ from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.comm import p2p
 from rlhpc.runtime.errors import DeadlineExceeded
 from rlhpc.runtime.rpc import Handle
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.worker_group import WorkerGroup
 
 Metrics = dict[str, float]
@@ -298,7 +299,7 @@ class StepRollout:
             if tracker.has_returned_prompts(self.step):  # prompts of a lost rank
                 rank_metrics += self._generate().wait(timeout)
             elif time.monotonic() > deadline:
-                missing_positions = tracker.missing(self.step)[:8]
+                missing_positions = format_names(tracker.missing(self.step), limit=8)
                 raise DeadlineExceeded(
                     f"step {self.step}: the answers to prompts {missing_positions} were not delivered within "
                     f"runner.step_timeout_s "

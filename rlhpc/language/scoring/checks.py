@@ -47,6 +47,7 @@ from rlhpc.language.scoring.groups import (
 )
 from rlhpc.language.scoring.registry import ScoringGroup, check_scorer, rates
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.text import format_names
 
 if TYPE_CHECKING:
     from rlhpc.language.config.models import PretrainedConfig
@@ -360,9 +361,8 @@ def check_task_levels(cfg: GrpoConfig, levels: Collection[str]) -> None:
     for index, teacher in enumerate(cfg.teacher.by_task):
         for task in teacher.tasks:
             if task not in levels:
-                observed_text = (
-                    ", ".join(repr(level) for level in sorted(levels)[:10] if level) or "none: set data.train.level_key"
-                )
+                level_names = format_names((repr(level) for level in sorted(levels) if level), limit=10)
+                observed_text = level_names or "none: set data.train.level_key"
                 raise ConfigError(
                     f"teacher.by_task[{index}].tasks has {task!r}, which no prompt of data.train has; their tasks: "
                     f"{observed_text}"

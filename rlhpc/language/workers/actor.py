@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from rlhpc.algorithms.nonfinite import SkippedSteps, format_names, require_finite, skips
+from rlhpc.algorithms.nonfinite import SkippedSteps, require_finite, skips
 from rlhpc.checkpoint.async_writer import SavingWorker
 from rlhpc.checkpoint.state import load_state, rng_state, save_state, set_rng_state
 from rlhpc.config.parallel import MeshSizes
@@ -22,6 +22,7 @@ from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.training.trainer import ModelTrainer
 from rlhpc.runs.device import set_up_process
 from rlhpc.runtime.devices import empty_cache
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.trace_recorder import span
 from rlhpc.training.flat_parameters import schedule_factor
 from rlhpc.weights.device_sharing import spare_bytes

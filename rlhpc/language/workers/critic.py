@@ -23,6 +23,7 @@ from rlhpc.language.training.trainer import ScalarTrainer
 from rlhpc.language.workers.actor import LanguageActor
 from rlhpc.language.workers.scoring import GroupInbox, send_column
 from rlhpc.runtime.errors import DeadlineExceeded, RlhpcError
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.trace_recorder import span, traced
 
 
@@ -154,7 +155,7 @@ class CriticWorker(LanguageActor[GrpoConfig]):
             except DeadlineExceeded:
                 raise DeadlineExceeded(
                     f"step {step}: no returns came from {self.prompts.actor_name} for prompts "
-                    f"{sorted(missing_positions)[:8]} within "
+                    f"{format_names(sorted(missing_positions), limit=8)} within "
                     "runner.step_timeout_s"
                 ) from None
             if message["step"] != step:

@@ -44,6 +44,7 @@ from rlhpc.runs.device import worker_device
 from rlhpc.runtime.channel import Channel
 from rlhpc.runtime.devices import device_name, empty_cache
 from rlhpc.runtime.errors import ConfigError, DeadlineExceeded, RlhpcError
+from rlhpc.runtime.text import format_names
 from rlhpc.runtime.trace_recorder import traced
 from rlhpc.weights.verification import COST
 
@@ -342,7 +343,9 @@ class GrpoActor(LanguageActor[GrpoConfig]):
             ranks = {self.prompts.scorer_of(group_name, p) for p in missing_positions} if group_name else set[int]()
             sender_names = ", ".join(f"{group_name}-{rank}" for rank in sorted(ranks)) or self.prompts.rollout_name
             missing_text = "the column of prompts" if group_name else "prompts"
-            descriptions.append(f"{missing_text} {missing_positions[:8]} did not come from {sender_names}")
+            descriptions.append(
+                f"{missing_text} {format_names(missing_positions, limit=8)} did not come from {sender_names}"
+            )
         return ", and ".join(descriptions)
 
     def _unpack_group(self, group: SampleGroup, columns: Mapping[str, torch.Tensor]) -> TokenBatch:

@@ -17,6 +17,7 @@ from rlhpc.runtime.comm.context import Context
 from rlhpc.runtime.comm.key_value_store import decode_list, encode_list
 from rlhpc.runtime.comm.zmq_sockets import choose
 from rlhpc.runtime.errors import DeadlineExceeded
+from rlhpc.runtime.text import format_names
 
 #: Seconds between two checks whether the run has failed, while the rank that stores the keys waits for one.
 _CHECK_S = 0.2
@@ -91,9 +92,8 @@ class ServiceStore(dist.Store):
         missing_keys = list(value_keys)
         with contextlib.suppress(DeadlineExceeded):  # the rank that stores the keys may have ended
             missing_keys = self.missing(value_keys, _CHECK_S) or missing_keys
-        others_text = f" and {len(missing_keys) - 1} more" if len(missing_keys) > 1 else ""
         raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "
-                               f"to form their process group (key {missing_keys[0]}{others_text})")  # fmt: skip
+                               f"to form their process group (key {format_names(missing_keys, limit=1)})")  # fmt: skip
 
     def missing(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
         """Returns the keys that are not set, with one request.

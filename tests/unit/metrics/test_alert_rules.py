@@ -105,7 +105,8 @@ def healthy(step: int) -> dict[str, float]:
     [
         ("nonfinite", "train/loss", None), ("nonfinite_skipped", "rollout/nonfinite", 2.0), ("kl", "train/approx_kl", 3.0),
         ("ref_kl", "train/ref_kl", 9.0), ("grad_norm", "train/grad_norm", 40.0), ("entropy", "train/entropy", 1e-5),
-        ("mismatch", "train/mismatch_kl", 0.9), ("reward_fall", "train/reward", 0.1), ("equal_rewards", "train/reward_std", 1e-8),
+        ("mismatch", "train/mismatch_kl", 0.9), ("reward_fall", "train/reward", 0.1),
+        ("equal_rewards", "train/reward_std", 1e-8),
     ],
 )  # fmt: skip
 def test_each_default_rule_finds_what_it_is_for_and_nothing_else(rule: str, metric: str, value: float | None) -> None:

@@ -13,6 +13,7 @@ from rlhpc.runtime.text import (
     first_line,
     format_bytes,
     format_duration,
+    format_names,
     interval_text,
     last_lines,
     one_line,
@@ -23,6 +24,8 @@ from rlhpc.runtime.text import (
     tail,
     with_source_line,
 )
+
+PACKAGE = Path(__file__).resolve().parents[3] / "rlhpc"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,19 @@ def test_intervals() -> None:
         parenthesized_interval((1.0, 2.0), ".0f", "95 %: ") == " (95 %: 1 to 2)"
         and parenthesized_interval(None, "f") == ""
     )
+
+
+def test_the_first_names_and_the_number_of_the_others() -> None:
+    assert format_names([]) == "" and format_names("abc") == "a, b, c"
+    assert format_names(range(7)) == "0, 1, 2 and 4 more"
+    assert format_names(("a b", "c"), limit=1, separator="; ") == "a b and 1 more"
+
+
+def test_no_message_lists_some_of_its_names_as_if_they_were_all() -> None:
+    """Who shortens a list of names says how many there are more: `format_names`."""
+    shortened = re.compile(r"""['"][,;] ['"]\.join\(.*\[:(?!1\])(?:\d+|_MAX\w*)\]""")
+    lines = [line for path in PACKAGE.rglob("*.py") for line in path.read_text().splitlines() if shortened.search(line)]
+    assert not lines
 
 
 def test_tables() -> None:

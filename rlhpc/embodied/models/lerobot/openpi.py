@@ -29,6 +29,8 @@ from transformers.models.gemma import modeling_gemma
 from transformers.models.gemma.modeling_gemma import GemmaDecoderLayer, GemmaForCausalLM, GemmaModel, GemmaRMSNorm
 from transformers.models.paligemma.modeling_paligemma import PaliGemmaForConditionalGeneration, PaliGemmaModel
 
+from rlhpc.runtime.text import format_names
+
 #: Versions against whose sources this module was checked (envs/lerobot.txt).
 VERIFIED = {"lerobot": "0.4", "transformers": "4.57"}
 
@@ -185,7 +187,5 @@ def load(policy_class: Any, config: Any, weights: Path) -> Any:
         *(name for name in missing_names if parameters[name].data_ptr() not in loaded_pointers),
     ]
     if mismatches:
-        raise ValueError(
-            f"{weights.name} and its configuration do not fit: {', '.join(mismatches[:3])} ({len(mismatches)} in all)"
-        )
+        raise ValueError(f"{weights.name} and its configuration do not fit: {format_names(mismatches)}")
     return policy.eval()

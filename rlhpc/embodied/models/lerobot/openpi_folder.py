@@ -21,6 +21,7 @@ from rlhpc.embodied.models.normalization import NORM_STATS, read_norm_stats
 from rlhpc.jobs.paths import MODEL
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import read_json
+from rlhpc.runtime.text import format_names
 
 #: openpi's cameras, in its order (`IMAGE_KEYS`).
 CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
@@ -209,7 +210,7 @@ def write_openpi(policy: Any, source: Path, target: Path) -> None:
     dtypes = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     weights = {name.removeprefix("model."): weight for name, weight in policy.state_dict().items()}
     if missing_names := sorted(types.keys() - weights.keys()):
-        raise ConfigError(f"{source}/{MODEL} has weights that the policy lacks: {', '.join(missing_names[:3])}")
+        raise ConfigError(f"{source}/{MODEL} has weights that the policy lacks: {format_names(missing_names)}")
     # Without the second name of tied embeddings, which openpi does not write.
     saved_weights = {
         name: weights[name].detach().cpu().to(dtypes[dtype]).contiguous().clone() for name, dtype in types.items()
