@@ -44,6 +44,37 @@ def dtype_name(config: ForeignConfig, key: str, default: str) -> str:
     return _DTYPES[name]
 
 
+def computation_dtype_key(config: ForeignConfig, group: str) -> str:
+    """Returns the key of the precision in which RLinf's trainer of a group computes: that of FSDP or of autocast goes before
+    the model's.
+    """
+    section = f"{group}.fsdp_config"
+    if config.leaves.get(f"{group}.training_backend") != "megatron":
+        if config(f"{section}.amp_autocast.enabled", False):
+            return f"{section}.amp_autocast.precision"
+        if config(f"{section}.mixed_precision.param_dtype") is not None:
+            return f"{section}.mixed_precision.param_dtype"
+    return f"{group}.model.precision"
+
+
+def computation_dtype(group: str, default: str) -> Rule:
+    """Returns the rule for the precision of a trainer's computation. Weights and optimizer state are float32 in rlhpc; those
+    of RLinf's FSDP trainer have the precision of the model (hybrid_engines/fsdp/fsdp_model_manager.py).
+    """
+    precision = f"{group}.model.precision"
+
+    def rule(config: ForeignConfig) -> str:
+        weights = dtype_name(config, precision, default)
+        if config.leaves.get(f"{group}.training_backend") != "megatron" and weights != "float32":
+            config.omit(f"{precision} {group}.optim.lr", _ROUNDED_WEIGHTS)
+        return dtype_name(config, computation_dtype_key(config, group), default)
+
+    return rule
+
+
+_ROUNDED_WEIGHTS = "RLinf's FSDP trainer keeps weights and Adam's averages in it; in rlhpc they are float32"
+
+
 def optimizer_rows(group: str) -> Rows:
     """Returns the rows of a group's optimizer settings, which have the same names in both projects."""
     names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
@@ -447,13 +478,16 @@ def _fsdp_rule(key: str) -> Rule:
 
 
 def _policy_dtype(config: ForeignConfig) -> Any:
+    """Returns the precision of a policy's computation; small networks and LeRobot's policies compute in float32."""
+    if not _is_pi(config) and model_type_of(config.leaves) not in _RANDOM_START_POLICIES:
+        return computation_dtype("actor", "32")(config)
+    key = computation_dtype_key(config, "actor")
     if _is_pi(config):
-        return config.omit(
-            "actor.model.precision",
-            "LeRobot's policies compute in float32",
-            config.leaves.get("actor.model.precision") not in ("32", "fp32"),
-        )
-    return dtype_name(config, "actor.model.precision", "32")
+        is_same = config.leaves.get(key) is not None and dtype_name(config, key, "32") == "float32"
+        return config.omit(key, "LeRobot's policies compute in float32", not is_same)
+    if dtype_name(config, key, "32") != "float32":
+        config.omit(key, "the policy computes in float32")
+    return UNSET
 
 
 def _policy_options(config: ForeignConfig) -> Any:
@@ -482,8 +516,6 @@ def _openvla_options(config: ForeignConfig, head: str) -> dict[str, Any]:
         options["value_hidden"] = [512, 128]
     if (key := config("actor.model.unnorm_key")) is not None:
         options["unnorm_key"] = key
-    if config.flag("actor.model.center_crop"):
-        options["center_crop"] = True
     if config.leaves.get("env.train.env_type") == "libero":
         options["gripper"] = "rlds"
     return options
@@ -555,7 +587,7 @@ POLICY: Rows = [
     ("actor.fsdp.enable_gradient_accumulation", _fsdp_rule("actor.fsdp_config.enable_gradient_accumulation")),
     ("actor.model.add_value_head", _vla_rule("actor.model.add_value_head")),
     ("actor.model.model_path", _vla_rule("actor.model.model_path")),
-    ("actor.model.dtype", _vla_rule(_policy_dtype)),
+    ("actor.model.dtype", _policy_dtype),
     ("actor.model.gradient_checkpointing", _checkpoints_gradients),
     ("actor.model.attn_implementation", _vla_rule(_attention)),
     ("actor.lora.rank", _vla_rule(_adapter_rank)),

@@ -253,6 +253,27 @@ def test_the_precision_is_that_of_the_computation() -> None:
     assert whole.ours["actor.training_backend"] == "local"
 
 
+def test_weights_in_less_than_float32_are_named() -> None:
+    """RLinf's FSDP trainer keeps weights in the precision of the model, Megatron in float32."""
+    low = {"actor": {"model": {"precision": "bf16"}}}
+    assert "actor.model.precision" in changed(translated(FSDP, low))
+    assert "actor.model.precision" not in changed(translated(low))
+    assert "actor.model.precision" not in changed(translated(FSDP, {"actor": {"model": {"precision": "fp32"}}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"actor": {"optim": {"weight_decay": 0.05}}}, "actor.optim.weight_decay"), ({}, "actor.optim.lr")],
+)
+def test_megatron_decays_neither_biases_nor_norms(change: dict[str, Any], key: str) -> None:
+    assert "Megatron decays neither" in translated(change).omitted[key][0] and key in changed(translated(change))
+    without = translated({"actor": {"optim": {"weight_decay": 0}}})
+    assert not any(
+        "Megatron decays" in reason
+        for reason, _ in [*translated(FSDP, change).omitted.values(), *without.omitted.values()]
+    )
+
+
 def test_sizes_that_rlinfs_trainer_does_not_read_or_that_pictures_forbid_are_not_written() -> None:
     sizes = {"tensor_model_parallel_size": 4, "context_parallel_size": 2, "expert_model_parallel_size": 8}
     mesh = {"actor": {"model": sizes}}
