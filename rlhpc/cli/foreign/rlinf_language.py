@@ -7,16 +7,8 @@ from typing import Any
 
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.cli.foreign.rlinf_defaults import has_critic
-from rlhpc.cli.foreign.rlinf_embodied import (
-    ADVANTAGES,
-    LOSSES,
-    adapter_rows,
-    choice,
-    computation_dtype,
-    computation_dtype_key,
-    dtype_name,
-    optimizer_rows,
-)
+from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, LOSSES, adapter_rows, choice, optimizer_rows
+from rlhpc.cli.foreign.rlinf_precision import computation_dtype, computation_dtype_key, dtype_name
 from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, failed_reward, has_pictures, reward_terms
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, Rule
 from rlhpc.runtime.errors import ConfigError
