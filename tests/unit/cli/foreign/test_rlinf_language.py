@@ -145,19 +145,14 @@ def test_ill_typed_numbers_end_the_command_with_the_key(tmp_path: Path, capsys: 
         assert f"algorithm.{name} is" in errors and require_package in errors and "fault of rlhpc" not in errors
 
 
-def test_a_reference_of_a_key_that_training_does_not_read_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for key, changes in (("megatron", False), ("algorithm", True)):
-        section = (
-            {"actor": {"megatron": {"ckpt_format": "${nothing}"}}}
-            if key == "megatron"
-            else {"algorithm": {"new": "${nothing}"}}
-        )
-        file = put(tmp_path, "reference.yaml", merged(LANGUAGE, section))
-        omitted = translate(compose(file), str(file)).omitted
-        name = "actor.megatron.ckpt_format" if key == "megatron" else "algorithm.new"
-        assert "cannot be followed" in omitted[name][0] and omitted[name][1] is changes
+def test_a_reference_of_a_key_that_training_does_not_read_changes_nothing(tmp_path: Path) -> None:
+    section = {"actor": {"megatron": {"ckpt_format": "${nothing}"}}}
+    file = put(tmp_path, "reference.yaml", merged(LANGUAGE, section))
+    reason, changes_training = translate(compose(file), str(file)).omitted["actor.megatron.ckpt_format"]
+    assert "cannot be followed" in reason and not changes_training
+    file = put(tmp_path, "reference.yaml", merged(LANGUAGE, {"algorithm": {"new": "${nothing}"}}))
+    with pytest.raises(ConfigError, match=r"algorithm\.new is '\$\{nothing\}', which has no value"):
+        translate(compose(file), str(file))
 
 
 @pytest.mark.parametrize(
