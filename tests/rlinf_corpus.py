@@ -325,13 +325,20 @@ COMPARED = (
     "embodiment/config/libero_10_grpo_openvlaoft.yaml",
     "embodiment/config/metaworld_50_ppo_openpi_pi05.yaml",
     "embodiment/config/maniskill_ppo_openvlaoft.yaml",
+    "embodiment/config/robotwin_place_empty_cup_grpo_openvlaoft.yaml",
+    "embodiment/config/libero_spatial_0_grpo_mlp.yaml",
     "reasoning/config/math/qwen2.5-1.5b-grpo-fsdp.yaml",
+    "reasoning/config/math/qwen2.5-1.5b-grpo-megatron.yaml",
     "reasoning/config/math/qwen2.5-1.5b-ppo-megatron.yaml",
+    "agent/searchr1/config/train_qwen2.5.yaml",
+    "sft/config/libero_sft_openpi.yaml",
     "sft/config/robotwin_sft_openpi.yaml",
     "sft/config/qwen3_vl_sft_vlm.yaml",
 )
 #: Sections whose keys are hyperparameters.
-_HYPERPARAMETERS = ("algorithm.", "actor.", "env.train.", "rollout.", "data.", "runner.max_steps", "demos.", "critic.")
+_HYPERPARAMETERS = (
+    "algorithm.", "actor.", "env.train.", "rollout.", "data.", "runner.max_steps", "demos.", "critic.", "agent.", "reward.",
+)  # fmt: skip
 
 
 def compare(translation: Translation) -> list[tuple[str, str, str, str]]:

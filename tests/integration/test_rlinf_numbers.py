@@ -31,10 +31,12 @@ from rlhpc.embodied.config.models import ModelConfig, SacModelConfig
 from rlhpc.embodied.config.run import PpoAlgorithmConfig, PpoOptimConfig, SacOptimConfig
 from rlhpc.embodied.data.batches import RewardSequence, RolloutBatch, TrainBatch
 from rlhpc.embodied.models import build_model
+from rlhpc.embodied.runners.rollout_runner import SyncRolloutLoop
 from rlhpc.language.algorithms.policy_gradient import PolicyGradient
 from rlhpc.language.config.run import GrpoConfig
 from rlhpc.language.models.token_batch import TokenBatch, cumulate
 from rlhpc.language.workers.actor import LanguageActor
+from rlhpc.language.workers.grpo_actor import GrpoActor
 from rlhpc.training.flat_parameters import AdamOptions, FlatModule, decay_factor
 from tests.extras import need_extra
 from tests.replicas import replicated
@@ -176,6 +178,41 @@ def test_the_loss_of_asynchronous_ppo_is_rlinfs(index: int) -> None:
 def test_dual_clip_and_the_threshold_matter_in_the_recorded_batch() -> None:
     plain, dual, kept = numbers("asynchronous")["cases"]
     assert plain["loss"] > dual["loss"] + 0.01 and plain["kept"] == dual["kept"] == 1 and 0 < kept["kept"] < 1
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_the_ppo_loss_of_a_flow_and_its_gradient_are_rlinfs(index: int) -> None:
+    """RLinf has no on-policy training of its `flow_policy`, whose training pass draws new actions; its formulas are π0's. It
+    reports entropies of learned noise alone."""
+    recorded = numbers("flow")
+    case, rows = recorded["cases"][index], tensors(recorded["batch"])
+    options = {name: recorded[name] for name in ("num_steps", "noise_level", "noise_range")}
+    options |= {"noise_method": case["noise_method"], "noise_steps": "one" if case["takes_one"] else "all"}
+    model = ModelConfig(model_type="flow", hidden_sizes=[4, 4], activation="tanh", num_action_chunks=2, kwargs=options)
+    policy = build_model(model, OBS, ACTION, seed=0)
+    policy.velocity.load_state_dict(tensors(case["weights"]))
+    chain, indices = torch.tensor(case["chains"]), torch.arange(len(case["chains"]))
+    if case["takes_one"]:
+        drawn = rows["drawn"]
+        before, after = chain[indices, drawn], chain[indices, drawn + 1]
+        chain = torch.stack([before, after, drawn[:, None, None].expand_as(before), chain[:, -1]], 1)
+    policy.logprob_type = "token_level"
+    tolerance = {"rtol": 1e-5, "atol": 1e-5}  # sums of terms up to 3
+    outputs = policy.default_forward({"obs": rows["states"], "chain": chain}, True, True)
+    close(outputs["logprobs"].reshape(-1), torch.tensor(case["logprobs"]).reshape(-1), **tolerance)
+    if case["noise_method"] == "flow_noise":
+        close(outputs["entropy"].reshape(-1), torch.tensor(case["entropies"]).reshape(-1), **tolerance)
+    policy.logprob_type = "chunk_level"
+    zeros = torch.zeros(len(indices))
+    batch = TrainBatch(
+        obs=rows["states"], actions=chain[:, -1], logprobs=torch.tensor(case["old_logprobs"])[:, 0], values=zeros,
+        advantages=rows["advantages"][:, 0], returns=zeros, mask=torch.ones_like(zeros), inputs={"inputs.chain": chain},
+    )  # fmt: skip
+    metrics = trained(policy, batch, value_coef=0.0)
+    assert metrics["policy_loss"] == pytest.approx(case["loss"], rel=1e-5)
+    found = {name: parameter.grad for name, parameter in policy.velocity.named_parameters()}
+    for name, gradient in tensors(case["gradients"]).items():
+        close(found[name], gradient, **tolerance)
 
 
 @pytest.mark.parametrize("loss_agg", ["token-mean", "seq-mean-token-mean"])
@@ -427,6 +464,40 @@ def language_loss(
     )  # fmt: skip
     penalty = kl_penalty(logprobs, batch["ref_logprobs"], "low_var_kl")
     return loss + kl_coef * aggregate(penalty, mask, loss_agg, **counts), metrics, logprobs
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_ratio_beyond_the_limit_leaves_out_what_rlinf_leaves_out(index: int) -> None:
+    """RLinf sets the loss of a micro-batch to 0, rlhpc takes no optimizer step for a minibatch; here it is one micro-batch."""
+    recorded = numbers("early_stop")
+    case, columns = recorded["cases"][index], ("logprobs", "recomputed_logprobs", "advantages", "response_mask")
+    logprobs, old_logprobs, advantages, mask = (torch.tensor(recorded[name]) for name in columns)
+    loss, metrics = policy_loss(
+        "ppo", logprobs=logprobs.requires_grad_(), old_logprobs=old_logprobs, advantages=advantages, loss_mask=mask,
+        clip_ratio_low=0.2, clip_ratio_high=0.28, loss_agg="token-mean",
+    )  # fmt: skip
+    close(metrics["ratio"], case["ratio"])
+    actor: Any = SimpleNamespace(cfg=GrpoConfig())
+    actor.cfg.algorithm.early_stop_imp_ratio = case["limit"]
+    is_left_out = GrpoActor._exceeds_ratio(actor, {"ratio": float(metrics["ratio"])})
+    assert is_left_out == (case["limit"] == 1.2)
+    loss.backward()
+    assert logprobs.grad is not None
+    close(logprobs.grad * (not is_left_out), case["gradient"])
+    assert float(loss) * (not is_left_out) == pytest.approx(case["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_the_weights_that_act_are_those_of_rlinfs_runners(index: int) -> None:
+    """RLinf's asynchronous runner also sends the weights of the last update, with which nothing acts any more."""
+    recorded = numbers("weight_sync")
+    case, sent, num_steps = recorded["cases"][index], list[int](), recorded["steps"]
+    sources: Any = SimpleNamespace(sync=lambda version: sent.append(version) or [], begin=lambda step: None)
+    loop = SyncRolloutLoop(sources, Any, "receive", 1.0, weight_sync_interval=case["interval"])
+    loop.begin(0)
+    for step in range(1, num_steps + 1):
+        loop._sync_if_due(step)
+    assert sent == [version for version in case["sent"] if version < num_steps]
 
 
 def test_token_weights_by_sequence_are_rlinfs_loss_scales() -> None:

@@ -11,12 +11,14 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import json
+import math
 import sys
 import types
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -25,7 +27,10 @@ from torch import Tensor, nn
 #: Folder of the recorded numbers, one file for each subject.
 FOLDER = Path(__file__).parent.parent / "data" / "rlinf"
 #: Modules that are replaced, because they need packages that the formulas do not.
-_REPLACED = ("rlinf.scheduler", "prismatic", "openpi", "einops")
+_REPLACED = (
+    "rlinf.scheduler", "prismatic", "openpi", "einops", "megatron", "rlinf.hybrid_engines.megatron",
+    "rlinf.workers.megatron_worker", "rlinf.workers.rollout", "rlinf.utils.resharding",
+)  # fmt: skip
 
 
 class _Empty(type):
@@ -57,6 +62,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+def give_openpi_names() -> None:
+    """Gives the module that stands for openpi the names that RLinf's annotations and base classes have."""
+    for module, names in {"transforms": ["DataTransformFn"], "models.model": ["Observation", "Actions"]}.items():
+        package, _, name = f"openpi.{module}".rpartition(".")
+        replacement = types.ModuleType(f"openpi.{module}")
+        vars(replacement).update(dict.fromkeys(names, object))
+        setattr(importlib.import_module(package), name, replacement)
 
 
 class Cfg(dict):
@@ -264,6 +278,81 @@ def asynchronous() -> dict[str, Any]:
         loss.backward()
         kept = 1.0 - metrics["actor/behav_clip_fraction"]
         results["cases"].append({**options, "kept": kept, "loss": loss.detach(), "gradients": gradients(policy)})
+    return results
+
+
+def flow() -> dict[str, Any]:
+    """PPO's loss of a policy that acts by a flow, its gradients and entropies, by RLinf's formulas of π0's chains. A small
+    network, which stands for π0's expert, gives velocities and, for `flow_noise`, standard deviations.
+    """
+    give_openpi_names()
+    from rlinf.algorithms.registry import policy_loss
+    from rlinf.models.embodiment.openpi.openpi_action_model import OpenPi0ForRLActionPrediction as Model
+
+    rows, chunk, dim, steps, noise_level, noise_range = 6, 2, 2, 3, 0.4, (0.1, 0.4)
+    batch = {
+        "states": normal(rows, 3),
+        "drawn": torch.arange(rows) % steps,
+        "advantages": normal(rows, 1),
+    }
+    sizes = {"num_steps": steps, "noise_level": noise_level, "noise_range": noise_range}
+    results: dict[str, Any] = {**sizes, "batch": batch, "cases": []}
+    for method, takes_one in (("flow_sde", False), ("flow_sde", True), ("flow_noise", False), ("flow_noise", True)):
+        outputs = chunk * dim * (2 if method == "flow_noise" else 1)
+        network = nn.Sequential(
+            nn.Linear(3 + chunk * dim + 32, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, outputs)
+        )
+        for parameter in network.parameters():
+            parameter.data = normal(*parameter.shape) / 2
+
+        def velocity(
+            state: Tensor, x: Tensor, t: Tensor, *_: Any, network: nn.Module = network
+        ) -> tuple[Tensor, Tensor]:
+            phases = t[:, None] * torch.exp(torch.linspace(0, math.log(100), 16))
+            result = network(torch.cat([state, x.flatten(1), phases.sin(), phases.cos()], 1)).reshape(*x.shape[:2], -1)
+            return result[..., :dim], result[..., dim:]
+
+        model = SimpleNamespace(
+            config=SimpleNamespace(add_value_head=False, value_after_vlm=False, safe_get_logprob=False),
+            _get_noise_level=lambda device, dtype: torch.tensor(noise_level),
+            _get_timesteps=lambda count, device: Model._get_timesteps(None, count, device),
+            get_velocity=velocity,
+            noise_head=lambda raw: noise_range[0] * (noise_range[1] / noise_range[0]) ** ((raw.tanh() + 1) / 2),
+        )
+
+        def moments(x: Tensor, step: Tensor, model: Any = model, method: str = method) -> tuple[Tensor, Tensor]:
+            mean, std, *_ = Model.sample_mean_var_val(model, x, step, batch["states"], None, None, method, steps)
+            return mean, std
+
+        states = [normal(rows, chunk, dim)]
+        for number in range(steps):
+            mean, std = moments(states[-1], torch.full((rows,), number))
+            states.append(((mean + std * normal(rows, chunk, dim)).detach() * 100).round() / 100)
+        chains, indices = torch.stack(states, 1), torch.arange(rows)
+        logprobs, entropies = torch.zeros(rows, chunk, dim), torch.zeros(rows, chunk, dim)
+        for step in [batch["drawn"]] if takes_one else [torch.full((rows,), k) for k in range(steps)]:
+            mean, std = moments(chains[indices, step], step)
+            following = chains[indices, step + 1]
+            logprobs = logprobs + Model.get_logprob_norm(model, following, mean, std)
+            entropies = entropies + Model.gaussian_entropy(model, std)
+        old_logprobs = (logprobs.detach().sum((1, 2), keepdim=True) + normal(rows, 1, 1) * 0.3)[:, 0]
+        loss, _ = policy_loss(
+            task_type="embodied", loss_type="actor", logprob_type="chunk_level", reward_type="chunk_level",
+            single_action_dim=dim, logprobs=logprobs.flatten(1),
+            old_logprobs=old_logprobs.expand(-1, chunk * dim) / (chunk * dim), values=None, advantages=batch["advantages"],
+            returns=None, prev_values=None, clip_ratio_low=0.2, clip_ratio_high=0.28, loss_mask=None, loss_mask_sum=None,
+            max_episode_steps=None,
+        )  # fmt: skip
+        loss.backward()
+        case = {
+            "noise_method": method,
+            "takes_one": takes_one,
+            "weights": weights(network),
+            "chains": chains,
+            "logprobs": logprobs.detach(),
+        }
+        case |= {"entropies": entropies.detach(), "old_logprobs": old_logprobs, "loss": loss.detach()}
+        results["cases"].append({**case, "gradients": gradients(network)})
     return results
 
 
@@ -556,6 +645,81 @@ def turns() -> dict[str, Any]:
     return results
 
 
+def early_stop() -> dict[str, Any]:
+    """Loss of a micro-batch of Megatron's actor, and its gradient, by `early_stop_imp_ratio`."""
+    from rlinf.workers.actor import megatron_actor_worker as module
+
+    rows, length = 4, 5
+    batch = {
+        "recomputed_logprobs": normal(rows, length) * 0.25 - 2,
+        "advantages": normal(rows, length),
+        "response_mask": torch.arange(length) < torch.tensor([[5], [3], [1], [4]]),
+    }
+    logprobs = normal(rows, length) * 0.5 - 1.5
+    results: dict[str, Any] = {**batch, "logprobs": logprobs, "cases": []}
+    padding = torch.zeros(rows, 1)
+    ids = torch.zeros(rows, length + 1, dtype=torch.long)
+    module.parallel_state = SimpleNamespace(get_data_parallel_group=lambda: None)
+    module.average_losses_across_data_parallel_group = lambda losses: losses[0]
+    with (
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
+        mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
+        mock.patch.object(torch.distributed, "all_reduce", lambda *args, **kwargs: None),
+    ):
+        for limit in (None, 1.2, 5.0):
+            trained = logprobs.clone().requires_grad_()
+            algorithm = {
+                "early_stop_imp_ratio": limit, "loss_type": "actor", "use_valid_token_scale": False,
+                "sampling_params": {"temperature": 1.0},
+            }  # fmt: skip
+            actor = SimpleNamespace(
+                cfg=Cfg(algorithm=algorithm, runner={"task_type": "reasoning"}),
+                variable_seq_lengths=True, response_len=length, return_loss=True, calculate_entropy=False,
+                calculate_entropy_loss=False, kl_beta=0.0, clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=None,
+                loss_agg_func=get_masked_mean(), transformer_config=SimpleNamespace(sequence_parallel=False),
+                log_warning=lambda text: None,
+                custom_forward=lambda *args, trained=trained, **kwargs: {"log_probs": torch.cat([trained, padding], 1)},
+            )  # fmt: skip
+            tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids).bool(), "position_ids": ids}
+            forward = module.MegatronActor.get_forward_step_func(actor)
+            output, compute_loss = forward(iter([{**tokens, **batch}]), None)
+            loss, metrics = compute_loss(output)
+            loss.backward()
+            case = {"limit": limit, "ratio": metrics["actor/ratio"], "loss": loss.detach(), "gradient": trained.grad}
+            results["cases"].append(case)
+    return results
+
+
+def get_masked_mean() -> Any:
+    """Returns RLinf's aggregation `token-mean`."""
+    from rlinf.utils.utils import get_loss_agg_func
+
+    return get_loss_agg_func("token-mean")
+
+
+def weight_sync() -> dict[str, Any]:
+    """Numbers of updates of the weights that RLinf's runners send, in the order of the run, by `weight_sync_interval`."""
+    from rlinf.runners import async_embodied_runner, embodied_runner
+
+    runners = {"sync": embodied_runner.EmbodiedRunner, "async": async_embodied_runner.AsyncEmbodiedRunner}
+    results: dict[str, Any] = {"steps": 7, "cases": []}
+    for name, runner_class in runners.items():
+        for interval in (1, 2, 3):
+            sent: list[int] = []
+            runner = mock.MagicMock(global_step=0, max_steps=7, weight_sync_interval=interval)
+            runner.cfg.runner = Cfg(val_check_interval=-1, save_interval=-1)
+            runner._should_profile_step.return_value = False
+            runner.use_training_pipeline = False
+            runner.update_rollout_weights = lambda runner=runner, sent=sent, **_: sent.append(runner.global_step)
+            runner.actor.run_training.return_value.wait.return_value = [{"loss": 0.0}]
+            runner.actor.run_training.return_value.consume_durations.return_value = ({}, [])
+            runner.get_env_metrics.return_value = ({}, [], [])
+            runner.get_rollout_metrics.return_value = ({}, [])
+            runner_class.run(runner)
+            results["cases"].append({"runner": name, "interval": interval, "sent": sent})
+    return results
+
+
 # -- sampling of action tokens ----------------------------------------------------------------------------------------
 
 
@@ -602,9 +766,7 @@ def sampling() -> dict[str, Any]:
 
 def aloha() -> dict[str, Any]:
     """Joint spaces of two ALOHA arms (openpi's `adapt_to_pi`): states, executed actions, and actions to learn from."""
-    transforms = types.ModuleType("openpi.transforms")
-    transforms.DataTransformFn = object  # type: ignore[attr-defined]
-    importlib.import_module("openpi").transforms = transforms  # type: ignore[attr-defined]
+    give_openpi_names()
     from rlinf.models.embodiment.openpi.policies import aloha_policy as policy
 
     rows = np.random.default_rng(0).uniform(0, 1, (3, 14))
@@ -640,7 +802,8 @@ def main() -> None:
     records = {
         "gae": gae, "ppo": ppo, "asynchronous": asynchronous, "grpo": grpo, "sac": lambda: off_policy("sac"),
         "crossq": lambda: off_policy("crossq"), "optimizer": optimizer, "schedule": schedule, "language": language,
-        "turns": turns, "sampling": sampling, "aloha": aloha,
+        "turns": turns, "sampling": sampling, "flow": flow, "early_stop": early_stop,
+        "weight_sync": weight_sync, "aloha": aloha,
     }  # fmt: skip
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, record in records.items():

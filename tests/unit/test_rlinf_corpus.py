@@ -115,8 +115,8 @@ def test_verdicts_name_what_differs_and_what_is_missing(tmp_path: Path) -> None:
     )
 
 
-def test_the_page_compares_fifteen_files_as_they_are_imported_today() -> None:
-    assert len(rlinf_corpus.read_resolved()) == 15
+def test_the_page_compares_twenty_files_as_they_are_imported_today() -> None:
+    assert len(rlinf_corpus.read_resolved()) == 20
     assert rlinf_corpus.PAGE.read_text() == rlinf_corpus.format_docs()
 
 

@@ -24,7 +24,7 @@ from rlhpc.config.files import read_content
 from rlhpc.config.typed import plain
 from rlhpc.config.yaml_files import Scalar, WrittenScalars, scalar_values
 from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import cut, short_repr
+from rlhpc.runtime.text import cut, first_line, short_repr
 
 _MAX_DEPTH = 10
 #: OmegaConf 2.4 uses the old name for the new function, and warns about the other name.
@@ -63,10 +63,16 @@ def compose(path: Path) -> ComposedConfig:
     """Reads a configuration and all files that its `defaults:` name.
 
     Raises:
-        ConfigError: A file is missing, is not YAML or not a mapping, or files include each other.
+        ConfigError: A file is missing, is not YAML or not a mapping, or files include each other; or a key, a value or the
+            syntax of a reference is none of OmegaConf's.
     """
     composed = ComposedConfig()
-    _resolve(_read(path, composed, (), []), composed)
+    tree = _read(path, composed, (), [])
+    try:
+        _resolve(tree, composed)
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{path}: {key}{first_line(error)}") from None
     return composed
 
 
@@ -92,8 +98,10 @@ def _read(path: Path, composed: ComposedConfig, chain: tuple[Path, ...], search:
             has_self_entry = True
             merged_content = _merge(merged_content, content)
             continue
-        for group, package in _parse_entry(default, path, composed):
-            file = _find_group_file(group, path, search)
+        for group, package, is_optional in _parse_entry(default, path, composed):
+            file = _find_group_file(group, path, search, is_optional)
+            if file is None:
+                continue
             subtree = _read(file, composed, (*chain, path), search)
             for name in reversed(package):
                 subtree = {name: subtree}
@@ -116,22 +124,30 @@ def _search_path(content: Mapping[str, Any]) -> list[Path]:
     return folders
 
 
-def _parse_entry(entry: Any, path: Path, composed: ComposedConfig) -> list[tuple[str, list[str]]]:
-    """Returns (file without suffix, keys of the package) pairs for an entry of `defaults:`."""
+def _parse_entry(entry: Any, path: Path, composed: ComposedConfig) -> list[tuple[str, list[str], bool]]:
+    """Returns the file without suffix, the keys of the package, and whether the file may be missing, for each file of an entry
+    of `defaults:`.
+    """
     if isinstance(entry, dict) and len(entry) == 1:
         key, option = next(iter(entry.items()))
-        if str(key).startswith(("override ", "hydra/")) or option is None:
+        if str(key).removeprefix("override ").lstrip("/").startswith("hydra/") or option is None:
             composed.skipped.append(f"{key}: {option}")
             return []
-        group, _, package = str(key).removeprefix("optional ").partition("@")
+        if str(key).startswith("override "):
+            raise ConfigError(
+                f"{path}: defaults has {f'{key}: {option}'!r}; the importer replaces no choice that another entry has made: "
+                f"name {option} in that entry"
+            )
+        group, _, package = str(key).removeprefix("optional ").lstrip("/").partition("@")
         options = option if isinstance(option, list) else [option]
-        return [(f"{group}/{name}", _split_package(package, group)) for name in options]
+        is_optional = str(key).startswith("optional ")
+        return [(f"{group}/{name}", _split_package(package, group), is_optional) for name in options]
     if not isinstance(entry, str):
         raise ConfigError(
             f"{path}: defaults has {short_repr(entry)}; Hydra has a file's name or one `group: name` there"
         )
     name, _, package = entry.partition("@")
-    return [(name, _split_package(package, name.rpartition("/")[0]))]
+    return [(name.lstrip("/"), _split_package(package, name.rpartition("/")[0]), False)]
 
 
 def _split_package(package: str, group: str) -> list[str]:
@@ -140,12 +156,16 @@ def _split_package(package: str, group: str) -> list[str]:
     return [name for name in (package or group.strip("./").replace("/", ".")).split(".") if name and name != ".."]
 
 
-def _find_group_file(name: str, path: Path, search: list[Path]) -> Path:
-    """Returns the file of a group: next to the file that names the group, on the search path, or up to two folders above."""
+def _find_group_file(name: str, path: Path, search: list[Path], is_optional: bool) -> Path | None:
+    """Returns the file of a group: next to the file that names the group, on the search path, or up to two folders above; None
+    if an optional one is missing.
+    """
     folders = [path.parent, *search, *list(path.parent.parents)[:2]]
     for folder in folders:
         if (file := (folder / f"{name.removesuffix('.yaml')}.yaml").resolve()).is_file():
             return file
+    if is_optional:
+        return None
     raise ConfigError(
         f"{path}: defaults: there is no file {name}.yaml, neither in {folders[0]} nor above it"
         f"{' nor in ' + ', '.join(map(str, search)) if search else ''}; copy the configuration's folder as a whole"

@@ -52,6 +52,7 @@ def translate(composed: ComposedConfig, source: str) -> Translation:
     replaced = {key for key, _ in rows if key}
     has_critic = kind.task_type == "reasoning" and rlinf_defaults.has_critic(leaves)
     unsupported = [*kind.unsupported_of(leaves, keys), *EVERYWHERE, *([] if has_critic else NO_CRITIC)]
+    _check_references(composed, unsupported, source)
     try:
         translation = apply_rules(
             kind.title(leaves),
@@ -67,10 +68,23 @@ def translate(composed: ComposedConfig, source: str) -> Translation:
     translation.training = not is_evaluation(leaves)
     translation.foreign = dict(leaves)
     for key, reason in composed.unresolved.items():
-        entry = next((entry for entry in unsupported if entry.matches(key)), None)
-        is_harmless = entry is not None and entry.harmless is True
-        translation.omitted[key] = (f"its reference cannot be followed: {reason}", not is_harmless)
+        translation.omitted[key] = (f"its reference cannot be followed: {reason}", False)
     return translation
+
+
+def _check_references(composed: ComposedConfig, unsupported: Sequence[UnsupportedKeys], source: str) -> None:
+    """Refuses a configuration in which a key that training depends on has no value.
+
+    Raises:
+        ConfigError: There is such a key.
+    """
+    for key, reason in composed.unresolved.items():
+        entry = next((entry for entry in unsupported if entry.matches(key)), None)
+        if entry is None or entry.harmless is not True:
+            raise ConfigError(
+                f"{source}: {key} is {short_repr(composed.leaves[key])}, which has no value ({reason}): give it one, or "
+                "define what it refers to"
+            )
 
 
 #: Sections of which every run has one.

@@ -96,6 +96,17 @@ def _max_turns(config: ForeignConfig) -> Any:
     return UNSET
 
 
+def _max_tokens(config: ForeignConfig) -> Any:
+    """Returns the tokens that the model may write in an episode; in RLinf's loops of tools, those after the longest prompt."""
+    length = config.integer("runner.seq_length")
+    if _kind(config) == "environment":
+        if agent_name(config.leaves) == "code":
+            length = config.integer("actor.model.encoder_seq_length", length)
+        config.omit("runner.seq_length", "RLinf also counts the tokens of the tools' results, rlhpc those of the model")
+        length -= config.integer("data.max_prompt_length")
+    return max(1, length) if length else UNSET
+
+
 def _roles(config: ForeignConfig) -> Any:
     if agent_name(config.leaves) != "wide_search":
         return UNSET
@@ -134,7 +145,7 @@ AGENT_ROWS: Rows = [
     ("agent.target", _target),
     ("agent.kwargs", _tools),
     ("agent.max_turns", _max_turns),
-    ("agent.max_tokens", lambda config: config.integer("runner.seq_length") if config("runner.seq_length") else UNSET),
+    ("agent.max_tokens", _max_tokens),
     ("agent.roles", _roles),
     ("agent.untrained_roles", _untrained_roles),
     ("agent.feedback_timeout_s", _feedback_s),

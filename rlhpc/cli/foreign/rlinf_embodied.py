@@ -18,30 +18,12 @@ from rlhpc.cli.foreign.rlinf_environments import (
     rollout_epochs,
 )
 from rlhpc.cli.foreign.rlinf_openpi import openpi_options
+from rlhpc.cli.foreign.rlinf_precision import computation_dtype, computation_dtype_key, dtype_name
 from rlhpc.cli.foreign.rlinf_unsupported_embodied import PPO_OPTIONAL, embodied_keys
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Requirement, Rows, Rule, RunKind, allow_only, is_null
-from rlhpc.runtime.errors import ConfigError
-from rlhpc.runtime.text import short_repr
 
 LOSSES = {"actor_critic": "ppo", "actor": "ppo", "decoupled_actor_critic": "decoupled_ppo"}
 ADVANTAGES = {"gae": "gae", "grpo": "grpo", "raw": "raw", "reinpp": "reinforce++"}
-#: RLinf's names of precisions (config.py, torch_dtype_from_precision) → those of rlhpc.
-_DTYPES = {
-    "32": "float32", "fp32": "float32", "32-true": "float32", "bf16": "bfloat16", "bf16-mixed": "bfloat16",
-    "16": "float16", "fp16": "float16", "16-mixed": "float16",
-}  # fmt: skip
-
-
-def dtype_name(config: ForeignConfig, key: str, default: str) -> str:
-    """Returns the name of the precision that a key has, or of RLinf's default.
-
-    Raises:
-        ConfigError: RLinf has no such precision.
-    """
-    name = str(config(key, default)).lower()
-    if name not in _DTYPES:
-        raise ConfigError(f"{key} is {short_repr(name)}; RLinf has the precisions {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def optimizer_rows(group: str) -> Rows:
@@ -447,13 +429,16 @@ def _fsdp_rule(key: str) -> Rule:
 
 
 def _policy_dtype(config: ForeignConfig) -> Any:
+    """Returns the precision of a policy's computation; small networks and LeRobot's policies compute in float32."""
+    if not _is_pi(config) and model_type_of(config.leaves) not in _RANDOM_START_POLICIES:
+        return computation_dtype("actor", "32")(config)
+    key = computation_dtype_key(config, "actor")
     if _is_pi(config):
-        return config.omit(
-            "actor.model.precision",
-            "LeRobot's policies compute in float32",
-            config.leaves.get("actor.model.precision") not in ("32", "fp32"),
-        )
-    return dtype_name(config, "actor.model.precision", "32")
+        is_same = config.leaves.get(key) is not None and dtype_name(config, key, "32") == "float32"
+        return config.omit(key, "LeRobot's policies compute in float32", not is_same)
+    if dtype_name(config, key, "32") != "float32":
+        config.omit(key, "the policy computes in float32")
+    return UNSET
 
 
 def _policy_options(config: ForeignConfig) -> Any:
@@ -482,8 +467,6 @@ def _openvla_options(config: ForeignConfig, head: str) -> dict[str, Any]:
         options["value_hidden"] = [512, 128]
     if (key := config("actor.model.unnorm_key")) is not None:
         options["unnorm_key"] = key
-    if config.flag("actor.model.center_crop"):
-        options["center_crop"] = True
     if config.leaves.get("env.train.env_type") == "libero":
         options["gripper"] = "rlds"
     return options
@@ -555,7 +538,7 @@ POLICY: Rows = [
     ("actor.fsdp.enable_gradient_accumulation", _fsdp_rule("actor.fsdp_config.enable_gradient_accumulation")),
     ("actor.model.add_value_head", _vla_rule("actor.model.add_value_head")),
     ("actor.model.model_path", _vla_rule("actor.model.model_path")),
-    ("actor.model.dtype", _vla_rule(_policy_dtype)),
+    ("actor.model.dtype", _policy_dtype),
     ("actor.model.gradient_checkpointing", _checkpoints_gradients),
     ("actor.model.attn_implementation", _vla_rule(_attention)),
     ("actor.lora.rank", _vla_rule(_adapter_rank)),

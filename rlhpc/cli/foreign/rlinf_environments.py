@@ -265,6 +265,8 @@ def _metaworld_arguments(config: ForeignConfig, env_key: str) -> dict[str, Any]:
 
 def _libero_arguments(config: ForeignConfig, env_key: str) -> Any:
     kwargs = _picture_size(config, env_key)
+    if is_mlp(config):
+        kwargs["obs_mode"] = "state"
     images = next((config(key) for key in _IMAGE_COUNTS if config.leaves.get(key) is not None), None)
     if images == 1:
         kwargs["cameras"] = [_LIBERO_CAMERAS[0]]

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlhpc.algorithms.registry import ADVANTAGES as ESTIMATORS
 from rlhpc.cli.foreign.rlinf_defaults import has_critic
-from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, LOSSES, adapter_rows, choice, dtype_name, optimizer_rows
+from rlhpc.cli.foreign.rlinf_embodied import ADVANTAGES, LOSSES, adapter_rows, choice, optimizer_rows
+from rlhpc.cli.foreign.rlinf_precision import computation_dtype, computation_dtype_key, dtype_name
 from rlhpc.cli.foreign.rlinf_problems import PROBLEMS, failed_reward, has_pictures, reward_terms
 from rlhpc.cli.foreign.rules import UNSET, ForeignConfig, Rows, Rule
 from rlhpc.runtime.errors import ConfigError
@@ -47,30 +48,15 @@ def _is_megatron(config: ForeignConfig, group: str = "actor") -> bool:
     return bool(config.leaves.get(f"{group}.training_backend") == "megatron")
 
 
-def _computation_dtype(group: str) -> Rule:
-    """Returns the rule for the precision of a trainer's computation. Weights and optimizer state are float32 in rlhpc."""
-    precision = f"{group}.model.precision"
-    mixed, autocast = f"{group}.fsdp_config.mixed_precision.param_dtype", f"{group}.fsdp_config.amp_autocast"
-
-    def rule(config: ForeignConfig) -> str:
-        key = precision
-        if not _is_megatron(config, group):
-            if config(f"{autocast}.enabled", False):
-                key = f"{autocast}.precision"
-            elif config(mixed) is not None:
-                key = mixed
-        config(precision)
-        return dtype_name(config, key, "bf16")
-
-    return rule
-
-
 def _grad_scaler(group: str, name: str) -> Rule:
     """Returns the rule for a key of FSDP's gradient scaler, which only float16 needs."""
 
     def rule(config: ForeignConfig) -> Any:
         value = config(f"{group}.fsdp_config.grad_scaler.{name}")
-        scales_loss = not _is_megatron(config, group) and _computation_dtype(group)(config) == "float16"
+        scales_loss = (
+            not _is_megatron(config, group)
+            and dtype_name(config, computation_dtype_key(config, group), "bf16") == "float16"
+        )
         return value if scales_loss and value is not None else UNSET
 
     return rule
@@ -461,7 +447,7 @@ def trained_group_rows(group: str) -> Rows:
         (f"{group}.training_backend", _trainer(group)),
         (f"{group}.max_tokens_per_micro_batch", _micro_batch_tokens),
         (f"{group}.enable_dp_load_balance", f"{group}.enable_dp_load_balance"),
-        (f"{group}.model.dtype", _computation_dtype(group)),
+        (f"{group}.model.dtype", computation_dtype(group, "bf16")),
         (f"{group}.grad_scaler.init_scale", _grad_scaler(group, "init_scale")),
         (f"{group}.grad_scaler.growth_interval", _grad_scaler(group, "growth_interval")),
         (f"{group}.model.gradient_checkpointing", _gradient_checkpointing(group)),
@@ -481,12 +467,27 @@ def trained_group_rows(group: str) -> Rows:
         ),
         (f"{group}.optim.name", _optimizer(group)),
         *optimizer_rows(group),
-        (f"{group}.optim.weight_decay", f"{group}.optim.weight_decay"),
+        (f"{group}.optim.weight_decay", _weight_decay(group)),
         (f"{group}.optim.lr_scheduler", _schedule(group)),
         (f"{group}.optim.min_lr", _min_lr(group)),
         (f"{group}.optim.lr_warmup_steps", _warmup(group)),
         (f"{group}.optim.lr_decay_steps", _decay_steps(group)),
     ]
+
+
+def _weight_decay(group: str) -> Rule:
+    key = f"{group}.optim.weight_decay"
+
+    def rule(config: ForeignConfig) -> Any:
+        decay = config.number(key)
+        if decay and _is_megatron(config, group):
+            config.omit(
+                f"{key} {group}.optim.lr",
+                "Megatron decays neither biases nor the weights of norms; rlhpc decays all weights",
+            )
+        return decay
+
+    return rule
 
 
 def _router_loss(group: str) -> Rule:

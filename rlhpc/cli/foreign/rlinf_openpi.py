@@ -78,11 +78,24 @@ def openpi_options(config: ForeignConfig, learns_by_rl: bool) -> dict[str, Any]:
     else:
         for key in ("noise_method", "value_after_vlm"):
             config.omit(f"{_OPENPI}.{key}", "imitation needs no noise and no values", False)
+        _explain_imitation(config)
     if components := _relative_components(config):
         options["delta_actions"] = components
     if config(f"{_OPENPI}.config_name") == "pi05_aloha_robotwin":
         options["adapt_to_pi"] = True
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _explain_imitation(config: ForeignConfig) -> None:
+    """Explains openpi's loss of imitation (openpi_action_model.py, `sft_forward`), which differs from LeRobot's."""
+    counts_padding = config.leaves.get("runner.task_type") == "sft"
+    components = "all padded components of an action" if counts_padding else "the executed actions of a chunk alone"
+    config.omit(
+        f"actor.model.model_type {_OPENPI}.config_name",
+        f"openpi learns from pictures that it crops, turns and recolours at random, and its loss counts {components}; "
+        "LeRobot's loss counts the components of all predicted actions, of the pictures as they are",
+        missing_feature=r"^option lerobot\S* .*(augment|recolour)",
+    )
 
 
 def _network(config: ForeignConfig) -> dict[str, Any]:

@@ -466,6 +466,7 @@ EMBODIED = [
         "the value head reads the hidden state after the prompt",
     ),
     UnsupportedKeys("actor.model.implement_version", "rlhpc follows OFT's own code", ("official",)),
+    UnsupportedKeys("actor.model.center_crop", "RLinf reads it, and crops no picture by it", True),
     UnsupportedKeys("actor.model.use_film", "FiLM is off", (False,)),
     UnsupportedKeys("actor.model.*", "of RLinf's model, which rlhpc builds in another way"),
     UnsupportedKeys(

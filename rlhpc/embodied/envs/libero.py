@@ -32,6 +32,8 @@ class LiberoOptions:
     """Python package that has the suites: `libero`, or RLinf's distributions of LIBERO-PRO and LIBERO-Plus."""
     task_ids: list[int] | None = None
     """Tasks of the suite; null for all."""
+    obs_mode: Annotated[str, Choices("rgb", "state")] = "rgb"
+    """`rgb` for images, states and instructions; `state` for states alone."""
     cameras: list[str] = field(default_factory=lambda: ["agentview", "robot0_eye_in_hand"])
     """Cameras of the images."""
     width: Annotated[int, COUNT] = 256
@@ -71,7 +73,8 @@ class LiberoVectorEnv(SuiteVectorEnv):
     new simulator, as LIBERO's hard resets do, so that episodes are independent.
 
     Observations: `state` float32 `[8]` (gripper position 3, axis-angle 3, fingers 2), `rgb` uint8
-    `[H, W, 3 x cameras]`, `instruction`. The reward is 1 at success. `kwargs` are `LiberoOptions`.
+    `[H, W, 3 x cameras]`, `instruction`; with `obs_mode: state` the state as an array. The reward is 1 at success. `kwargs`
+    are `LiberoOptions`.
 
     Args:
         cfg: Section `env.train` or `env.eval`.
@@ -97,6 +100,8 @@ class LiberoVectorEnv(SuiteVectorEnv):
             )
         self._package = options.package
         self._cameras, self._size = options.cameras, (options.height, options.width)
+        self._has_images = options.obs_mode == "rgb"
+        self._frames: dict[int, np.ndarray] = {}
         self._orientation = options.image_orientation
         self._settling_steps = options.settling_steps
         self._idle_action = np.array([0, 0, 0, 0, 0, 0, _SETTLING_COMMANDS[options.settling_gripper]])
@@ -120,7 +125,9 @@ class LiberoVectorEnv(SuiteVectorEnv):
         rgb = spaces.Box(0, 255, (*self._size, 3 * len(self._cameras)), np.uint8)
         state = spaces.Box(-np.inf, np.inf, (8,), np.float32)
         text_box = spaces.Box(0, 255, (size,), np.uint8)
-        self.observation_space = spaces.Dict({"state": state, "rgb": rgb, "instruction": text_box})
+        self.observation_space = (
+            spaces.Dict({"state": state, "rgb": rgb, "instruction": text_box}) if self._has_images else state
+        )
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
 
     def _build_simulator(self, task: Any) -> Any:
@@ -140,7 +147,7 @@ class LiberoVectorEnv(SuiteVectorEnv):
         env.reset()
         return env
 
-    def begin_slot(self, slot: int, seed: int) -> dict[str, np.ndarray]:
+    def begin_slot(self, slot: int, seed: int) -> Any:
         """Starts an episode in a slot (`SlotwiseVectorEnv.begin_slot`)."""
         task, state = self.draw_start(slot, seed)
         if self._envs[slot] is not None:
@@ -157,20 +164,22 @@ class LiberoVectorEnv(SuiteVectorEnv):
         success = bool(self._envs[slot].check_success())
         return SlotStep(self._convert_obs(slot, obs), float(success), success)
 
-    def _convert_obs(self, slot: int, obs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _convert_obs(self, slot: int, obs: dict[str, np.ndarray]) -> Any:
         end_effector_state = [obs["robot0_eef_pos"], axis_angle(obs["robot0_eef_quat"]), obs["robot0_gripper_qpos"]]
+        state = np.concatenate(end_effector_state).astype(np.float32)
         views = [orient(obs[f"{camera}_image"], self._orientation) for camera in self._cameras]
-        rgb = np.concatenate(views, -1)
+        self._frames[slot] = views[0]
+        if not self._has_images:
+            return state
         return {
-            "state": np.concatenate(end_effector_state).astype(np.float32),
-            "rgb": rgb,
+            "state": state,
+            "rgb": np.concatenate(views, -1),
             "instruction": self._instructions[int(self.slot_tasks[slot])],
         }
 
     def picture(self, slot: int) -> np.ndarray:
-        """Renders a slot with the first camera (`SlotwiseVectorEnv.picture`)."""
-        frame: np.ndarray = self._last_obs[slot]["rgb"][..., :3]
-        return frame
+        """Returns a slot's last image of the first camera (`SlotwiseVectorEnv.picture`)."""
+        return self._frames[slot]
 
 
 def _single_state(initial_states: dict[int, np.ndarray], number: int) -> dict[int, np.ndarray]:

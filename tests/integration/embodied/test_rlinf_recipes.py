@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -96,6 +97,20 @@ def test_grpo_leaves_out_groups_by_their_return(tmp_path: Path) -> None:
     assert row["train/epochs"] == 0 and row["env/filtered"] > 0
     kept = load_tensors(run.folder / "nothing/checkpoints/global_step_2/model.safetensors")
     assert not changed(kept, load_tensors(run.folder / "nothing/checkpoints/global_step_4/model.safetensors"))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("noise", ["noise_steps: one", "noise_method: flow_noise"])
+def test_ppo_trains_a_policy_that_acts_by_a_flow(tmp_path: Path, noise: str) -> None:
+    run, options = Run(tmp_path, BLOCKS[0]), f"actor.model.kwargs={{num_steps: 3, {noise}}}"
+    flow = ("actor.model.model_type=flow", options, "algorithm.entropy_coef=0.01", "actor.optim.critic_warmup_steps=0")
+    rows = run.train(*flow)
+    numbers = [row[f"train/{name}"] for row in rows for name in ("policy_loss", "value_loss", "entropy", "grad_norm")]
+    assert all(map(math.isfinite, numbers)) and all(row["train/approx_kl"] != 0 for row in rows)
+    last = run.weights(4)
+    assert changed(run.weights(2), last) == {"velocity", "critic"}
+    for name, weight in run.resumed(2, *flow).items():
+        assert torch.equal(weight, last[name]), name
 
 
 @pytest.mark.timeout(600)

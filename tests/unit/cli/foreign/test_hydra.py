@@ -52,6 +52,13 @@ def test_files_are_found_above_and_on_the_search_path(tmp_path: Path, monkeypatc
     assert composed.leaves["env.size"] == 3 and composed.leaves["y"] == 1
 
 
+def test_an_optional_file_may_be_missing_and_a_group_may_begin_with_a_slash(tmp_path: Path) -> None:
+    text = "defaults: [{optional size: nothing}, {/size: small}, _self_]\ny: 1\n"
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size/small.yaml").write_text("x: 3\n")
+    assert compose(write(tmp_path, main=text)).leaves == {"size.x": 3, "y": 1}
+
+
 def test_references_and_arithmetic_are_resolved(tmp_path: Path) -> None:
     text = (
         "a: 4\nb: ${a}\nc: ${multiply:${a},3}\nd: ${int_div:${a},3}\ne: ${add:1,2.5}\nf: ${subtract:${a},1}\ng: ${not:true}\n"

@@ -124,3 +124,19 @@ def test_an_evaluation_has_suites_and_trains_nothing(tmp_path: Path, capsys: pyt
 
 def test_an_evaluation_of_a_training_file_is_told_by_its_flag() -> None:
     assert not translated(LIGHTNING, {"eval": True}).training and translated(LIGHTNING).training
+
+
+@pytest.mark.parametrize(
+    ("agent", "tokens"),
+    [
+        (SEARCH, 1024),
+        (merged(CODE, {"actor": {"model": {"encoder_seq_length": 4096}}}), 3072),
+        (CODE, 1024),
+        (WIDE, 2048),
+    ],
+)
+def test_the_tokens_of_an_episode_follow_the_longest_prompt(agent: dict[str, Any], tokens: int) -> None:
+    """RLinf's loops of tools have room for as many tokens as follow the longest prompt, its other agents for the context."""
+    result = translated(agent)
+    assert result.ours["agent.max_tokens"] == tokens
+    assert ("runner.seq_length" in changed(result)) == (agent is not WIDE)

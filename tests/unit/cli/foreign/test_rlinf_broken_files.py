@@ -109,3 +109,43 @@ def test_a_known_file_is_written(kind: str, tmp_path: Path, capsys: pytest.Captu
     source = put(tmp_path, "known.yaml", _tree(known))
     code, said = _import(source, tmp_path / "ours.yaml", capsys)
     assert code == 0 and "rlhpc: error:" not in said and (tmp_path / "ours.yaml").exists()
+
+
+#: Change of a file's text → part of the message.
+_MISTAKES = {
+    "{gamma}${algorithm.nowhere}": r"algorithm\.gamma is '\$\{algorithm\.nowhere\}', which has no value",
+    "{gamma}${magic:1}": r"algorithm\.gamma is '\$\{magic:1\}', which has no value \(Unsupported interpolation type magic",
+    "{gamma}${algorithm.gamma}": r"algorithm\.gamma is '\$\{algorithm\.gamma\}', which has no value",
+    "{gamma}???": r"algorithm\.gamma is '\?\?\?', which has no value",
+    "{gamma}${algorithm.tau": r"broken\.yaml: .*\$\{algorithm\.tau",
+    "{gamma}*nothing": r"not valid YAML: found undefined alias 'nothing'",
+    "{gamma}0.9\n  gamma: 0.8": r"not valid YAML: key 'gamma' is given twice",
+    "null: 4\n": r"broken\.yaml: .*NoneType",
+    "x: !!set {a, b}\n": r"broken\.yaml: x: .*'set'",
+    "x: !mine 3\n": r"could not determine a constructor for the tag '!mine'",
+    "a: &a {b: *a}\n": r"found unconstructable recursive node",
+    "defaults: [{override /env: cube}]\n": r"defaults has 'override /env: cube'; the importer replaces no choice",
+    "defaults: [[env/cube]]\n": r"defaults has \['env/cube'\]; Hydra has a file's name or one",
+    "defaults: [{env: {a: b}}]\n": r"there is no file env/\{'a': 'b'\}\.yaml",
+    "defaults: [{a: b, c: d}]\n": r"defaults has \{'a': 'b', 'c': 'd'\}; Hydra has",
+    "defaults: [env/list]\n": r"list\.yaml: found \[1\] at the top; a configuration is a mapping",
+}
+
+
+@pytest.mark.parametrize("mistake", _MISTAKES)
+def test_a_mistake_of_hydra_or_yaml_is_one_message_and_nothing_is_written(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {key: value for key, value in flat(KINDS["off_policy"][0]).items() if "${" not in str(value)}
+    text = yaml.safe_dump(_tree({key: value for key, value in known.items() if "later_version" not in key}))
+    put(tmp_path, "env/list.yaml", [1])
+    line = "gamma: 0.9\n"
+    assert line in text
+    changed = (
+        text.replace(line, mistake.replace("{gamma}", "gamma: ") + "\n") if "{gamma}" in mistake else mistake + text
+    )
+    source, target = tmp_path / "broken.yaml", tmp_path / "ours.yaml"
+    source.write_text(changed)
+    code, said = _import(source, target, capsys)
+    assert code == 2 and said.count("rlhpc: error:") == 1 and not target.exists(), said
+    assert re.search(_MISTAKES[mistake], said), said

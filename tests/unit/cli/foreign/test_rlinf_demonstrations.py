@@ -100,6 +100,13 @@ def test_fine_tuning_of_pi0_becomes_cloning_into_lerobots() -> None:
     assert result.ours["actor.optim.lr_warmup_steps"] == 10 and "algorithm.minibatches_per_step" not in result.ours
 
 
+def test_the_loss_of_openpi_is_named_where_it_learns_from_demonstrations() -> None:
+    clone = translation(leaves_of(FINE_TUNING)).omitted["actor.model.model_type"]
+    dagger = translation(embodied(merged(DAGGER, {"actor": {"model": OPENPI}}))).omitted["actor.model.model_type"]
+    assert clone[1] and "recolours at random" in clone[0] and "all padded components" in clone[0]
+    assert dagger[1] and "recolours at random" in dagger[0] and "the executed actions" in dagger[0]
+
+
 def test_updates_are_steps_of_so_many_minibatches() -> None:
     """As many as divide the run and the interval of checkpoints."""
     runner = {"max_epochs": -1, "max_steps": 30000, "save_interval": 2000, "val_check_interval": 500}

@@ -244,6 +244,39 @@ def test_sac_makes_as_many_updates_as_rlinf(slots: int) -> None:
     assert [int(ours["algorithm.update_to_data"] * step * transitions + 1e-6) for step in (1, 10, 100)] == [3, 30, 300]
 
 
+@pytest.mark.parametrize("version", ["rlinf", "official"])
+def test_rlinf_crops_no_picture_of_openvla(version: str) -> None:
+    model = {"actor.model.model_type": "openvla_oft", "actor.model.implement_version": version}
+    result = translation({**flat(KINDS["embodied"][0]), **model, "actor.model.center_crop": True})
+    assert "center_crop" not in result.ours["actor.model.kwargs"]
+    assert result.omitted["actor.model.center_crop"][1] is False
+
+
+PRECISION, MIXED = "actor.model.precision", "actor.fsdp_config.mixed_precision.param_dtype"
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "dtype", "named"),
+    [
+        ("openvla", {PRECISION: "bf16", MIXED: "bf16"}, "bfloat16", PRECISION),
+        ("openvla", {PRECISION: "fp32", MIXED: "bf16"}, "bfloat16", None),
+        ("openvla", {PRECISION: "fp32"}, "float32", None),
+        ("mlp_policy", {PRECISION: "32", MIXED: "bf16"}, None, MIXED),
+        ("mlp_policy", {PRECISION: "32", MIXED: "32"}, None, None),
+        ("openpi", {PRECISION: None}, None, PRECISION),
+        ("openpi", {PRECISION: "fp32"}, None, None),
+        ("openpi", {PRECISION: "fp32", MIXED: "bf16"}, None, MIXED),
+    ],
+)
+def test_the_precision_of_a_policy_is_that_of_the_computation(
+    model: str, keys: dict[str, Any], dtype: str | None, named: str | None
+) -> None:
+    """RLinf's FSDP computes in `param_dtype`, and keeps weights and Adam's averages in the precision of the model."""
+    result = translation({**flat(KINDS["embodied"][0]), "actor.model.model_type": model, **keys})
+    assert result.ours.get("actor.model.dtype") == dtype
+    assert [key for key in (PRECISION, MIXED) if result.omitted.get(key, ("", False))[1]] == ([named] if named else [])
+
+
 def test_openvla_oft_becomes_openvla(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {
         "model_type": "openvla_oft", "model_path": "/models/oft", "num_action_chunks": 8, "use_proprio": True,
@@ -254,7 +287,7 @@ def test_openvla_oft_becomes_openvla(project: Path, capsys: pytest.CaptureFixtur
     found = cfg.actor.model
     assert (found.model_type, found.model_path, found.attn_implementation) == ("openvla", "/models/oft", "sdpa")
     assert found.kwargs == {
-        "head": "parallel", "proprio": True, "unnorm_key": "libero_10_no_noops", "center_crop": True,
+        "head": "parallel", "proprio": True, "unnorm_key": "libero_10_no_noops",
         "temperature_train": 1.0, "temperature_eval": 0.0, "top_k": -1, "stop_token": False,
     }  # fmt: skip
     assert "rlhpc's openvla has no FiLM" in " ".join(report.split())

@@ -123,6 +123,14 @@ def test_metaworld_rewards_success_and_sees_from_rlinfs_camera() -> None:
     assert "env.train.task_suite_name" not in result.omitted
 
 
+def test_an_mlp_sees_the_states_of_libero_alone() -> None:
+    env = {"env_type": "libero", "task_suite_name": "libero_spatial", "init_params": {"camera_heights": 128}}
+    settling = {"height": 128, "settling_steps": 15, "settling_gripper": "open"}
+    assert translated({}, env).ours["env.train.kwargs"] == {"obs_mode": "state", **settling}
+    pictures = translated({"actor": {"model": {"model_type": "openpi"}}}, env).ours["env.train.kwargs"]
+    assert pictures == settling
+
+
 def test_the_pretrained_encoder_of_rlinfs_cnn_stays_as_it_is() -> None:
     model = {**MLP, "model_type": "cnn_policy", "model_path": "/w", "encoder_config": {"ckpt_name": "resnet10.pt"}}
     ours = translated({"actor": {"model": model}}).ours

@@ -145,19 +145,14 @@ def test_ill_typed_numbers_end_the_command_with_the_key(tmp_path: Path, capsys: 
         assert f"algorithm.{name} is" in errors and require_package in errors and "fault of rlhpc" not in errors
 
 
-def test_a_reference_of_a_key_that_training_does_not_read_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for key, changes in (("megatron", False), ("algorithm", True)):
-        section = (
-            {"actor": {"megatron": {"ckpt_format": "${nothing}"}}}
-            if key == "megatron"
-            else {"algorithm": {"new": "${nothing}"}}
-        )
-        file = put(tmp_path, "reference.yaml", merged(LANGUAGE, section))
-        omitted = translate(compose(file), str(file)).omitted
-        name = "actor.megatron.ckpt_format" if key == "megatron" else "algorithm.new"
-        assert "cannot be followed" in omitted[name][0] and omitted[name][1] is changes
+def test_a_reference_of_a_key_that_training_does_not_read_changes_nothing(tmp_path: Path) -> None:
+    section = {"actor": {"megatron": {"ckpt_format": "${nothing}"}}}
+    file = put(tmp_path, "reference.yaml", merged(LANGUAGE, section))
+    reason, changes_training = translate(compose(file), str(file)).omitted["actor.megatron.ckpt_format"]
+    assert "cannot be followed" in reason and not changes_training
+    file = put(tmp_path, "reference.yaml", merged(LANGUAGE, {"algorithm": {"new": "${nothing}"}}))
+    with pytest.raises(ConfigError, match=r"algorithm\.new is '\$\{nothing\}', which has no value"):
+        translate(compose(file), str(file))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +246,27 @@ def test_the_precision_is_that_of_the_computation() -> None:
     assert not ours.keys() & translated(FSDP, mixed, scaler).ours.keys()  # bfloat16 needs no scaled loss
     whole = translated(FSDP, {"actor": {"fsdp_config": {"sharding_strategy": "no_shard"}}})
     assert whole.ours["actor.training_backend"] == "local"
+
+
+def test_weights_in_less_than_float32_are_named() -> None:
+    """RLinf's FSDP trainer keeps weights in the precision of the model, Megatron in float32."""
+    low = {"actor": {"model": {"precision": "bf16"}}}
+    assert "actor.model.precision" in changed(translated(FSDP, low))
+    assert "actor.model.precision" not in changed(translated(low))
+    assert "actor.model.precision" not in changed(translated(FSDP, {"actor": {"model": {"precision": "fp32"}}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [({"actor": {"optim": {"weight_decay": 0.05}}}, "actor.optim.weight_decay"), ({}, "actor.optim.lr")],
+)
+def test_megatron_decays_neither_biases_nor_norms(change: dict[str, Any], key: str) -> None:
+    assert "Megatron decays neither" in translated(change).omitted[key][0] and key in changed(translated(change))
+    without = translated({"actor": {"optim": {"weight_decay": 0}}})
+    assert not any(
+        "Megatron decays" in reason
+        for reason, _ in [*translated(FSDP, change).omitted.values(), *without.omitted.values()]
+    )
 
 
 def test_sizes_that_rlinfs_trainer_does_not_read_or_that_pictures_forbid_are_not_written() -> None:

@@ -142,5 +142,5 @@ def test_another_noise_of_a_flow_policy_is_refused(method: str) -> None:
 def test_imitation_by_pi0_has_no_value_head_and_no_noise() -> None:
     result = translated({"actor": {"model": OPENPI}, "algorithm": {"loss_type": "embodied_dagger"}})
     assert "noise_steps" not in result.ours["actor.model.kwargs"]
-    assert "actor.model.model_type" not in result.omitted
+    assert "rlhpc has no such policy" not in result.omitted["actor.model.model_type"][0]
     assert not result.omitted["actor.model.openpi.noise_method"][1]

@@ -307,6 +307,16 @@ def test_pictures_are_rotated_unless_told_otherwise(orientation: str | None, cor
         assert np.argwhere(obs["rgb"][0, ..., channel] == 255).tolist() == [list(corner)]
 
 
+def test_states_alone_are_an_array_and_videos_still_have_pictures() -> None:
+    kwargs = {"width": 4, "height": 3}
+    env: Any = make_env(section(num_envs=2, kwargs={**kwargs, "obs_mode": "state"}), 2, seed=1)
+    both: Any = make_env(section(num_envs=2, kwargs=kwargs), 2, seed=1)
+    states, obs = env.reset()[0], both.reset()[0]
+    assert env.observation_space.shape == (8,) and states.dtype == np.float32
+    np.testing.assert_array_equal(states, obs["state"])
+    np.testing.assert_array_equal(env.picture(1), obs["rgb"][1, ..., :3])
+
+
 def test_defaults_and_mistakes() -> None:
     env = make_env(section(kwargs={}, max_episode_steps=None), 1)
     assert env.observation_space["rgb"].shape == (256, 256, 6) and env.episodes.limit == 220  # type: ignore[attr-defined]
