@@ -25,7 +25,7 @@ from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.embodied.data.frames import FrameFile, FrameKey, FramePart, Frames, concatenate
 from rlhpc.embodied.data.lerobot_frames import TableFrames, VideoFrames, arrow_package, pillow
 from rlhpc.embodied.data.trajectory import EpisodeSource, Trajectory, check, iter_episodes
-from rlhpc.embodied.data.video import count_frames
+from rlhpc.embodied.data.video import frame_count_and_rate
 from rlhpc.embodied.envs.observations import decode_text, encode_text, text_bytes
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, read_json
@@ -213,6 +213,11 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
     }
 
 
+def marks_interventions(folder: Path) -> bool:
+    """Returns whether the folder is a LeRobot dataset that marks the frames of interventions."""
+    return (folder / "meta" / "info.json").is_file() and INTERVENTION in _read_info(folder)["features"]
+
+
 def camera_columns(features: dict[str, Any]) -> list[str]:
     """Returns the camera columns in the order of their channels in `rgb`: first images in the table, then videos."""
     cameras = [
@@ -278,6 +283,10 @@ class _EpisodeRows:
     number: int
     file: Path
     rows: range | np.ndarray
+
+
+#: Largest relative difference of a video's mean frame rate from `fps`.
+_RATE_TOLERANCE = 0.01
 
 
 class LeRobotEpisodes(EpisodeSource):
@@ -394,8 +403,17 @@ class LeRobotEpisodes(EpisodeSource):
                     )
                 end_frame = self._start(camera, location) + len(episode.rows)
                 last_frames[path] = max(last_frames.get(path, (0, 0)), (end_frame, episode.number))
+        fps = float(self._info["fps"])
         for path, (end_frame, number) in last_frames.items() if len(last_frames) <= _MAX_CHECKED else ():
-            if 0 < (num_frames := count_frames(require_inside(self._folder, path))) < end_frame:
+            num_frames, video_rate = frame_count_and_rate(require_inside(self._folder, path))
+            # A video may show more frames than the table has rows, but each row needs one at its time.
+            if video_rate and abs(video_rate / fps - 1) > _RATE_TOLERANCE:
+                if video_rate < fps or 0 < num_frames * fps / video_rate < end_frame:
+                    raise ConfigError(
+                        f"{path} has {video_rate:g} frames a second, and meta/info.json says fps: {fps:g}; correct fps, or "
+                        "encode the video anew with one frame a step"
+                    )
+            elif 0 < num_frames < end_frame:
                 raise ConfigError(
                     f"{path} ends {end_frame - num_frames} frames before episode {number} does; copy the videos anew"
                 )
@@ -630,6 +648,7 @@ def _build_trajectory(
         truncations[-1] = not terminations[-1]
     actions = _to_column_array(columns["action"], None)
     reward = columns.get("next.reward")
+    intervention = columns.get(INTERVENTION)
     return check(
         {
             "obs": final_obs["state"] if list(final_obs) == ["state"] else final_obs or None,
@@ -641,6 +660,7 @@ def _build_trajectory(
             "env_states": None,
             "seed": None,
             "source": source_name,
+            **({} if intervention is None else {"taken": np.asarray(intervention, bool).reshape(T)}),
         }
     )
 

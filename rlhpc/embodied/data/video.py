@@ -99,8 +99,9 @@ _PADDING = 128
 """Rows and columns that a decoder may add to a picture, because it rounds sizes up to multiples of a block."""
 
 
-def count_frames(path: Path) -> int:
-    """Returns the number of frames of a video according to its container; 0 if it does not say.
+def frame_count_and_rate(path: Path) -> tuple[int, float]:
+    """Returns the number of frames of a video and its mean frames per second, according to its container; 0 for what it does
+    not say.
 
     Raises:
         ConfigError: The file cannot be read as a video.
@@ -108,7 +109,8 @@ def count_frames(path: Path) -> int:
     av = pyav()
     try:
         with av.open(str(path), options=_CONTAINERS) as video:
-            return int(video.streams.video[0].frames)
+            stream = video.streams.video[0]
+            return int(stream.frames), float(stream.average_rate or 0.0)
     except (OSError, ValueError, IndexError, av.error.FFmpegError) as error:
         raise ConfigError(f"{path} cannot be read as a video: {error}") from None
 
