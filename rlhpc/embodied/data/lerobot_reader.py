@@ -25,7 +25,7 @@ from rlhpc.checkpoint.manifest import is_plain_name
 from rlhpc.embodied.data.frames import FrameFile, FrameKey, FramePart, Frames, concatenate
 from rlhpc.embodied.data.lerobot_frames import TableFrames, VideoFrames, arrow_package, pillow
 from rlhpc.embodied.data.trajectory import EpisodeSource, Trajectory, check, iter_episodes
-from rlhpc.embodied.data.video import frame_count_and_rate
+from rlhpc.embodied.data.video import count_frames
 from rlhpc.embodied.envs.observations import decode_text, encode_text, text_bytes
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.files import is_count, read_json
@@ -285,10 +285,6 @@ class _EpisodeRows:
     rows: range | np.ndarray
 
 
-#: Largest relative difference of a video's mean frame rate from `fps`.
-_RATE_TOLERANCE = 0.01
-
-
 class LeRobotEpisodes(EpisodeSource):
     """Episodes of a dataset's folder, in order.
 
@@ -405,15 +401,7 @@ class LeRobotEpisodes(EpisodeSource):
                 last_frames[path] = max(last_frames.get(path, (0, 0)), (end_frame, episode.number))
         fps = float(self._info["fps"])
         for path, (end_frame, number) in last_frames.items() if len(last_frames) <= _MAX_CHECKED else ():
-            num_frames, video_rate = frame_count_and_rate(require_inside(self._folder, path))
-            # A video may show more frames than the table has rows, but each row needs one at its time.
-            if video_rate and abs(video_rate / fps - 1) > _RATE_TOLERANCE:
-                if video_rate < fps or 0 < num_frames * fps / video_rate < end_frame:
-                    raise ConfigError(
-                        f"{path} has {video_rate:g} frames a second, and meta/info.json says fps: {fps:g}; correct fps, or "
-                        "encode the video anew with one frame a step"
-                    )
-            elif 0 < num_frames < end_frame:
+            if 0 < (num_frames := count_frames(require_inside(self._folder, path), fps)) < end_frame:
                 raise ConfigError(
                     f"{path} ends {end_frame - num_frames} frames before episode {number} does; copy the videos anew"
                 )
