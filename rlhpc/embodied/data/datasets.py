@@ -75,7 +75,7 @@ def read(paths: Sequence[str], *, load_images: bool = True) -> Iterator[Trajecto
     """
     trajectories = read_trajectories(paths, require=("actions",), key=_KEY, load_images=load_images)
     if any(marks_interventions(expand_home(path)) for path in paths):
-        return ({"taken": np.zeros(len(trajectory["actions"]), bool)} | trajectory for trajectory in trajectories)
+        return ({"taken": np.zeros(len(trajectory["actions"]), bool), **trajectory} for trajectory in trajectories)
     return trajectories
 
 
