@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from rlhpc.runtime.files import (
 )
 from rlhpc.runtime.text import interval_text
 
+#: Prefix of the names of folders that are being filled.
+_STAGING = "tmp"
+
 
 def default_output(checkpoint: Path, step: int) -> Path:
     """Returns `export/global_step_<N>` of the run that contains the checkpoint."""
@@ -38,7 +42,7 @@ def filled_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
-    staging, replaced_target = (target.with_name(f".{prefix}_{target.name}-{token}") for prefix in ("tmp", "old"))
+    staging, replaced_target = (target.with_name(f".{prefix}_{target.name}-{token}") for prefix in (_STAGING, "old"))
     create_folder(staging)
     try:
         yield staging
@@ -48,6 +52,12 @@ def filled_folder(target: Path) -> Iterator[Path]:
         fsync_folder(staging)
         replace_folder(staging, target, replaced_target)
     finally:
+        remove_tree(staging)
+
+
+def remove_staging(target: Path) -> None:
+    """Removes the folders next to `target` that killed processes were filling (`filled_folder`)."""
+    for staging in target.parent.glob(f".{_STAGING}_{glob.escape(target.name)}-*"):
         remove_tree(staging)
 
 

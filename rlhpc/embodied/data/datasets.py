@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.embodied.data.column_statistics import RunningStatistics
-from rlhpc.embodied.data.lerobot_reader import lerobot_facts
+from rlhpc.embodied.data.lerobot_reader import lerobot_facts, marks_interventions
 from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
 from rlhpc.embodied.data.minari import MinariWriter, minari_spaces
 from rlhpc.embodied.data.trajectories import SUFFIXES, TrajectoryWriter, metadata, read_trajectories
@@ -67,12 +67,16 @@ class WriteOptions:
 
 
 def read(paths: Sequence[str], *, load_images: bool = True) -> Iterator[Trajectory]:
-    """Yields the episodes of files and folders, one after the other (`read_trajectories`).
+    """Returns an iterator of the episodes of files and folders (`read_trajectories`). If a dataset marks interventions, the
+    episodes of the others have none.
 
     Raises:
         ConfigError: See `read_trajectories`.
     """
-    return read_trajectories(paths, require=("actions",), key=_KEY, load_images=load_images)
+    trajectories = read_trajectories(paths, require=("actions",), key=_KEY, load_images=load_images)
+    if any(marks_interventions(expand_home(path)) for path in paths):
+        return ({"taken": np.zeros(len(trajectory["actions"]), bool), **trajectory} for trajectory in trajectories)
+    return trajectories
 
 
 def inspect(paths: Sequence[str]) -> dict[str, Any]:

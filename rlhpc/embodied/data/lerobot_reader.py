@@ -213,6 +213,11 @@ def lerobot_facts(folder: Path) -> dict[str, Any]:
     }
 
 
+def marks_interventions(folder: Path) -> bool:
+    """Returns whether the folder is a LeRobot dataset that marks the frames of interventions."""
+    return (folder / "meta" / "info.json").is_file() and INTERVENTION in _read_info(folder)["features"]
+
+
 def camera_columns(features: dict[str, Any]) -> list[str]:
     """Returns the camera columns in the order of their channels in `rgb`: first images in the table, then videos."""
     cameras = [
@@ -394,8 +399,9 @@ class LeRobotEpisodes(EpisodeSource):
                     )
                 end_frame = self._start(camera, location) + len(episode.rows)
                 last_frames[path] = max(last_frames.get(path, (0, 0)), (end_frame, episode.number))
+        fps = float(self._info["fps"])
         for path, (end_frame, number) in last_frames.items() if len(last_frames) <= _MAX_CHECKED else ():
-            if 0 < (num_frames := count_frames(require_inside(self._folder, path))) < end_frame:
+            if 0 < (num_frames := count_frames(require_inside(self._folder, path), fps)) < end_frame:
                 raise ConfigError(
                     f"{path} ends {end_frame - num_frames} frames before episode {number} does; copy the videos anew"
                 )
@@ -630,6 +636,7 @@ def _build_trajectory(
         truncations[-1] = not terminations[-1]
     actions = _to_column_array(columns["action"], None)
     reward = columns.get("next.reward")
+    intervention = columns.get(INTERVENTION)
     return check(
         {
             "obs": final_obs["state"] if list(final_obs) == ["state"] else final_obs or None,
@@ -641,6 +648,7 @@ def _build_trajectory(
             "env_states": None,
             "seed": None,
             "source": source_name,
+            **({} if intervention is None else {"taken": np.asarray(intervention, bool).reshape(T)}),
         }
     )
 

@@ -71,6 +71,26 @@ def describe_nonfinite(trajectory: Trajectory, fields: Sequence[str]) -> str:
     return ""
 
 
+def finite_part(trajectory: Trajectory) -> Trajectory:
+    """Returns the steps before the first non-finite number of the observations and actions, which are arrays."""
+    num_steps = len(trajectory["actions"])
+    for field, num_rows in (("obs", num_steps + 1), ("actions", num_steps)):
+        for _, array in _iter_arrays(field, trajectory[field]):
+            rows = np.append(bad_rows(array), True)
+            # A step needs the observation after it.
+            num_steps = min(num_steps, max(int(np.argmax(rows)) - (num_rows - len(trajectory["actions"])), 0))
+    return {
+        name: value if name == "source" else _first_rows(value, num_steps + (name in ("obs", "env_states")))
+        for name, value in trajectory.items()
+    }
+
+
+def _first_rows(data: Any, num_rows: int) -> Any:
+    if isinstance(data, Mapping):
+        return {name: _first_rows(child, num_rows) for name, child in data.items()}
+    return data[:num_rows] if isinstance(data, np.ndarray) else data
+
+
 def _iter_arrays(name: str, data: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the arrays of a field, at any depth, with their dotted names; images that stay in their files only if they can
     be non-finite.

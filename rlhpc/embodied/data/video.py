@@ -99,18 +99,33 @@ _PADDING = 128
 """Rows and columns that a decoder may add to a picture, because it rounds sizes up to multiples of a block."""
 
 
-def count_frames(path: Path) -> int:
+#: Maximum relative difference of a video's mean frame rate from that of the dataset.
+_RATE_TOLERANCE = 0.01
+
+
+def _rate_error(path: Path, video_rate: float, rate: float) -> ConfigError:
+    return ConfigError(
+        f"{path} has {video_rate:.4g} frames a second on average, and meta/info.json says fps: {rate:g}; correct fps, or "
+        "encode the video anew with one frame a step"
+    )
+
+
+def count_frames(path: Path, rate: float) -> int:
     """Returns the number of frames of a video according to its container; 0 if it does not say.
 
     Raises:
-        ConfigError: The file cannot be read as a video.
+        ConfigError: The file cannot be read as a video, or has another mean frame rate than `rate`.
     """
     av = pyav()
     try:
         with av.open(str(path), options=_CONTAINERS) as video:
-            return int(video.streams.video[0].frames)
+            stream = video.streams.video[0]
+            num_frames, video_rate = int(stream.frames), float(stream.average_rate or rate)
     except (OSError, ValueError, IndexError, av.error.FFmpegError) as error:
         raise ConfigError(f"{path} cannot be read as a video: {error}") from None
+    if abs(video_rate / rate - 1) > _RATE_TOLERANCE:
+        raise _rate_error(path, video_rate, rate)
+    return num_frames
 
 
 #: Number of frames that a reader decodes to reach a frame rather than seek, if the file has no index of its key frames.
@@ -132,7 +147,7 @@ class VideoReader:
         num_decoded: Number of frames decoded so far.
 
     Raises:
-        ConfigError: The file cannot be read as a video, or its images have a different size.
+        ConfigError: The file cannot be read as a video, its images have a different size, or it has more frames a second.
     """
 
     _stream: Any
@@ -148,7 +163,12 @@ class VideoReader:
         #: Number of the frame that was decoded last.
         self._position = -1
         self._open()
-        self._rate = float(rate or self._stream.average_rate or 0.0)
+        video_rate = float(self._stream.average_rate or 0.0)
+        self._rate = rate or video_rate
+        # Frames between two steps would be taken for a step's; those that are missing are found when they are read.
+        if video_rate > self._rate * (1 + _RATE_TOLERANCE):
+            self.close()
+            raise _rate_error(path, video_rate, self._rate)
 
     def _open(self) -> None:
         self.close()

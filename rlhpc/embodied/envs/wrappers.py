@@ -36,8 +36,13 @@ BUILT_IN = {
 WRAPPERS: Registry[Any] = Registry("wrapper", "env.wrappers", "rlhpc.wrappers", BUILT_IN)
 
 
-def parse_entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
+def parse_entry(item: Any, key: str, example: str = "{frame_stack: {stack_size: 4}}") -> tuple[str, dict[str, Any]]:
     """Returns the name and the settings of an entry.
+
+    Args:
+        item: Name, or mapping from a name to settings.
+        key: Key of the entry, for messages.
+        example: Entry with settings, for messages.
 
     Raises:
         ConfigError: The entry has a different form.
@@ -51,8 +56,7 @@ def parse_entry(item: Any, key: str) -> tuple[str, dict[str, Any]]:
                 str(setting_name): _plain_setting(setting) for setting_name, setting in (settings or {}).items()
             }
     raise ConfigError(
-        f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: "
-        "{frame_stack: {stack_size: 4}}"
+        f"{key} is {plain(item)!r}; allowed: a name, module:Class, or one of them with its settings: {example}"
     )
 
 

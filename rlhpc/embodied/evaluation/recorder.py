@@ -373,7 +373,7 @@ def record(
                 returns += [row["return"] for row in rows]
                 num_steps += int(sum(row["length"] for row in rows))
                 successes += [row["success_once"] for row in rows if "success_once" in row]
-    if recording.num_incomplete:
+    if recording.num_incomplete or recording.num_nonfinite:
         note(recording.summary())
     summary: dict[str, Any] = {
         "episodes": len(recording),

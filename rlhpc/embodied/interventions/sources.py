@@ -149,7 +149,7 @@ def named_intervention(source_text: str) -> tuple[str, Any, dict[str, Any]]:
         raise ConfigError(
             f"--intervene is {source_text!r}, which is no name and no mapping of one to settings: {error}"
         ) from None
-    name, settings = parse_entry(parsed_source, "--intervene")
+    name, settings = parse_entry(parsed_source, "--intervene", "{keyboard: {hz: 5}}")
     return name, INTERVENTIONS.find(name), settings
 
 

@@ -80,37 +80,40 @@ class Flow:
         drift = v + variance / (2 * t) * (x + (1 - t) * v)
         return x - drift * dt, math.sqrt(variance * dt)
 
-    def _step(self, velocity: Velocity, x: Tensor, t: float) -> tuple[Tensor, Tensor | float, Tensor | float]:
-        """Returns mean, standard deviation and its logarithm of the step from `t`."""
+    def _step(self, velocity: Velocity, x: Tensor, t: float) -> tuple[Tensor, Tensor, Tensor | float, Tensor | float]:
+        """Returns velocity, mean, standard deviation and its logarithm of the step from `t`."""
         times = x.new_full((x.shape[0],), t)
         if isinstance(velocity, NoisyVelocity):
             v, log_std = velocity.network(x, times)
-            return x - v / self.num_steps, log_std.exp(), log_std
-        mean, std = self.moments(x, velocity(x, times), t)
-        return mean, std, math.log(std)
+            return v, x - v / self.num_steps, log_std.exp(), log_std
+        v = velocity(x, times)
+        mean, std = self.moments(x, v, t)
+        return v, mean, std, math.log(std)
 
-    def act(self, velocity: Velocity, noise: Tensor | None, start: Tensor) -> Tensor:
-        """Returns all states of the K steps, `[B, K + 1, chunk, dim]`; the last state holds the actions. With `one_step`,
-        returns the states before and after the stochastic step, its number, and the actions, `[B, 4, chunk, dim]`.
+    def act(self, velocity: Velocity, noise: Tensor | None, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Integrates in K steps; the velocity is computed once in each.
 
         Args:
             velocity: Velocity of the policy.
             noise: Noise of the steps, `[B, K, chunk, dim]`; None integrates deterministically.
             start: x_1, `[B, chunk, dim]`.
+
+        Returns:
+            All states, `[B, K + 1, chunk, dim]`, whose last holds the actions; with `one_step` the states before and after the
+            stochastic step, its number, and the actions, `[B, 4, chunk, dim]`. And the log-probabilities of these states
+            (`logprobs`).
         """
         if self.one_step:
             return self._act_with_one_step(velocity, noise, start)
-        chain_states = [start]
+        chain_states, logprobs = [start], torch.zeros_like(start)
         for k, t in enumerate(self.times):
             x = chain_states[-1]
-            if noise is None:
-                chain_states.append(x - velocity(x, x.new_full((x.shape[0],), t)) / self.num_steps)
-            else:
-                mean, std, _ = self._step(velocity, x, t)
-                chain_states.append(mean + std * noise[:, k])
-        return torch.stack(chain_states, 1)
+            v, mean, std, log_std = self._step(velocity, x, t)
+            chain_states.append(x - v / self.num_steps if noise is None else mean + std * noise[:, k])
+            logprobs = _add_logprobs(logprobs, chain_states[-1], mean, std, log_std)
+        return torch.stack(chain_states, 1), logprobs
 
-    def _act_with_one_step(self, velocity: Velocity, noise: Tensor | None, flow_start: Tensor) -> Tensor:
+    def _act_with_one_step(self, velocity: Velocity, noise: Tensor | None, flow_start: Tensor) -> tuple[Tensor, Tensor]:
         """Integrates with the first step's noise in the drawn step of each row. The number of the step comes from a component
         of the last step's noise, which is used for nothing else unless K is 1.
         """
@@ -119,18 +122,23 @@ class Flow:
             uniform = torch.special.ndtr(noise[:, -1:, :1, 0].double())
             zero_times = (uniform * self.num_steps).floor().clamp(max=self.num_steps - 1).to(flow_start.dtype)
         x = previous_state = next_state = flow_start
-        for k, t in enumerate(self.times):
+        logprobs = torch.zeros_like(flow_start)
+        for k in range(self.num_steps):
             is_sampled = zero_times == k
-            v, mean, log_std = self._step_of_rows(velocity, x, x.new_full((x.shape[0], 1, 1), t))
+            # The same arithmetic as in training, so that the first importance ratios are 1.
+            t = 1 - torch.full_like(zero_times, k) / self.num_steps
+            v, mean, log_std = self._step_of_rows(velocity, x, t)
             next_x = x - v / self.num_steps
             if noise is not None:
                 next_x = torch.where(is_sampled, mean + log_std.exp() * noise[:, 0], next_x)
-            previous_state, next_state = (
+            step_logprobs = _add_logprobs(torch.zeros_like(x), next_x, mean, log_std.exp(), log_std)
+            previous_state, next_state, logprobs = (
                 torch.where(is_sampled, x, previous_state),
                 torch.where(is_sampled, next_x, next_state),
+                torch.where(is_sampled, step_logprobs, logprobs),
             )
             x = next_x
-        return torch.stack([previous_state, next_state, zero_times.expand_as(x), x], 1)
+        return torch.stack([previous_state, next_state, zero_times.expand_as(x), x], 1), logprobs
 
     def _step_of_rows(self, velocity: Velocity, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns velocity, mean and logarithm of the standard deviation of the steps from times `[B, 1, 1]`."""
@@ -157,8 +165,8 @@ class Flow:
         logprobs = torch.zeros_like(states[:, 0])
         log_stds = list[Tensor]()
         for k, t in enumerate(self.times):
-            mean, std, log_std = self._step(velocity, states[:, k], t)
-            logprobs = logprobs - 0.5 * ((states[:, k + 1] - mean) / std) ** 2 - log_std - 0.5 * _LOG_2PI
+            _, mean, std, log_std = self._step(velocity, states[:, k], t)
+            logprobs = _add_logprobs(logprobs, states[:, k + 1], mean, std, log_std)
             log_stds += [log_std] if isinstance(log_std, Tensor) else []
         if not log_stds:
             return logprobs, torch.full_like(logprobs, self.entropy())
@@ -169,7 +177,7 @@ class Flow:
         t = 1 - chain_states[:, 2, :1, :1] / self.num_steps
         _, mean, log_std = self._step_of_rows(velocity, chain_states[:, 0], t)
         log_std = log_std.expand_as(mean)
-        logprobs = -0.5 * ((chain_states[:, 1] - mean) / log_std.exp()) ** 2 - log_std - 0.5 * _LOG_2PI
+        logprobs = _add_logprobs(torch.zeros_like(mean), chain_states[:, 1], mean, log_std.exp(), log_std)
         return logprobs, log_std + 0.5 + 0.5 * _LOG_2PI
 
     def entropy(self) -> float:
@@ -180,6 +188,13 @@ class Flow:
         stds = [self.moments(zero_state, zero_state, t)[1] for t in self.times]
         total_entropy = sum(math.log(std) + 0.5 + 0.5 * _LOG_2PI for std in stds)
         return total_entropy / self.num_steps if self.one_step else total_entropy
+
+
+def _add_logprobs(
+    logprobs: Tensor, states: Tensor, mean: Tensor, std: Tensor | float, log_std: Tensor | float
+) -> Tensor:
+    """Adds the log-densities of a step's states under its normal distribution."""
+    return logprobs - 0.5 * ((states - mean) / std) ** 2 - log_std - 0.5 * _LOG_2PI
 
 
 class BaseFlowPolicy(Policy):
@@ -253,13 +268,16 @@ class BaseFlowPolicy(Policy):
         velocity, predicted_values = self.prepare(obs, True, True)
         assert velocity is not None and predicted_values is not None
         if mode == "eval":
-            chain = self._eval_chain(velocity, obs, noise)
+            chain, logprobs = self._integrate_for_evaluation(velocity, obs, noise)
         else:
             noise = self.noise_for(obs, noise, predicted_values.device)
-            chain = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
+            chain, logprobs = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
         actions = self.played(chain[:, -1], slice(self.chunk))
-        logprobs = self._sum_components(self.flow.logprobs(velocity, chain))
-        return actions, {"prev_logprobs": logprobs, "prev_values": predicted_values, "inputs": {"chain": chain}}
+        return actions, {
+            "prev_logprobs": self._sum_components(logprobs),
+            "prev_values": predicted_values,
+            "inputs": {"chain": chain},
+        }
 
     @property
     def horizon(self) -> int:
@@ -270,10 +288,11 @@ class BaseFlowPolicy(Policy):
         """Predicts a chunk as in evaluation (`Policy.plan`)."""
         velocity, _ = self.prepare(obs, True, False)
         assert velocity is not None  # the velocity was requested
-        return self._eval_chain(velocity if guide is None else guide(velocity), obs, noise)[:, -1]
+        chain, _ = self._integrate_for_evaluation(velocity if guide is None else guide(velocity), obs, noise)
+        return chain[:, -1]
 
-    def _eval_chain(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> Tensor:
-        """Returns all states of deterministic integration, as in evaluation."""
+    def _integrate_for_evaluation(self, velocity: Velocity, obs: Obs, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the result of deterministic integration (`Flow.act`)."""
         return self.flow.act(velocity, None, self.start_for(obs, noise, self.low.device))
 
     @property

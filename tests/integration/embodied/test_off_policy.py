@@ -194,7 +194,7 @@ def test_the_noise_of_a_cloned_flow_is_learned(tmp_path, capsys):
     with torch.no_grad():
         acted, chosen = policy.predict_action_batch(obs, "eval")[0], policy.head.act(policy.actor(obs), None)[0]
         velocity, _ = base.prepare(obs, True, False)
-        chain = base.flow.act(velocity, None, chosen.reshape(5, 2, 1))
+        chain, _ = base.flow.act(velocity, None, chosen.reshape(5, 2, 1))
     torch.testing.assert_close(acted, base.unscaled(chain[:, -1]), rtol=0, atol=1e-6)
     assert (acted - base.predict_action_batch(obs, "eval")[0]).abs().max() > 1e-3
 

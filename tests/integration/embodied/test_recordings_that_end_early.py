@@ -73,15 +73,20 @@ def gamepad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
         yield pipe
 
 
-def start(pipe: Pipe, output: str) -> subprocess.Popen[str]:
-    """Starts a recording, and returns it in its second episode, which a person leads."""
+def launch(pipe: Pipe, output: str) -> subprocess.Popen[str]:
+    """Starts a recording."""
     who = f"{{gamepad: {{device: {pipe.path}, descriptor: {pipe.descriptor}, window: false, hz: 20}}}}"
     to = [] if output.endswith(".h5") else ["--to", "lerobot", "--videos", "--task", "reach"]
     words = ["record", "--expert", f"{__name__}:still", "--config", "arm.yaml", "--episodes", "3", "--output", output]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-m", "rlhpc.cli", *words, "--intervene", who, *to],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
+
+
+def start(pipe: Pipe, output: str) -> subprocess.Popen[str]:
+    """Starts a recording, and returns it in its second episode, which a person leads."""
+    process = launch(pipe, output)
     wait_until(lambda: process.poll() is not None or kinds(read_log("log")).count("act") > 3, 60)
     pipe.send(2)
     wait_until(lambda: process.poll() is not None or kinds(read_log("log")).count("act") > EPISODE + 10, 60)
@@ -143,6 +148,26 @@ def test_what_was_recorded_is_kept(gamepad: Pipe, name: str, output: str) -> Non
     assert num_acts - EPISODE - 1 <= num_steps <= num_acts - EPISODE
     assert early["truncations"].tolist() == [False] * (num_steps - 1) + [True]
     assert not early["terminations"].any() and not early["success"].any()
+
+
+@pytest.mark.parametrize("output", ["a.h5", "a"])
+def test_episodes_of_a_recording_that_is_killed_are_recovered(gamepad: Pipe, output: str) -> None:
+    """The robot stops. The same command finishes the dataset, and says so."""
+    process = start(gamepad, output)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: kinds(read_log("log"))[-2:] == ["stop", "close"], 20)
+    assert not Path(output).exists()
+    again = launch(gamepad, output)
+    _, errors = again.communicate(timeout=120)
+    assert again.returncode == 2 and errors.splitlines()[0] == (
+        f"rlhpc: error: {output} is there already, with the complete episodes (1) of a killed recording; name another file, "
+        "and join them with rlhpc data merge"
+    )
+    [complete] = read_trajectories(output)
+    assert len(complete["actions"]) == EPISODE
+    kept = {path.name for path in Path().iterdir() if path.name.lstrip(".").startswith("a.") or path.name == "a"}
+    assert kept == ({"a.h5", "a.json", "arm.yaml"} if output == "a.h5" else {"a"}) - {"arm.yaml"}
 
 
 def test_a_robot_that_may_move_again_goes_on_recording(gamepad: Pipe) -> None:

@@ -169,8 +169,10 @@ class DenoisingPolicy(LerobotPolicy):
         """Encodes observations once; returns the encoding for the denoising steps, and the value head's input `[B, width]`."""
 
     @abstractmethod
-    def chain(self, encoding: Any, noise: Tensor) -> Tensor:
-        """Returns the chain of states `[B, K + 1, *state_shape]` for noise of the same shape."""
+    def chain(self, encoding: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the chain of states `[B, K + 1, *state_shape]` for noise of the same shape, and its log-probabilities
+        (`evaluate_chain`). The denoising network runs once a step.
+        """
 
     @abstractmethod
     def chain_logprobs(self, encoding: Any, chain: Tensor) -> Tensor:
@@ -245,11 +247,10 @@ class DenoisingPolicy(LerobotPolicy):
             if mode == "eval":
                 actions = self._executed_actions(self.denoise_for_evaluation(encoding, value_input, obs, noise), obs)
                 return actions, {"prev_values": self.chain_values(encoding, value_input)}
-            chain = self.chain(encoding, self.noise_for(obs, noise, value_input.device))
+            chain, logprobs = self.chain(encoding, self.noise_for(obs, noise, value_input.device))
             predicted_values = self.chain_values(encoding, value_input)
-            logprobs = self._sum_components(self.evaluate_chain(encoding, chain)[0])
         return self._executed_actions(chain[:, -1], obs), {
-            "prev_logprobs": logprobs,
+            "prev_logprobs": self._sum_components(logprobs),
             "prev_values": predicted_values,
             "inputs": {"chain": chain},
         }

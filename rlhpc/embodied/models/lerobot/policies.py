@@ -152,20 +152,26 @@ class DiffusionPolicy(DenoisingPolicy):
         conditioning: Tensor = self.inner.diffusion._prepare_global_conditioning(rows)
         return conditioning, conditioning
 
-    def chain(self, encoding: Tensor, noise: Tensor) -> Tensor:
-        """Returns the chain of states (`DenoisingPolicy.chain`)."""
-        chain_states = [noise[:, 0]]
+    def chain(self, encoding: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the chain of states and its log-probabilities (`DenoisingPolicy.chain`)."""
+        chain_states, logprobs = [noise[:, 0]], torch.zeros_like(noise[:, 0])
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-            chain_states.append(self._compute_posterior_mean(encoding, chain_states[-1], t) + std * noise[:, k + 1])
-        return torch.stack(chain_states, 1)
+            mean = self._compute_posterior_mean(encoding, chain_states[-1], t)
+            chain_states.append(mean + std * noise[:, k + 1])
+            logprobs = self._add_logprobs(logprobs, chain_states[-1], mean, std)
+        return torch.stack(chain_states, 1), logprobs
 
     def chain_logprobs(self, encoding: Tensor, chain: Tensor) -> Tensor:
         """Returns log-probabilities of the steps (`DenoisingPolicy.chain_logprobs`)."""
         logprobs = torch.zeros_like(chain[:, 0])
         for k, (t, std) in enumerate(zip(self._times, self._stds, strict=True)):
-            deviation = (chain[:, k + 1] - self._compute_posterior_mean(encoding, chain[:, k], t)) / std
-            logprobs = logprobs - 0.5 * deviation**2 - math.log(std) - 0.5 * _LOG_2PI
+            mean = self._compute_posterior_mean(encoding, chain[:, k], t)
+            logprobs = self._add_logprobs(logprobs, chain[:, k + 1], mean, std)
         return logprobs
+
+    @staticmethod
+    def _add_logprobs(logprobs: Tensor, states: Tensor, mean: Tensor, std: float) -> Tensor:
+        return logprobs - 0.5 * ((states - mean) / std) ** 2 - math.log(std) - 0.5 * _LOG_2PI
 
     def noise_entropy(self) -> float:
         """Returns the entropy of the steps' noise (`DenoisingPolicy.noise_entropy`)."""
@@ -205,8 +211,8 @@ class LeRobotFlowPolicy(DenoisingPolicy):
         """Chunk size of the network and width of its padded actions (`DenoisingPolicy.state_shape`)."""
         return int(self.inner.config.chunk_size), int(self.inner.config.max_action_dim)
 
-    def chain(self, encoding: Velocity, noise: Tensor) -> Tensor:
-        """Returns the chain of states (`DenoisingPolicy.chain`)."""
+    def chain(self, encoding: Velocity, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the chain of states and its log-probabilities (`DenoisingPolicy.chain`)."""
         return self.flow.act(encoding, noise[:, 1:], noise[:, 0])
 
     def chain_logprobs(self, encoding: Velocity, chain: Tensor) -> Tensor:
@@ -439,17 +445,26 @@ class PiPolicy(LeRobotFlowPolicy):
             self.chain(encoding, noise.expand(len(value_input), *noise.shape[1:]))
             return None, self.chain_values(encoding, value_input)
 
+    def chain(self, encoding: Any, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the chain of states and its log-probabilities (`DenoisingPolicy.chain`)."""
+        chain, logprobs = super().chain(encoding, noise)
+        return chain, self._with_start(logprobs, -0.5 * chain[:, 0] ** 2 - 0.5 * _LOG_2PI)
+
     def evaluate_chain(self, encoding: Any, chain: Tensor) -> tuple[Tensor, Tensor]:
         """Returns log-probabilities and entropies over the steps (`DenoisingPolicy.evaluate_chain`)."""
         velocity = _find_recording_velocity(encoding)
         velocity.features = []
         logprobs, entropy = self.flow.evaluate(encoding, chain)
+        logprobs = self._with_start(logprobs, -0.5 * chain[:, 0] ** 2 - 0.5 * _LOG_2PI)
+        return logprobs, self._with_start(entropy, 0.5 + 0.5 * _LOG_2PI)
+
+    def _with_start(self, step_sum: Tensor, start: Tensor | float) -> Tensor:
+        """Returns a sum over the steps, or with `step_logprobs: mean` the mean over the steps and the start noise. This noise
+        has a density that no weight changes, and counts as a step.
+        """
         if self.pi_options.step_logprobs == "sum":
-            return logprobs, entropy
-        # The start noise has a density that no weight changes, and counts as a step.
-        start_logprobs = -0.5 * chain[:, 0] ** 2 - 0.5 * _LOG_2PI
-        num_states = self.steps + 1 if not self.flow.one_step else 2
-        return (logprobs + start_logprobs) / num_states, (entropy + 0.5 + 0.5 * _LOG_2PI) / num_states
+            return step_sum
+        return (step_sum + start) / (self.steps + 1 if not self.flow.one_step else 2)
 
     # -- actions in another space than the robot's ----------------------------------------------------------------
 

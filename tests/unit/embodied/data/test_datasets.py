@@ -160,6 +160,21 @@ def test_an_instruction_is_lerobot_s_task_of_each_frame_and_who_acted_is_kept(tm
         )
 
 
+def test_who_acted_is_kept_by_merging_with_demonstrations_without_interventions(tmp_path: Path) -> None:
+    need_extra("embodied")
+    from pyarrow import parquet
+
+    instructed(tmp_path / "led")
+    lift = np.repeat(encode_text("lift the cube", 128)[None], 6, 0)
+    obs = {"rgb": pictures(5), "instruction": lift, "state": np.zeros((6, 2), np.float32)}
+    with LeRobotWriter(tmp_path / "demos", fps=10, task="unused", robot="arm") as writer:
+        writer.add({**episode(5, obs=obs), "source": "a"})
+    data("merge", tmp_path / "demos", tmp_path / "led", "--to", "lerobot", "--output", tmp_path / "all")
+    table = parquet.read_table(tmp_path / "all/data/chunk-000/file-000.parquet")
+    intervened = table["complementary_info.is_intervention"].to_pylist()
+    assert intervened == [False] * 5 + [False] * 4 + [True] * 2 + [False] * 8
+
+
 def read_by_lerobot(*folders: Path) -> Any:
     program = (
         "import json, sys, torch\n"

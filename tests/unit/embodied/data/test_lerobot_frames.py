@@ -134,3 +134,17 @@ def test_a_video_that_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pool.read([(source.episode(0)["obs"]["rgb"], [5], out)])
     with pytest.raises(ConfigError, match=r"file-000\.mp4 ends before frame 8"):
         pool.read([(source.episode(1)["obs"]["rgb"], [2], out)])
+
+
+@pytest.mark.parametrize("fps", [20, 80])
+def test_videos_of_another_rate_than_the_dataset_s(tmp_path: Path, fps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames would be taken from other times, or found missing in the middle of a run."""
+    folder = dataset(tmp_path / "set", 2, length=6, videos=True)
+    info = json.loads((folder / "meta/info.json").read_text())
+    (folder / "meta/info.json").write_text(json.dumps({**info, "fps": fps}))
+    message = rf"file-000\.mp4 has {info['fps']:g} frames a second on average, and meta/info.json says fps: {fps}; correct fps"
+    with pytest.raises(ConfigError, match=message):
+        LeRobotEpisodes(folder)
+    monkeypatch.setattr(lerobot_reader, "_MAX_CHECKED", 0)
+    with pytest.raises(ConfigError, match=message if fps < info["fps"] else "has no frame 1 "):
+        list(read_lerobot(folder))

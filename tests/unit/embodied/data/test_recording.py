@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from rlhpc.embodied.data.lerobot_writer import LeRobotWriter
 from rlhpc.embodied.data.recording import Recording, incomplete_datasets
 from rlhpc.embodied.data.trajectories import TrajectoryWriter, read_trajectories
 from rlhpc.embodied.data.trajectory import EpisodeWriter
-from rlhpc.runtime.errors import ConfigError, StorageError
+from rlhpc.runtime.errors import ConfigError, NonFinite, StorageError
 from tests.extras import need_extra
 from tests.filesystems.beds import need_mounts, small_filesystem
 
@@ -59,9 +61,11 @@ def test_episodes_that_ended_early_lie_beside_the_complete_ones(tmp_path: Path, 
             recording.add(episode(4))
             recording.add_incomplete(cut(episode(5)))
             raise RuntimeError("the camera is lost")
-        assert lengths(output) == [3, 4] and [lengths(path) for path in incomplete_datasets(output)] == [[2, 5]]
+        assert lengths(output) == [3, 4] and [lengths(path) for path in incomplete_datasets(output)] == [[2], [5]]
         [note] = caught.value.__notes__
-        assert f"complete episodes: 2 in {output}; ended early: 2 (7 steps) in {incomplete_datasets(output)[0]}" in note
+        assert (
+            f"complete episodes: 2 in {output}; ended early: 2 (7 steps) in {output.parent / 'a.incomplete'}, " in note
+        )
         for trajectory in read_trajectories(incomplete_datasets(output)):
             assert trajectory["truncations"].tolist()[-1:] == [True] and not trajectory["success"].any()
     if name == "a.h5":
@@ -70,7 +74,7 @@ def test_episodes_that_ended_early_lie_beside_the_complete_ones(tmp_path: Path, 
     with pytest.raises(RuntimeError), Recording(writer, output, keeps=True) as recording:
         recording.add_incomplete(cut(episode(6)))
         raise RuntimeError("again")
-    assert [lengths(path) for path in incomplete_datasets(output)] == [[2, 5], [6]] and not output.exists()
+    assert [lengths(path) for path in incomplete_datasets(output)] == [[2], [5], [6]] and not output.exists()
 
 
 def test_what_a_simulator_can_play_again_is_dropped(tmp_path: Path) -> None:
@@ -89,6 +93,117 @@ def test_a_dataset_that_counts_as_a_whole_is_moved(tmp_path: Path, name: str) ->
         raise RuntimeError("the window was closed")
     assert not output.exists() and [lengths(path) for path in incomplete_datasets(output)] == [[3]]
     assert [path.name for path in tmp_path.iterdir()] == ["a.incomplete"]
+
+
+def record_until_killed(output: Path) -> None:
+    """Records in a process that is killed while it writes its third episode; another one ended early."""
+
+    def record() -> None:
+        with Recording(writer, output, keeps=True) as recording:
+            recording.add({**episode(3, seed=1), "taken": np.array([True, False, True])})
+            recording.add_incomplete(cut(episode(2)))
+            recording.add({**episode(4, seed=2), "taken": np.zeros(4, bool)})
+            recording.prepare_step(1000)
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            recording.add({**episode(3000, 64, seed=3), "taken": np.zeros(3000, bool)})
+            threading.Event().wait()
+
+    process = multiprocessing.get_context("fork").Process(target=record)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL and not output.exists()
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a"])
+def test_the_next_recording_recovers_what_a_killed_one_recorded(tmp_path: Path, name: str) -> None:
+    """As if a signal had ended it: the dataset has its complete episodes, and it is not replaced."""
+    writer(tmp_path / "other").discard()
+    output = tmp_path / name
+    record_until_killed(output)
+    with pytest.raises(ConfigError) as caught:
+        Recording(writer, output, keeps=True)
+    assert ") of a killed recording; name another file, and join them" in str(caught.value)
+    recovered = list(read_trajectories(output))
+    assert [len(trajectory["actions"]) for trajectory in recovered][:2] == [3, 4]
+    for trajectory, seed in zip(recovered[:2], (1, 2), strict=True):
+        expected = episode(len(trajectory["actions"]), seed=seed)
+        num_rows = len(expected["actions"]) + (name == "a.h5")  # LeRobot has no last observation
+        np.testing.assert_array_equal(trajectory["obs"]["rgb"][:num_rows], expected["obs"]["rgb"][:num_rows])
+        np.testing.assert_array_equal(trajectory["success"], expected["success"])
+    if name == "a":
+        from pyarrow import parquet
+
+        table = parquet.read_table(output / "data/chunk-000/file-000.parquet").to_pydict()
+        assert table["complementary_info.is_intervention"][:7] == [True, False, True, False, False, False, False]
+    assert [lengths(path) for path in incomplete_datasets(output)] == [[2]]
+    names = {path.name for path in tmp_path.iterdir() if not path.name.endswith(".partial.h5")}
+    assert names == {output.name, "a.incomplete"} | ({"a.json"} if name == "a.h5" else set())
+
+
+def test_a_round_that_was_killed_is_recorded_again_beside_what_it_had(tmp_path: Path) -> None:
+    output = tmp_path / "a.h5"
+    record_until_killed(output)
+    with Recording(writer, output, keeps=True, counts_whole=True) as recording:
+        recording.add(episode(6))
+    assert lengths(output) == [6] and sorted(tmp_path.glob("*.recording")) == []
+    assert [lengths(path)[:2] for path in incomplete_datasets(output)] == [[2], [3, 4]]
+
+
+def test_one_process_at_a_time_records_a_dataset(tmp_path: Path) -> None:
+    with Recording(writer, tmp_path / "a.h5", keeps=True) as recording:
+        recording.add(episode())
+        with pytest.raises(ConfigError, match=r"a\.h5 is being recorded by another process; name another file"):
+            Recording(writer, tmp_path / "a.h5", keeps=True)
+    assert lengths(tmp_path / "a.h5") == [3] and not (tmp_path / "a.recording").exists()
+
+
+def spoiled(field: str, row: int) -> dict[str, Any]:
+    """An episode of 5 steps with a number that is not finite."""
+    trajectory = episode(5)
+    array = trajectory["obs"]["state"] if field == "obs" else trajectory["actions"]
+    array[row] = np.nan
+    return trajectory
+
+
+@pytest.mark.parametrize("name", ["a.h5", "a"])
+@pytest.mark.parametrize(
+    ("field", "row", "num_steps"), [("actions", 3, 3), ("obs", 3, 2), ("obs", 5, 4), ("obs", 1, 0)]
+)
+def test_of_an_episode_that_is_not_finite_the_steps_before_are_kept(
+    tmp_path: Path, name: str, field: str, row: int, num_steps: int
+) -> None:
+    """The recording goes on, and says it once."""
+    output = tmp_path / name
+    with Recording(writer, output, keeps=True) as recording:
+        recording.add(episode(3))
+        recording.add(spoiled(field, row))
+        recording.add(episode(4))
+    assert lengths(output) == [3, 4]
+    kept = [trajectory for path in incomplete_datasets(output) for trajectory in read_trajectories(path)]
+    assert [len(trajectory["actions"]) for trajectory in kept] == [num_steps] * bool(num_steps)
+    assert all(trajectory["truncations"][-1] and not trajectory["success"].any() for trajectory in kept)
+    summary = recording.summary()
+    assert "left out because of a number that is not finite: 1; test: " in summary
+    assert f"{'obs.state' if field == 'obs' else 'actions'} of step {row} is not finite" in summary
+
+
+def test_a_simulator_plays_an_episode_again_that_is_not_finite(tmp_path: Path) -> None:
+    with Recording(writer, tmp_path / "a.h5", keeps=False) as recording:
+        recording.add(spoiled("obs", 3))
+        recording.add(episode(3))
+    assert lengths(tmp_path / "a.h5") == [3] and "a number that is not finite: 1" in recording.summary()
+    assert {path.name for path in tmp_path.iterdir()} == {"a.h5", "a.json"}
+
+
+def test_a_recording_ends_if_its_episodes_are_never_finite(tmp_path: Path) -> None:
+    with (
+        pytest.raises(NonFinite, match="20 episodes are not finite"),
+        Recording(writer, tmp_path / "a.h5", keeps=True) as r,
+    ):
+        r.add(episode(3))
+        while True:
+            r.add(spoiled("actions", 0))
+    assert lengths(tmp_path / "a.h5") == [3]
 
 
 def test_a_recording_does_not_replace_another(tmp_path: Path) -> None:
@@ -153,8 +268,12 @@ def test_a_disk_that_fills_up_ends_the_recording_while_all_of_it_can_be_written(
         [trajectory] = read_trajectories(incomplete_datasets(output)[0])
         np.testing.assert_array_equal(trajectory["obs"]["rgb"][:-1], episode(num_steps, 64, seed=2)["obs"]["rgb"][:-1])
         assert not [path for path in folder.iterdir() if path.name.startswith(".a")]
+        with contextlib.suppress(OSError), (folder / "other").open("wb") as file:
+            file.write(bytes(32 << 20))
+        os.truncate(folder / "other", (folder / "other").stat().st_size - (1 << 20))
         with pytest.raises(StorageError, match="is full"), Recording(writer, folder / f"b{output.suffix}", keeps=True):
             pass
+        assert not [path for path in folder.iterdir() if path.name.startswith(("b", ".b"))]
 
 
 @pytest.mark.parametrize("name", ["a.h5", "a"])

@@ -218,6 +218,30 @@ def test_complete_episodes_of_a_robot_that_fails_are_kept(
         assert [len(rewards) for rewards in recorded(tmp_path / "a.incomplete")] == [1] * 2
 
 
+@pytest.mark.parametrize("holds_hardware", [True, False])
+def test_a_number_that_is_not_finite_costs_its_episode_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], holds_hardware: bool
+) -> None:
+    """The recording has as many episodes as were wanted, and says what is missing in one line."""
+
+    class Spoiled(Failing):
+        def _obs(self) -> np.ndarray:
+            obs = super()._obs()
+            if self._t == 6:
+                obs[1] = np.nan
+            return obs
+
+    cfg, env = load("env.eval.num_envs=2"), Spoiled(set())
+    env.holds_hardware = holds_hardware
+    monkeypatch.setattr("rlhpc.embodied.evaluation.recorder.make_env", lambda *args, **options: env)
+    summary = record(Still(), cfg.env.eval, tmp_path / "a.h5", episodes=4, seed=1)
+    assert summary["episodes"] == 4 and summary["played"] > 4
+    assert [len(rewards) for rewards in recorded(tmp_path / "a.h5")] == [4] * 4
+    [line] = [text for text in capsys.readouterr().err.splitlines() if "finite" in text]
+    assert "left out because of a number that is not finite: 1; episode " in line and "obs of step" in line
+    assert (tmp_path / "a.incomplete").exists() is holds_hardware
+
+
 def test_an_episode_whose_robot_was_stopped_is_kept_without_the_step_that_failed(tmp_path: Path) -> None:
     env = Failing({3})
     with recording(tmp_path, keeps=True) as writer:

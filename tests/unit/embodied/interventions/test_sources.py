@@ -37,6 +37,10 @@ def test_a_script_lets_small_differences_pass_reacts_late_and_leads_for_a_while(
     ("given", "says"),
     [
         ("keybord", "--intervene is 'keybord', which is unknown; did you mean 'keyboard'"),
+        (
+            "[keyboard, gamepad]",
+            r"--intervene is \['keyboard', 'gamepad'\]; allowed: .* with its settings: \{keyboard: \{hz: 5\}\}",
+        ),
         ("{scripted: {apart: 1}}", r"refuses {'apart': 1}: .*'expert'"),
         ("{scripted: {expert: 'a.b:c'}}", r"scripted\.expert is 'a.b:c', which cannot be imported"),
         ("{scripted: {expert: 'math:sin', patience: 0}}", "patience 0"),

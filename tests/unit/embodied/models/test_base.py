@@ -60,8 +60,8 @@ def test_a_chunk_agrees_with_what_is_decided_and_goes_on_from_there() -> None:
     wanted = torch.tensor([3.0, 3.0, 0.0, 0.0])[None, :, None]
     guide = Guide(wanted, overlap_weights(4, 2, 2)[None, :, None], 50.0)
     start = torch.zeros(1, 4, 1)
-    free = Flow(100, 0.5).act(velocity, None, start)[0, -1, :, 0]
-    guided = Flow(100, 0.5).act(guide(velocity), None, start)[0, -1, :, 0]
+    free = Flow(100, 0.5).act(velocity, None, start)[0][0, -1, :, 0]
+    guided = Flow(100, 0.5).act(guide(velocity), None, start)[0][0, -1, :, 0]
     assert free.tolist() == pytest.approx([2.0] * 4, abs=0.03)
     assert guided[:2].tolist() == pytest.approx([3.0, 3.0], abs=0.1)
     likely = mean + (covariance[2, :2] @ torch.linalg.solve(covariance[:2, :2], torch.ones(2))).item()

@@ -52,7 +52,7 @@ def test_the_stochastic_way_ends_in_the_flows_distribution(noise_level):
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(20_000, 101, 1, 1, generator=draw)
     for steps in (noise[:, 1:], None):
-        found = Flow(100, noise_level).act(velocity, steps, noise[:, 0])[:, -1]
+        found = Flow(100, noise_level).act(velocity, steps, noise[:, 0])[0][:, -1]
         assert found.mean().item() == pytest.approx(mean, abs=0.03)
         assert found.std().item() == pytest.approx(var**0.5, abs=0.03)
 
@@ -79,6 +79,25 @@ def test_acting_and_training_agree(variant, space, level):
     again = policy.predict_action_batch({k: v[:2] for k, v in obs.items()} if isinstance(obs, dict) else obs[:2], "train",
                                         noise[:2])[0]  # fmt: skip
     torch.testing.assert_close(again, actions[:2])
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_acting_computes_the_velocity_once_a_step(variant, mode):
+    """Its log-probs are those of a training pass, which computes it again."""
+    policy = build_model(OmegaConf.merge(CFG, {"kwargs": VARIANTS[variant]}), STATE, ACTION, seed=1)
+    calls = []
+    policy.velocity.register_forward_hook(lambda *args: calls.append(args))
+    obs = observations(STATE, 5)
+    noise = policy.sample_noise((5,), torch.Generator().manual_seed(0))
+    actions, extras = policy.predict_action_batch(obs, mode, noise if mode == "train" else noise[:, 0])
+    assert len(calls) == policy.flow.num_steps == 3
+    out = policy.default_forward({"obs": obs, "actions": actions, **extras["inputs"]})
+    assert len(calls) == 3 + (1 if "one step" in variant else 3)
+    assert torch.equal(out["logprobs"], extras["prev_logprobs"])
+    del calls[:]
+    policy.plan(obs, noise=noise[:, 0])
+    assert len(calls) == 3
 
 
 def test_log_probs_are_those_of_torchs_normals():
@@ -110,7 +129,7 @@ def test_one_step_of_each_chunk_is_stochastic_and_its_log_prob_is_torchs():
         step = torch.distributions.Normal(x - (v + sigma2 / (2 * t) * (x + (1 - t) * v)) / 3, (sigma2 / 3) ** 0.5)
         torch.testing.assert_close(before[drawn], x[drawn])
         torch.testing.assert_close(after[drawn], (step.mean + step.stddev * noise[:, 1])[drawn])
-        torch.testing.assert_close(extras["prev_logprobs"][drawn], step.log_prob(after)[drawn])
+        torch.testing.assert_close(extras["prev_logprobs"][drawn], step.log_prob(after)[drawn], rtol=1e-4, atol=1e-4)
         x = torch.where(drawn[:, None, None], after, x - v / 3)
     torch.testing.assert_close(last, x)
     # the drawn step does not depend on the noise that it adds: 3 · 300 · 6 normal numbers

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from bench import streaming
 from rlhpc.checkpoint.state import load_state, save_state
 from rlhpc.config.typed import typed
 from rlhpc.embodied.config import BcConfig
@@ -22,6 +26,7 @@ from rlhpc.embodied.workers.bc_actor import BcActor, check_actions, spaces_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.errors import ConfigError, NonFinite
 from rlhpc.training.captured_passes import CapturedPasses
+from tests.extras import need_extra
 from tests.unit.training.test_captured_passes import record
 
 BASE = Path(__file__).resolve().parents[4] / "configs" / "base" / "bc.yaml"
@@ -257,3 +262,40 @@ def test_recorded_passes_train_as_others_do(demos: Path) -> None:
         assert captured.imitate(step, 0.0) == eager.imitate(step, 0.0)
     assert all(torch.equal(tensor, weights(eager)[name]) for name, tensor in weights(captured).items())
     assert len(recordings) == 3, "16 of 32 rows, and 16 and 8 of the last 24"
+
+
+def measure_peak(dataset: Path, memory_mb: int, num_warm_rows: int, limit: int | None = None) -> dict[str, float]:
+    """Trains in a process of its own; returns its number of frames and its peak of resident memory in MiB."""
+    arm = {"memory_mb": memory_mb, "warm": num_warm_rows, "limit": limit}
+    command = [sys.executable, "-m", "bench.streaming", "--folder", str(dataset), "--minibatches", "2"]
+    done = subprocess.run([*command, "--arm", json.dumps(arm)], cwd=streaming.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_the_memory_of_a_rank_does_not_grow_with_the_demonstrations(tmp_path: Path) -> None:
+    """One episode, and five with 400 MB more of pictures, read within the same budget."""
+    length, size = 250, streaming.SIZE
+    with TrajectoryWriter(tmp_path / "set.h5", env_id="TwoCameras-v0") as writer:
+        for number in range(5):
+            writer.add({
+                "obs": {"state": np.zeros((length + 1, 8), np.float32),
+                        "rgb": np.full((length + 1, size, size, 6), number, np.uint8)},
+                "actions": np.zeros((length, 7), np.float32), "terminations": np.zeros(length, bool),
+                "truncations": np.arange(length) == length - 1,
+            })  # fmt: skip
+    one, five = (measure_peak(tmp_path / "set.h5", 64, 4 * length, limit) for limit in (1, None))
+    assert (one["frames"], five["frames"]) == (length, 5 * length)
+    assert five["peak"] < one["peak"] + 60
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_50_000_frames_of_two_cameras_train_within_2_gb(tmp_path: Path) -> None:
+    """A LeRobot dataset with videos of 256 × 256 pixels, which would take 20 GB in memory, in the default budget."""
+    need_extra("embodied")
+    streaming.write_dataset(tmp_path / "set", 50_000)
+    default_budget = config(tmp_path).demos.memory_mb
+    result = measure_peak(tmp_path / "set", default_budget, 1800)
+    assert result["frames"] == 50_000 and result["peak"] * 2**20 < 2e9

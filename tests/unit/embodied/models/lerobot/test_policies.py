@@ -91,6 +91,22 @@ def test_training_computes_the_log_probabilities_of_acting(
     assert policy.inner.training, "as before"
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("family", ["diffusion", "smolvla"])
+def test_acting_runs_the_denoising_network_once_a_step(
+    family: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, obs, calls = build(tmp_path, family), observe(family), list[Any]()
+    network, name = (
+        (policy.inner.diffusion.unet, "forward") if family == "diffusion" else (policy.inner.model, "denoise_step")
+    )
+    run = getattr(network, name)
+    monkeypatch.setattr(network, name, lambda *args, **kwargs: (calls.append(args), run(*args, **kwargs))[1])
+    with torch.no_grad():
+        policy.predict_action_batch(obs, mode)
+    assert len(calls) == policy.steps > 1
+
+
 @pytest.mark.parametrize("family", CLASSES)
 def test_evaluation_has_no_noise_of_its_own(family: str, tmp_path: Path) -> None:
     policy, obs = build(tmp_path, family), observe(family)
@@ -134,14 +150,15 @@ def test_a_diffusion_chain_has_the_density_of_its_steps(prediction_type: str, tm
     with torch.no_grad():
         encoded, _ = policy.encode(observe("diffusion"))
         drawn = noise(policy)
-        chain = policy.chain(encoded, drawn)
+        chain, logprobs = policy.chain(encoded, drawn)
         assert chain.shape == (ROWS, 3, HORIZON, DIM) and torch.equal(chain[:, 0], drawn[:, 0])
         expected = torch.zeros(ROWS, HORIZON, DIM)
         for k, (t, std) in enumerate(zip(policy._times, policy._stds, strict=True)):
             mean = policy._compute_posterior_mean(encoded, chain[:, k], t)
             expected += Normal(mean, std).log_prob(chain[:, k + 1])
-        torch.testing.assert_close(policy.chain_logprobs(encoded, chain), expected)
-        means = policy.chain(encoded, torch.cat([drawn[:, :1], torch.zeros_like(drawn[:, 1:])], 1))
+        torch.testing.assert_close(logprobs, expected)
+        assert torch.equal(policy.chain_logprobs(encoded, chain), logprobs)
+        means, _ = policy.chain(encoded, torch.cat([drawn[:, :1], torch.zeros_like(drawn[:, 1:])], 1))
         torch.testing.assert_close(policy.denoise(encoded, drawn[:, 0]), means[:, -1])
     assert min(policy._stds) >= 0.3
     entropy = sum(float(Normal(0.0, std).entropy()) for std in policy._stds)
