@@ -124,6 +124,7 @@ class EngineOptions:
                 raise ConfigError(f"rollout.{key} is {configured_limit}; at least 1 is needed")
         if not 0.0 < rollout.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization}; allowed: (0, 1]")
+        check_quantized_dtype(cfg, device)
         return cls(
             model_path=str(model_path),
             device=str(device),
@@ -185,6 +186,21 @@ def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
     if cfg.rollout.dtype not in _DTYPES:
         raise ConfigError(f"rollout.dtype is {cfg.rollout.dtype!r}; allowed: {', '.join(_DTYPES)}")
     return cfg.rollout.dtype
+
+
+def check_quantized_dtype(cfg: LanguageConfig, device: str | torch.device) -> None:
+    """Refuses `rollout.quantization` with weights in float32, which vLLM does not quantize.
+
+    Raises:
+        ConfigError: The engine's weights are in float32 on the device.
+    """
+    quantization = select(cfg, "rollout.quantization")
+    if quantization is not None and engine_dtype(cfg, device) == "float32":
+        source = "; auto is the model's dtype there" if cfg.rollout.dtype == "auto" else ""
+        raise ConfigError(
+            f"rollout.quantization is {quantization!r}, and rollout.dtype is {cfg.rollout.dtype!r}, which on {device} is float32 "
+            f"({quantization} needs bfloat16 or float16{source}): set rollout.dtype=bfloat16, or rollout.quantization=null"
+        )
 
 
 def engine_precision(cfg: LanguageConfig, device: str | torch.device) -> str:

@@ -21,6 +21,7 @@ import torch
 from rlhpc.jobs.lease import Lease
 from rlhpc.jobs.shared_files import look_again
 from rlhpc.language.data.images import has_vision
+from rlhpc.language.engines.batch_invariance import has_states
 from rlhpc.language.engines.vllm_adapter import (
     external_launcher,
     preload_engine_modules,
@@ -393,6 +394,8 @@ class VLLMProcess:
                 arguments["max_num_batched_tokens"] = max(
                     _CPU_BATCH_TOKENS, _max_sequence_tokens(config.get_text_config(), options)
                 )
+                if has_states(config.get_text_config()):
+                    arguments["enable_prefix_caching"] = False  # vLLM stores states of a prefix at the ends of chunks
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _compute_cpu_cache_bytes(config.get_text_config(), options)
         elif options.max_batch_size and _CAPTURE_SETTINGS.isdisjoint(options.engine_kwargs):

@@ -16,7 +16,7 @@ need_extra("llm", "vllm")
 
 import torch
 
-from bench.families import check_seed, make_engine, randomize, save_family
+from bench.families import FP8, check_seed, make_engine, randomize, save_family
 from rlhpc import Worker
 from rlhpc.config.typed import default_section
 from rlhpc.language.config.run import GrpoConfig
@@ -48,7 +48,7 @@ def test_a_family_is_admitted_with_any_weights(pair: tuple[Any, Any]) -> None:
     engine, model = pair
     for seed in range(1, 3):
         randomize(model, seed)
-        assert check_seed(engine, model, "float32", seed) < 1e-4
+        assert check_seed(engine, model, "float32", seed).difference < 1e-4
     digests = engine.parameter_digests()
     assert {"model.embed_tokens.weight", "model.norm.weight"} <= {name for name, digest in digests.items() if digest}
 
@@ -166,9 +166,6 @@ def test_an_engine_that_lacks_the_biases_of_the_model_is_refused(tmp_path: Path,
     engine.close()
 
 
-FP8 = "float8_e4m3fn"
-
-
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     """An engine that computes in 8 bits, and its trainer's model."""
@@ -184,7 +181,7 @@ def test_an_engine_in_8_bits_follows_its_trainer_as_far_as_they_reach(quantized:
     for seed in range(4):
         if seed:
             randomize(model, seed)
-        assert check_seed(engine, model, "bfloat16", seed, FP8) > 0.02, "it computes in 8 bits"
+        assert check_seed(engine, model, "bfloat16", seed, FP8).difference > 0.02, "it computes in 8 bits"
     with pytest.raises(ConfigError, match="differ from the trainer's by"):
         for seed in range(4):
             check_seed(engine, model, "bfloat16", seed)

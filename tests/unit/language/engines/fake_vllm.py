@@ -73,6 +73,7 @@ class EngineArgs:
     max_cudagraph_capture_size: int | None = None
     cudagraph_capture_sizes: list[int] | None = None
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     logprobs_mode: str = ""

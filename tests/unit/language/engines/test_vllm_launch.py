@@ -75,6 +75,15 @@ def test_the_cpu_build_computes_whole_prompts_eagerly_in_a_cache_of_its_own_size
     assert build(Seeded, max_model_len=9000)._engine.arguments.max_num_batched_tokens == 9000, "a prompt at once"
 
 
+def test_states_are_not_cached_by_prefix_where_prompts_are_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM keeps the states of a prefix at the ends of chunks, and refuses to start without them."""
+    fake_vllm.install(monkeypatch)
+    for layer_types, is_caching in ((["full_attention"] * 2, None), (["conv", "full_attention"], False)):
+        monkeypatch.setattr(Config, "layer_types", layer_types, raising=False)
+        assert build(Seeded)._engine.arguments.enable_prefix_caching is is_caching
+        assert build()._engine.arguments.enable_prefix_caching is None, "it divides prompts into chunks"
+
+
 def test_a_long_context_fits_into_the_cache_and_many_sequences_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch)
     token_bytes = 2 * 2 * 2 * 16 * 4
