@@ -196,10 +196,9 @@ def check_quantized_dtype(cfg: LanguageConfig, device: str | torch.device) -> No
     """
     quantization = select(cfg, "rollout.quantization")
     if quantization is not None and engine_dtype(cfg, device) == "float32":
-        source = "; auto is the model's dtype there" if cfg.rollout.dtype == "auto" else ""
         raise ConfigError(
-            f"rollout.quantization is {quantization!r}, and rollout.dtype is {cfg.rollout.dtype!r}, which on {device} is float32 "
-            f"({quantization} needs bfloat16 or float16{source}): set rollout.dtype=bfloat16, or rollout.quantization=null"
+            f"rollout.quantization is {quantization!r}, which needs weights in bfloat16 or float16, and rollout.dtype is "
+            f"{cfg.rollout.dtype!r}, which on {device} is float32: set rollout.dtype=bfloat16, or rollout.quantization=null"
         )
 
 

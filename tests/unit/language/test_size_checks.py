@@ -68,8 +68,8 @@ def test_a_micro_batch_of_just_one_sequence_is_allowed() -> None:
         (
             {"head_dim": 64},
             QUANTIZED,
-            r"rollout\.quantization is 'fp8', and rollout\.dtype is 'auto', which on cpu is float32 .*needs bfloat16 or "
-            r"float16.*set rollout\.dtype=bfloat16",
+            r"rollout\.quantization is 'fp8', which needs weights in bfloat16 or float16, and rollout\.dtype is 'auto', "
+            r"which on cpu is float32: set rollout\.dtype=bfloat16",
         ),
         ({"head_dim": 64}, [*QUANTIZED, "rollout.dtype=bfloat16"], ""),
         ({"head_dim": 64}, [*QUANTIZED, "actor.model.dtype=float16"], ""),
