@@ -43,8 +43,8 @@ _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_int
 _ROUTED: dict[str, Any] = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 _SHARED = {**_EXPERTS, "num_local_experts": 4, "shared_expert_intermediate_size": 64}
 _DELTA = {
-    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
 _SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}

@@ -25,6 +25,7 @@ from rlhpc.language.engines.batch_invariance import has_states
 from rlhpc.language.engines.vllm_adapter import (
     external_launcher,
     preload_engine_modules,
+    register_without_torchvision,
     restore_variables,
     restored_process,
     use_batch_invariant_mode,
@@ -428,6 +429,8 @@ class VLLMProcess:
             with restored_process(), group_rank_environment(self._link), self._explain_errors():
                 if self._has_images:
                     register_images(config, options.model_path, options.trust_remote_code)
+                else:
+                    register_without_torchvision(getattr(config, "architectures", None) or ())
                 try:
                     engine_args = EngineArgs(**arguments)
                 except TypeError as error:

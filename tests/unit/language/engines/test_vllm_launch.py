@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.language.engines import vllm_launch
+from rlhpc.language.engines import vllm_adapter, vllm_launch
 from rlhpc.language.engines.common import EngineOptions
 from rlhpc.language.engines.vllm_launch import VLLMProcess, sees_all_devices
 from rlhpc.runtime.errors import ConfigError
@@ -82,6 +82,31 @@ def test_states_are_not_cached_by_prefix_where_prompts_are_computed_whole(monkey
         monkeypatch.setattr(Config, "layer_types", layer_types, raising=False)
         assert build(Seeded)._engine.arguments.enable_prefix_caching is is_caching
         assert build()._engine.arguments.enable_prefix_caching is None, "it divides prompts into chunks"
+
+
+@pytest.mark.parametrize("missing", ["torchvision", "another", None])
+def test_a_text_model_in_a_module_that_needs_torchvision_is_registered_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str | None
+) -> None:
+    """vLLM could not inspect it; other modules are left to vLLM."""
+    fake_vllm.install(monkeypatch)
+    processor = "the_image_processor"
+    needed = f"from {missing}_that_is_not_installed import v2" if missing == "another" else "import torchvision"
+    (tmp_path / "module_of_model.py").write_text(
+        f"import {processor}\nclass LlamaForCausalLM: pass\n" if missing else "class LlamaForCausalLM: pass\n"
+    )
+    (tmp_path / f"{processor}.py").write_text(f"{needed}\n")
+    (tmp_path / "processor_of_pil.py").write_text("")
+    monkeypatch.setattr(vllm_adapter, "_IMAGE_PROCESSOR", processor)
+    monkeypatch.setattr(vllm_adapter, "_IMAGE_PROCESSOR_OF_PIL", "processor_of_pil")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.delitem(sys.modules, "module_of_model", raising=False)
+    registry = sys.modules["vllm.model_executor.models.registry"].ModelRegistry
+    registry.models["LlamaForCausalLM"] = SimpleNamespace(module_name="module_of_model")
+    build()
+    assert [*registry.registered] == (["LlamaForCausalLM"] if missing == "torchvision" else [])
+    assert processor not in sys.modules
 
 
 def test_a_long_context_fits_into_the_cache_and_many_sequences_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
