@@ -396,7 +396,11 @@ class VLLMProcess:
                     _CPU_BATCH_TOKENS, _max_sequence_tokens(config.get_text_config(), options)
                 )
                 if has_states(config.get_text_config()):
-                    arguments["enable_prefix_caching"] = False  # vLLM stores states of a prefix at the ends of chunks
+                    # vLLM stores states of a prefix at the ends of chunks.
+                    arguments["enable_prefix_caching"] = False
+            if has_states(config.get_text_config()):
+                # The build's kernel turns only the first head of queries in three dimensions, as LFM2's are.
+                arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _compute_cpu_cache_bytes(config.get_text_config(), options)
         elif options.max_batch_size and _CAPTURE_SETTINGS.isdisjoint(options.engine_kwargs):

@@ -195,7 +195,9 @@ def sample_probe(
     ]
     try:
         completions = engine.generate(requests)
-    except (AssertionError, NotImplementedError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (AssertionError, RuntimeError) as error:  # kernels refuse a model's sizes by the latter
         raise ConfigError(
             f"the rollout engine cannot generate with this model on this device: {with_source_line(error)}; take "
             "rollout.rollout_backend=hf, another version of the engine, or another model"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from rlhpc.language.training.trainer import TokenTrainer
 from rlhpc.runtime.errors import ConfigError
 
 #: Families that this build computes as transformers does.
-RIGHT = ("qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe")
+RIGHT = ("qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "falcon_h1")
+HYBRID = "falcon_h1"
 MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe")
 MIXTURE = "glm4_moe"  # in no list
 #: Most tests of faults try one family in CI, and all others where long tests are run.
@@ -50,7 +52,8 @@ def test_a_family_is_admitted_with_any_weights(pair: tuple[Any, Any]) -> None:
         randomize(model, seed)
         assert check_seed(engine, model, "float32", seed).difference < 1e-4
     digests = engine.parameter_digests()
-    assert {"model.embed_tokens.weight", "model.norm.weight"} <= {name for name, digest in digests.items() if digest}
+    norm = "model.final_layernorm.weight" if model.config.model_type == HYBRID else "model.norm.weight"
+    assert {"model.embed_tokens.weight", norm} <= {name for name, digest in digests.items() if digest}
 
 
 def test_layers_of_trainer_and_engine_agree(pair: tuple[Any, Any], tmp_path: Path) -> None:
@@ -110,6 +113,28 @@ def test_a_kernel_that_packs_once_is_refused(pair: tuple[Any, Any], monkeypatch:
         (ConfigError, WeightUpdateError), match=r"differ from the trainer's by|does not follow|did not load"
     ):
         check_seed(engine, model, "float32", 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pair", [HYBRID], indirect=True)
+def test_a_state_that_leaks_into_the_next_request_is_refused(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request starts with the state that its slot had last."""
+    from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder as Builder
+
+    engine, model = pair
+    build = Builder._compute_common_metadata
+
+    def keep_states(*args: Any, **kwargs: Any) -> Any:
+        metadata = build(*args, **kwargs)
+        starts = metadata.has_initial_states_p
+        return metadata if starts is None else replace(metadata, has_initial_states_p=torch.ones_like(starts))
+
+    monkeypatch.setattr(Builder, "_compute_common_metadata", keep_states)
+    randomize(model, 5)
+    with pytest.raises(ConfigError, match="differ from the trainer's by"):
+        check_seed(engine, model, "float32", 5)
 
 
 def test_a_parameter_of_the_engine_that_keeps_its_value_is_named(

@@ -74,6 +74,7 @@ class EngineArgs:
     cudagraph_capture_sizes: list[int] | None = None
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool | None = None
+    compilation_config: dict[str, Any] | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     logprobs_mode: str = ""

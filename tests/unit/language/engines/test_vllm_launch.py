@@ -75,13 +75,17 @@ def test_the_cpu_build_computes_whole_prompts_eagerly_in_a_cache_of_its_own_size
     assert build(Seeded, max_model_len=9000)._engine.arguments.max_num_batched_tokens == 9000, "a prompt at once"
 
 
-def test_states_are_not_cached_by_prefix_where_prompts_are_computed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM keeps the states of a prefix at the ends of chunks, and refuses to start without them."""
+def test_the_cpu_build_computes_models_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prompts are computed whole, vLLM cannot cache states by prefix; and its kernel of rotary positions is off."""
     fake_vllm.install(monkeypatch)
-    for layer_types, is_caching in ((["full_attention"] * 2, None), (["conv", "full_attention"], False)):
-        monkeypatch.setattr(Config, "layer_types", layer_types, raising=False)
-        assert build(Seeded)._engine.arguments.enable_prefix_caching is is_caching
-        assert build()._engine.arguments.enable_prefix_caching is None, "it divides prompts into chunks"
+    monkeypatch.setattr(Config, "layer_types", ["full_attention"] * 2, raising=False)
+    arguments = build(Seeded)._engine.arguments
+    assert (arguments.enable_prefix_caching, arguments.compilation_config) == (None, None)
+    monkeypatch.setattr(Config, "layer_types", ["conv", "full_attention"])
+    for process, is_caching in ((Seeded, False), (VLLMProcess, None)):
+        arguments = build(process)._engine.arguments
+        assert arguments.enable_prefix_caching is is_caching
+        assert arguments.compilation_config == {"custom_ops": ["-rotary_embedding"]}
 
 
 @pytest.mark.parametrize("missing", ["torchvision", "another", None])
