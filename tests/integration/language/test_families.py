@@ -97,9 +97,10 @@ def pack_once(monkeypatch: pytest.MonkeyPatch, engine: Any, family: str) -> None
         dispatch = utils.dispatch_cpu_unquantized_gemm
 
         def keep_kernel(layer: Any, remove_weight: bool) -> None:
-            kernel = layer.cpu_linear
+            kernel = getattr(layer, "cpu_linear", None)
             dispatch(layer, remove_weight)
-            layer.cpu_linear = kernel
+            if kernel is not None:  # a convolution has none
+                layer.cpu_linear = kernel
 
         monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep_kernel)
         engine._engine.collective_rpc(pack_layers)
@@ -158,6 +159,8 @@ def test_a_parameter_of_the_engine_that_keeps_its_value_is_named(
         *((family, "rope_theta", 100.0) for family in RIGHT),
         ("glm4_moe", "routed_scaling_factor", 2.5),
         ("qwen2", "tie_word_embeddings", False),
+        ("qwen3", "rope_parameters", {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+        ("falcon_h1", "ssm_out_multiplier", 0.5),
     ],
 )
 def test_a_configuration_that_was_saved_otherwise_is_refused(tmp_path: Path, family: str, key: str, value: Any) -> None:
