@@ -53,10 +53,12 @@ def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
 
 def count_embeddings(model_path: str) -> int | None:
     """Returns the number of tokens that a model has embeddings for, by its configuration; None if there is none."""
+    if not Path(model_path, "config.json").is_file():
+        return None
+    num_embeddings: int | None = None
     with suppress(ConfigError):  # a tokenizer's folder may hold no model
-        config = load_model_config(model_path, False) if Path(model_path, "config.json").is_file() else None
-        return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
-    return None
+        num_embeddings = getattr(load_model_config(model_path, False).get_text_config(), "vocab_size", None)
+    return num_embeddings
 
 
 def check_embeddings(token_ids: Sequence[int], tokenizer: Any, num_embeddings: int | None) -> None:
