@@ -6,6 +6,9 @@ Each family is tried in a separate process. Its engine starts from a saved model
 weights, and engine and trainer are compared as at the start of a run (`rlhpc.language.runners.engine_check`): with these
 weights, with every trained number changed, and with these weights again. The trainer is transformers' model in the same dtype.
 
+With the dtype `fp8`, weights are in bfloat16 and the engine computes in 8 bits (`rollout.quantization`). Where the trainer
+measures the effect of rounding, as in half precision, the largest difference relative to it is reported, too.
+
 Prints a line for each family and dtype; writes bench/results/families.json and docs/reference/engine-families.md after each.
 """
 
@@ -21,7 +24,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.machine import RESULTS, commit, write
 
@@ -32,8 +35,18 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1, "max_position_embeddings": CONTEXT, "initializer_range": 0.15, "bos_token_id": 0,
     "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
+#: Dtype of the factors of products with the dtype `fp8`.
+FP8 = "float8_e4m3fn"
+#: Result of a family before its check.
+_NOT_TRIED: dict[str, Any] = {"seeds": 0, "difference": 0.0, "multiple": 0.0, "refused": ""}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
 _ROUTED: dict[str, Any] = {**_EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_SHARED = {**_EXPERTS, "num_local_experts": 4, "shared_expert_intermediate_size": 64}
+_DELTA = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2}
 _SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 #: Configuration class, sizes, and keys of the published configurations that transformers does not write, by family.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -66,6 +79,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
         {},
+    ),
+    "qwen3_5_text": ("Qwen3_5Text", _DELTA, {}),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", {**_SHARED, **_DELTA}, {}),
+    "qwen3_next": ("Qwen3Next", {**_SHARED, **_DELTA}, {}),
+    "falcon_h1": ("FalconH1", {**_MAMBA, "head_dim": 32, "mamba_d_ssm": 128}, {}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
+            "layer_types": ["mamba", "attention"],
+        },
+        {},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "expand": 2,
+            "hybrid_override_pattern": "M*", "layers_block_type": ["mamba", "attention"],
+        },
+        {},
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe", {**_EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}, {},
     ),
     "lfm2": (
         "Lfm2", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
@@ -132,8 +168,17 @@ def randomize(model: Any, seed: int) -> None:
             parameter.copy_(parameter.float().mean() + noise)
 
 
-def check_seed(engine: Any, model: Any, dtype: str, seed: int, precision: str | None = None) -> float:
-    """Compares engine and trainer with the current weights, as at the start of a run; returns the largest difference.
+class Agreement(NamedTuple):
+    """Largest mean difference of a token's log-prob, and the largest relative to the effect of rounding that the trainer
+    measures; 0 if it measures none.
+    """
+
+    difference: float
+    multiple: float
+
+
+def check_seed(engine: Any, model: Any, dtype: str, seed: int, precision: str | None = None) -> Agreement:
+    """Compares engine and trainer with the current weights, as at the start of a run.
 
     Args:
         engine: The engine.
@@ -155,7 +200,7 @@ def check_seed(engine: Any, model: Any, dtype: str, seed: int, precision: str | 
     precision = precision or dtype
     prober: Any = Prober(ModuleTrainer(model), [0], 0, getattr(torch, precision))  # type: ignore[arg-type]
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    largest_difference, digests = 0.0, list[dict[str, int]]()
+    largest, digests = Agreement(0.0, 0.0), list[dict[str, int]]()
     for phase, (is_perturbed, weights) in enumerate(ROUNDS):
         perturbation = Perturbation()
         if is_perturbed:
@@ -163,16 +208,16 @@ def check_seed(engine: Any, model: Any, dtype: str, seed: int, precision: str | 
         engine.update_weights(3 * seed + phase, ((name, p.detach().clone()) for name, p in model.named_parameters()))
         samples = sample_probe(engine, VOCABULARY, 64, 24, 96, 3 * seed + phase, 0)
         scores = [prober.score(sample.token_ids, is_perturbed=is_perturbed) for sample in samples]
-        largest_difference = max(
-            largest_difference,
-            compare_probe_samples(samples, scores, None, {dtype, precision}, "cpu", f"with {weights}"),
-        )
+        for sample, score in zip(samples, scores, strict=True):
+            difference = compare_probe_samples([sample], [score], None, {dtype, precision}, "cpu", f"with {weights}")
+            multiple = difference / score[1] if score[1] else 0.0
+            largest = Agreement(max(largest.difference, difference), max(largest.multiple, multiple))
         digests.append(engine.parameter_digests())
         if is_perturbed:
             perturbation.undo(parameters)
     frozen_names = {name for name, p in model.named_parameters() if not p.requires_grad}
     check_digests(digests, frozen_names | {name for name, _ in model.named_buffers()}, "the engine vllm")
-    return largest_difference
+    return largest
 
 
 def try_family(family: str, dtype: str, num_seeds: int) -> dict[str, Any]:
@@ -181,17 +226,20 @@ def try_family(family: str, dtype: str, num_seeds: int) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"family": family, "dtype": dtype, "seeds": 0, "difference": 0.0, "refused": ""}
+    result: dict[str, Any] = {**_NOT_TRIED, "family": family, "dtype": dtype}
+    dtype, quantization, precision = ("bfloat16", dtype, FP8) if dtype == "fp8" else (dtype, None, None)
     with tempfile.TemporaryDirectory() as folder:
         stage = "start"
         try:
             model = save_family(Path(folder), family, dtype)
-            engine = make_engine(Path(folder), dtype)
+            engine = make_engine(Path(folder), dtype, quantization)
             stage = "check"
             for seed in range(num_seeds):
                 if seed:
                     randomize(model, seed)
-                result["difference"] = max(result["difference"], check_seed(engine, model, dtype, seed))
+                difference, multiple = check_seed(engine, model, dtype, seed, precision)
+                result["difference"] = max(result["difference"], difference)
+                result["multiple"] = max(result["multiple"], multiple)
                 result["seeds"] += 1
         except Exception as error:
             result["refused"] = f"at the {stage}: {type(error).__name__}: {' '.join(str(error).split())}"[:400]
@@ -202,12 +250,12 @@ def try_in_process(family: str, dtype: str, num_seeds: int) -> dict[str, Any]:
     """Returns the result of `try_family` in another process, which an engine may crash."""
     arguments = ["--json", "--families", family, "--dtypes", dtype, "--seeds", str(num_seeds)]
     process = subprocess.run(
-        [sys.executable, "-m", "bench.families", *arguments], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "bench.families", *arguments], capture_output=True, text=True, timeout=3600
     )
     last_line = process.stdout.strip().rpartition("\n")[2]
     if process.returncode or not last_line.startswith("{"):
         reason = f"at the start: the process ended with {process.returncode}"
-        return {"family": family, "dtype": dtype, "seeds": 0, "difference": 0.0, "refused": reason}
+        return {**_NOT_TRIED, "family": family, "dtype": dtype, "refused": reason}
     result: dict[str, Any] = json.loads(last_line)
     return result
 
@@ -226,13 +274,22 @@ def render(content: dict[str, Any]) -> str:
         f"`python -m bench.families`, {host['date']}; vLLM {content['versions']['vllm']} on a CPU, transformers "
         f"{content['versions']['transformers']}.",
         "",
-        "| family | dtype | commit | seeds | largest mean difference of a token's log-prob | result |",
-        "|---|---|---|---|---|---|",
+        "| family | dtype | commit | seeds | largest mean difference of a token's log-prob | relative to rounding | result |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in content["rows"]:
         verdict = f"refused {row['refused']}" if row["refused"] else "admitted"
         difference = f"{row['difference']:.2g}" if row["seeds"] else "–"
-        cells = (row["family"], row["dtype"], row["commit"], row["seeds"], difference, verdict.replace("|", "∣"))
+        multiple = f"{row['multiple']:.2f}" if row["seeds"] and row.get("multiple") else "–"
+        cells = (
+            row["family"],
+            row["dtype"],
+            row["commit"],
+            row["seeds"],
+            difference,
+            multiple,
+            verdict.replace("|", "∣"),
+        )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
@@ -256,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16", "fp8"), default=["float32", "bfloat16"])
     parser.add_argument("--json", action="store_true", help="try one family in this process, and print the result")
     args = parser.parse_args(argv)
     if args.json:

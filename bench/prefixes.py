@@ -4,7 +4,8 @@
 
 Both sides have the same samples, the same model and the same maximum of tokens in a micro-batch (the default,
 `actor.max_tokens_per_micro_batch`), and run forward and backward passes in turn. The time is CPU time, because other processes
-hardly change it. Gradients are compared once, by the norm of their difference. Separate processes measure memory.
+hardly change it. Gradients are compared once, by the norm of their difference over all parameters, and the gradients of each
+side with those of the same model in float64. Separate processes measure memory.
 
 Prints a line for each figure and writes bench/results/prefixes.json.
 """
@@ -12,13 +13,16 @@ Prints a line for each figure and writes bench/results/prefixes.json.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +90,7 @@ def compute_gradients(token_trainer: TokenTrainer) -> dict[str, torch.Tensor]:
 def compare(folder: str, case: str, repeat: int) -> dict[str, Any]:
     """Returns CPU seconds of both sides, their ratio within a round, and how far their gradients are from each other.
 
-    The gradient of flat rows in float64 shows how much of that is the rounding of float32, which both sides have.
+    The gradient in float64 shows how much of that is the rounding of float32, which both sides have.
     """
     token_trainer, batch = make_trainer(folder, True), make_tree(*CASES[case])
     if not token_trainer.shares_prefixes:
@@ -101,9 +105,7 @@ def compare(folder: str, case: str, repeat: int) -> dict[str, Any]:
                 seconds[side].append(time.process_time() - start_s)
             else:
                 grads[side] = compute_gradients(token_trainer)
-    token_trainer.backend.module.double()
-    run_passes(token_trainer, parts["flat"], batch.tokens)
-    exact = compute_gradients(token_trainer)
+    exact = compute_exact_gradients(load_causal_lm(folder), batch, batch.columns["weights"] / batch.tokens)
     return {
         "tokens, flat": batch.tokens,
         "tokens, shared": sum(len(part.row.tokens) for part in parts["shared"]),
@@ -115,6 +117,38 @@ def compare(folder: str, case: str, repeat: int) -> dict[str, Any]:
         ),
         **{f"{side}: relative error against float64": relative_difference(grads[side], exact) for side in SIDES},
     }
+
+
+def load_causal_lm(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def compute_exact_gradients(model: Any, batch: TokenBatch, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the gradients of minus the weighted sum of log-probs, each sample computed for itself in float64.
+
+    Args:
+        model: Model of transformers in float32 without packing; it is not changed.
+        batch: The samples.
+        weights: `[T]`, weight of each token's log-prob, without the mask.
+    """
+    model = copy.deepcopy(model).double()
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):  # transformers' RMSNorm converts its inputs to float32
+            module.forward = partial(_compute_rms_norm, module)
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        ids = batch.ids[start:end]
+        log_probabilities = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        logprobs = log_probabilities.gather(1, ids[1:, None])[:, 0]
+        factors = (weights * batch.mask)[start + 1 : end].double()
+        (-(factors * logprobs).sum()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _compute_rms_norm(module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    weight = module.weight
+    return torch.nn.functional.rms_norm(hidden_states, weight.shape, weight, module.variance_epsilon)
 
 
 def relative_difference(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rlhpc.runtime.errors import ConfigError
@@ -48,6 +49,36 @@ def load_model_config(model_path: str, trust_remote_code: bool) -> Any:
             f"actor.model.model_path is {model_path!r}, where no model can be loaded from: {first_line(error)}; a folder with "
             "config.json and weights, or the name of a model in the hub's cache, is allowed"
         ) from None
+
+
+def count_embeddings(model_path: str) -> int | None:
+    """Returns the number of tokens that a model has embeddings for, by its configuration; None if there is none."""
+    if not Path(model_path, "config.json").is_file():
+        return None
+    num_embeddings: int | None = None
+    with suppress(ConfigError):  # a tokenizer's folder may hold no model
+        num_embeddings = getattr(load_model_config(model_path, False).get_text_config(), "vocab_size", None)
+    return num_embeddings
+
+
+def check_embeddings(token_ids: Sequence[int], tokenizer: Any, num_embeddings: int | None) -> None:
+    """Refuses a text with tokens that the model has no embeddings for.
+
+    Args:
+        token_ids: The text's tokens.
+        tokenizer: The tokenizer that made them.
+        num_embeddings: See `count_embeddings`.
+
+    Raises:
+        ConfigError: A token has no embedding.
+    """
+    last_id = max(token_ids, default=0)
+    if num_embeddings is not None and last_id >= num_embeddings:
+        raise ConfigError(
+            f"a text has the token {last_id} ({tokenizer.decode([last_id])!r}), and the model in {tokenizer.name_or_path} has "
+            f"embeddings for {num_embeddings} (vocab_size in config.json): put the model's own tokenizer there, or give it "
+            "more embeddings (resize_token_embeddings)"
+        )
 
 
 def splits_attention_heads(model_type: str) -> bool:

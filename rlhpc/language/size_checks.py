@@ -10,6 +10,7 @@ from rlhpc.config.typed import select
 from rlhpc.language.config.models import LanguageModelConfig
 from rlhpc.language.config.run import GrpoConfig, TrainedLanguageConfig
 from rlhpc.language.engines.base import context_error
+from rlhpc.language.engines.common import check_quantized_dtype
 from rlhpc.language.hugging_face import EXPERT_COUNTS, splits_attention_heads
 from rlhpc.language.planning.model_size import UnknownModelError, config_of
 from rlhpc.language.scoring.groups import CRITIC, JUDGE, TEACHER, placed_groups
@@ -57,15 +58,15 @@ def check_rows(cfg: TrainedLanguageConfig, fail: Fail) -> None:
 
 
 def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) -> None:
-    """Refuses model sizes that trainers cannot divide over ranks, or that engines do not support. Models without a config.json
-    on this machine are skipped.
+    """Refuses model sizes that trainers cannot divide over ranks, and sizes and dtypes that engines do not support on the
+    devices of the placement. Models without a config.json on this machine are skipped.
 
     Args:
         cfg: The configuration.
         accelerators: Number of accelerators per process, by component.
 
     Raises:
-        ConfigError: A size of a model does not fit.
+        ConfigError: A size of a model does not fit, or its dtype.
     """
     for name in ("actor", CRITIC):
         section = select(cfg, name)
@@ -88,6 +89,7 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
         _require_experts(_read_config(cfg.actor.model), "rollout.routing_replay", "false")
     if rollout is None or rollout.rollout_backend != "vllm" or accelerators.get("rollout", 1):
         return
+    check_quantized_dtype(cfg, "cpu")
     config_numbers = _read_text_config(cfg.actor.model)
     width = config_numbers.get("head_dim") or config_numbers.get("hidden_size", 0) // max(
         config_numbers.get("num_attention_heads") or 1, 1

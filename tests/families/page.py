@@ -39,7 +39,8 @@ def render(rows: Mapping[str, Mapping[str, str]]) -> str:
     """Returns the page; reasons stand below the table."""
     cells = [key for key in next(iter(rows.values())) if key != "commit"]
     engine_rows = json.loads(_ENGINE_RESULTS.read_text())["rows"]
-    refusals = {row["family"]: bool(row["refused"]) for row in engine_rows if row["dtype"] == "float32"}
+    tried = {row["family"] for row in engine_rows}
+    admitted = {(row["family"], row["dtype"]) for row in engine_rows if not row["refused"]}
     lines = [f"| family | {' | '.join(cells)} | vLLM | commit |", "|---" * (len(cells) + 3) + "|"]
     reasons = list[str]()
     for name, row in sorted(rows.items()):
@@ -48,7 +49,12 @@ def render(rows: Mapping[str, Mapping[str, str]]) -> str:
             marks.append("yes" if row[cell] == "yes" else "no")
             if row[cell] != "yes":
                 reasons.append(f"- {name}, {cell}: {row[cell].removeprefix('no: ')}")
-        engine_mark = {True: "refused", False: "yes", None: "–"}[refusals.get(name)]
+        if (name, "float32") in admitted:
+            engine_mark = "yes"
+        elif (name, "bfloat16") in admitted:
+            engine_mark = "in bfloat16"
+        else:
+            engine_mark = "refused" if name in tried else "–"
         lines.append(f"| {name} | {' | '.join(marks)} | {engine_mark} | {row['commit']} |")
     text = _TEXT.format(count=len(rows), transformers=metadata.version("transformers"))
     return text + "\n".join([*lines, "", "## Reasons", "", *reasons]) + "\n"

@@ -125,6 +125,7 @@ class EngineOptions:
                 raise ConfigError(f"rollout.{key} is {configured_limit}; at least 1 is needed")
         if not 0.0 < rollout.gpu_memory_utilization <= 1.0:
             raise ConfigError(f"rollout.gpu_memory_utilization is {rollout.gpu_memory_utilization}; allowed: (0, 1]")
+        check_quantized_dtype(cfg, device)
         return cls(
             model_path=str(model_path),
             device=str(device),
@@ -186,6 +187,20 @@ def engine_dtype(cfg: LanguageConfig, device: str | torch.device) -> str:
     if cfg.rollout.dtype not in _DTYPES:
         raise ConfigError(f"rollout.dtype is {cfg.rollout.dtype!r}; allowed: {', '.join(_DTYPES)}")
     return cfg.rollout.dtype
+
+
+def check_quantized_dtype(cfg: LanguageConfig, device: str | torch.device) -> None:
+    """Refuses `rollout.quantization` with weights in float32, which vLLM does not quantize.
+
+    Raises:
+        ConfigError: The engine's weights are in float32 on the device.
+    """
+    quantization = select(cfg, "rollout.quantization")
+    if quantization is not None and engine_dtype(cfg, device) == "float32":
+        raise ConfigError(
+            f"rollout.quantization is {quantization!r}, which needs weights in bfloat16 or float16, and rollout.dtype is "
+            f"{cfg.rollout.dtype!r}, which on {device} is float32: set rollout.dtype=bfloat16, or rollout.quantization=null"
+        )
 
 
 def engine_precision(cfg: LanguageConfig, device: str | torch.device) -> str:

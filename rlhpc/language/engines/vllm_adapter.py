@@ -372,15 +372,37 @@ def processor_info(model: Any) -> Any:
     return model._processor_factory.info
 
 
-def import_image_model(name: str) -> Any:
-    """Imports vLLM's module of a vision-language model, also if torchvision is not installed."""
+def _lacks_torchvision(module_name: str) -> bool:
+    """Returns whether a module cannot be imported because torchvision is not installed."""
     try:
-        return importlib.import_module(name)
+        importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torchvision":
-            raise
+        return (error.name or "").partition(".")[0] == "torchvision"
+    return False
+
+
+def import_model_module(name: str) -> Any:
+    """Imports vLLM's module of a model that reads images, also if torchvision is not installed."""
+    if not _lacks_torchvision(name):
+        return importlib.import_module(name)
     sys.modules[_IMAGE_PROCESSOR] = importlib.import_module(_IMAGE_PROCESSOR_OF_PIL)
     try:
         return importlib.import_module(name)
     finally:
         del sys.modules[_IMAGE_PROCESSOR]
+
+
+def register_without_torchvision(architectures: Iterable[str]) -> None:
+    """Registers vLLM's classes of text models that share a module with a model that reads images, if torchvision is missing.
+
+    vLLM inspects a class in another process, which could not import the module.
+
+    Args:
+        architectures: Names of the model's classes (config.json).
+    """
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for architecture in architectures:
+        module_name = getattr(ModelRegistry.models.get(architecture), "module_name", None)
+        if module_name is not None and _lacks_torchvision(module_name):
+            ModelRegistry.register_model(architecture, getattr(import_model_module(module_name), architecture))

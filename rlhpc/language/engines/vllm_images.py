@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rlhpc.language.data.images import load_image_processor
-from rlhpc.language.engines.vllm_adapter import import_image_model, processor_info
+from rlhpc.language.engines.vllm_adapter import import_model_module, processor_info
 
 if TYPE_CHECKING:
     from rlhpc.language.data.images import PromptImageProcessor, PromptImages
@@ -44,7 +44,7 @@ def register_images(config: Any, path: str, trust_remote_code: bool) -> None:
 
     image_processor = load_image_processor(path, trust_remote_code)
     module, name = _MODELS[config.model_type]
-    vllm_model: Any = getattr(import_image_model(f"vllm.model_executor.models.{module}"), name)
+    vllm_model: Any = getattr(import_model_module(f"vllm.model_executor.models.{module}"), name)
     model_class = type(name, (vllm_model,), {"__module__": vllm_model.__module__})
     register_class = MULTIMODAL_REGISTRY.register_processor(
         _PatchProcessor,

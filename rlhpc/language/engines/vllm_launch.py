@@ -21,9 +21,11 @@ import torch
 from rlhpc.jobs.lease import Lease
 from rlhpc.jobs.shared_files import look_again
 from rlhpc.language.data.images import has_vision
+from rlhpc.language.engines.batch_invariance import has_states
 from rlhpc.language.engines.vllm_adapter import (
     external_launcher,
     preload_engine_modules,
+    register_without_torchvision,
     restore_variables,
     restored_process,
     use_batch_invariant_mode,
@@ -393,6 +395,12 @@ class VLLMProcess:
                 arguments["max_num_batched_tokens"] = max(
                     _CPU_BATCH_TOKENS, _max_sequence_tokens(config.get_text_config(), options)
                 )
+                if has_states(config.get_text_config()):
+                    # vLLM stores states of a prefix at the ends of chunks.
+                    arguments["enable_prefix_caching"] = False
+            if has_states(config.get_text_config()):
+                # The build's kernel turns only the first head of queries in three dimensions, as LFM2's are.
+                arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
             if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
                 arguments["kv_cache_memory_bytes"] = _compute_cpu_cache_bytes(config.get_text_config(), options)
         elif options.max_batch_size and _CAPTURE_SETTINGS.isdisjoint(options.engine_kwargs):
@@ -425,6 +433,8 @@ class VLLMProcess:
             with restored_process(), group_rank_environment(self._link), self._explain_errors():
                 if self._has_images:
                     register_images(config, options.model_path, options.trust_remote_code)
+                else:
+                    register_without_torchvision(getattr(config, "architectures", None) or ())
                 try:
                     engine_args = EngineArgs(**arguments)
                 except TypeError as error:

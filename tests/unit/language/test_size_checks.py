@@ -14,6 +14,9 @@ from tests.extras import need_extra
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "reasoning"
 RUN = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=28"]
+QUANTIZED = [
+    "rollout.rollout_backend=vllm", "rollout.quantization=fp8", "algorithm.tis_cap=2", "algorithm.recompute_logprobs=true",
+]  # fmt: skip
 TENSOR = [
     "actor.training_backend=fsdp", "actor.parallel.tensor=2", "cluster.component_placement={actor: '0:0-1', rollout: 0}",
 ]  # fmt: skip
@@ -62,6 +65,14 @@ def test_a_micro_batch_of_just_one_sequence_is_allowed() -> None:
         ({"model_type": "phi3", "num_key_value_heads": 1}, TENSOR, ""),  # its heads are not shared out
         ({"head_dim": 16}, ["rollout.rollout_backend=vllm"], "attention heads are 16 wide, and vLLM has 32, 64"),
         ({"head_dim": 64}, ["rollout.rollout_backend=vllm"], ""),
+        (
+            {"head_dim": 64},
+            QUANTIZED,
+            r"rollout\.quantization is 'fp8', which needs weights in bfloat16 or float16, and rollout\.dtype is 'auto', "
+            r"which on cpu is float32: set rollout\.dtype=bfloat16",
+        ),
+        ({"head_dim": 64}, [*QUANTIZED, "rollout.dtype=bfloat16"], ""),
+        ({"head_dim": 64}, [*QUANTIZED, "actor.model.dtype=float16"], ""),
         ({}, ["rollout.routing_replay=true"], r"rollout\.routing_replay is for a mixture of experts"),
         (
             {},

@@ -120,6 +120,24 @@ def test_a_demonstration_ends_as_the_template_ends_a_turn(base: Any, tmp_path: P
     assert ends == [*base.convert_tokens_to_ids(["<|endoftext|>", "<|eom_id|>", "<plain_end>"]), end]
 
 
+def test_a_token_without_an_embedding_is_refused(base: Any, tmp_path: Path) -> None:
+    """A tokenizer that is larger than the model is fine until a text has such a token, as with Gemma 3's smallest models."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base.name_or_path)
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads(Path(base.name_or_path, "config.json").read_text())
+    tmp_path.joinpath("config.json").write_text(json.dumps(config))
+    encoder = PromptTokenizer(transformers.AutoTokenizer.from_pretrained(tmp_path), 1000)
+    sum_prompt = Prompt(0, ({"role": "user", "content": "2+2?"},), "4", response="4")
+    assert encoder.encode(sum_prompt) and encoder.encode_demonstration(sum_prompt)
+    number = config["vocab_size"]
+    expected = rf"token {number} \('<tool>'\), and the model in {tmp_path} has embeddings for {number} \(vocab_size"
+    with pytest.raises(ConfigError, match=expected):
+        encoder.encode(Prompt(0, ({"role": "user", "content": "2<tool>"},), "4"))
+    with pytest.raises(ConfigError, match=expected):
+        encoder.encode_demonstration(Prompt(0, sum_prompt.messages, "4", response="<tool>"))
+
+
 def test_a_stop_text_neither_begins_nor_ends_inside_a_special_token(base: Any) -> None:
     def ids(*parts: str) -> list[int]:
         return [

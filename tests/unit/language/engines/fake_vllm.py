@@ -73,6 +73,8 @@ class EngineArgs:
     max_cudagraph_capture_size: int | None = None
     cudagraph_capture_sizes: list[int] | None = None
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool | None = None
+    compilation_config: dict[str, Any] | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_memory_bytes: int | None = None
     logprobs_mode: str = ""
@@ -196,6 +198,17 @@ def load_all(weights: Iterable[tuple[str, Any]], is_packed: bool, untrained_part
     return Loaded({name: tensor.numel() for name, tensor in weights}, ())
 
 
+class ModelRegistry:
+    """vLLM's models by architecture, and the classes that were registered."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Any] = {}
+        self.registered: dict[str, Any] = {}
+
+    def register_model(self, architecture: str, model: Any) -> None:
+        self.registered[architecture] = model
+
+
 def install(patch: pytest.MonkeyPatch, device_type: str = "cpu") -> type[LLMEngine]:
     """Puts this in the place of vllm, imported or not; returns its class of engines, of which each test has its own."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
@@ -219,7 +232,7 @@ def install(patch: pytest.MonkeyPatch, device_type: str = "cpu") -> type[LLMEngi
             "destroy_distributed_environment": lambda: None,
             "destroy_model_parallel": lambda: None,
         },
-        "vllm.model_executor.models.registry": {"_run_in_subprocess": None},
+        "vllm.model_executor.models.registry": {"_run_in_subprocess": None, "ModelRegistry": ModelRegistry()},
     }
     modules: dict[str, ModuleType] = {}
     for name in contents:

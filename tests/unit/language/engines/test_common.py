@@ -154,6 +154,10 @@ def test_options_are_those_of_the_configuration() -> None:
         ("rollout.max_batch_size=0", "rollout.max_batch_size is 0"),
         ("rollout.gpu_memory_utilization=1.5", "rollout.gpu_memory_utilization is 1.5"),
         ("rollout.dtype=float8", "rollout.dtype is 'float8'"),
+        (
+            "rollout.quantization=fp8",
+            "rollout.quantization is 'fp8', .*rollout.dtype is 'auto', which on cpu is float32",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             options(override)

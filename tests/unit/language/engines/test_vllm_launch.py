@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlhpc.language.engines import vllm_launch
+from rlhpc.language.engines import vllm_adapter, vllm_launch
 from rlhpc.language.engines.common import EngineOptions
 from rlhpc.language.engines.vllm_launch import VLLMProcess, sees_all_devices
 from rlhpc.runtime.errors import ConfigError
@@ -73,6 +73,44 @@ def test_the_cpu_build_computes_whole_prompts_eagerly_in_a_cache_of_its_own_size
     assert arguments.kv_cache_memory_bytes == 2 * 2 * 2 * 16 * 4 * 128 * 5 * 8
     assert (arguments.logprobs_mode, arguments.seed) == ("processed_logprobs", 5), "a subclass has the last word"
     assert build(Seeded, max_model_len=9000)._engine.arguments.max_num_batched_tokens == 9000, "a prompt at once"
+
+
+def test_the_cpu_build_computes_models_with_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prompts are computed whole, vLLM cannot cache states by prefix; and its kernel of rotary positions is off."""
+    fake_vllm.install(monkeypatch)
+    monkeypatch.setattr(Config, "layer_types", ["full_attention"] * 2, raising=False)
+    arguments = build(Seeded)._engine.arguments
+    assert (arguments.enable_prefix_caching, arguments.compilation_config) == (None, None)
+    monkeypatch.setattr(Config, "layer_types", ["conv", "full_attention"])
+    for process, is_caching in ((Seeded, False), (VLLMProcess, None)):
+        arguments = build(process)._engine.arguments
+        assert arguments.enable_prefix_caching is is_caching
+        assert arguments.compilation_config == {"custom_ops": ["-rotary_embedding"]}
+
+
+@pytest.mark.parametrize("missing", ["torchvision", "another", None])
+def test_a_text_model_in_a_module_that_needs_torchvision_is_registered_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str | None
+) -> None:
+    """vLLM could not inspect it; other modules are left to vLLM."""
+    fake_vllm.install(monkeypatch)
+    processor = "the_image_processor"
+    needed = f"from {missing}_that_is_not_installed import v2" if missing == "another" else "import torchvision"
+    (tmp_path / "module_of_model.py").write_text(
+        f"import {processor}\nclass LlamaForCausalLM: pass\n" if missing else "class LlamaForCausalLM: pass\n"
+    )
+    (tmp_path / f"{processor}.py").write_text(f"{needed}\n")
+    (tmp_path / "processor_of_pil.py").write_text("")
+    monkeypatch.setattr(vllm_adapter, "_IMAGE_PROCESSOR", processor)
+    monkeypatch.setattr(vllm_adapter, "_IMAGE_PROCESSOR_OF_PIL", "processor_of_pil")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.delitem(sys.modules, "module_of_model", raising=False)
+    registry = sys.modules["vllm.model_executor.models.registry"].ModelRegistry
+    registry.models["LlamaForCausalLM"] = SimpleNamespace(module_name="module_of_model")
+    build()
+    assert [*registry.registered] == (["LlamaForCausalLM"] if missing == "torchvision" else [])
+    assert processor not in sys.modules
 
 
 def test_a_long_context_fits_into_the_cache_and_many_sequences_share_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ need_extra("llm")
 
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
 
+from bench.prefixes import compute_exact_gradients, relative_difference
 from rlhpc.config.sections import LoraConfig
 from rlhpc.language.models import packing
 from rlhpc.language.models.logprobs import linear_head, logit_rows, token_scores
@@ -96,6 +97,25 @@ def test_in_float64_nothing_is_left_of_the_difference(monkeypatch) -> None:
     assert float(((ordered[0] - ordered[1]).abs().max() / ordered[0].abs().max()).detach()) < 1e-12
     for name, grad in grads[0].items():
         assert float((grads[1][name] - grad).abs().max() / grad.abs().max()) < 1e-12, name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3"])
+def test_gradients_are_those_of_flat_rows_to_1e_6_and_as_near_to_float64(name) -> None:
+    """By the norm over all parameters: the norm of the difference, relative to that of the gradient."""
+    model, batch = family(name), shuffled_tree()
+    weights, gradients = torch.linspace(-1, 2, batch.tokens), {}
+    exact_model = built(READ[name][0], {**READ[name][1], **LONG, "n_positions": 512})
+    exact_model.load_state_dict(model.state_dict())
+    for shared in (False, True):
+        model.zero_grad()
+        for samples, part in cut(batch, shared=shared):
+            tokens = batch.tokens_of(samples)
+            (-(token_scores(model, part).logprobs * (weights * batch.mask)[tokens]).sum()).backward()
+        gradients[shared] = {parameter_name: p.grad.clone() for parameter_name, p in model.named_parameters()}
+    exact = compute_exact_gradients(exact_model, batch, weights)
+    assert relative_difference(gradients[True], gradients[False]) < 1e-6
+    errors = {shared: relative_difference(found, exact) for shared, found in gradients.items()}
+    assert 0 < errors[True] < 1e-6 and errors[True] < 1.5 * errors[False], errors
 
 
 @pytest.mark.parametrize("changed", ["adapter", "values", "checkpointing", "whole logits"])

@@ -222,20 +222,27 @@ def test_what_is_drawn_fits_and_is_longer_than_a_window_where_the_runs_own_seque
 
 
 class Excluding:
-    """Engine whose code has a check, without words, that excludes the model."""
+    """Engine whose code excludes the model."""
 
     can_score = False
 
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
     def generate(self, requests):
-        raise AssertionError
+        raise self.error
 
 
-def test_a_check_without_words_in_an_engines_code_is_refused_with_its_line() -> None:
-    expected = (
-        r"cannot generate with this model .*AssertionError \(.*test_weight_sync\.py, line \d+: raise AssertionError\)"
-    )
+@pytest.mark.parametrize(
+    "error", [AssertionError(), NotImplementedError(), RuntimeError("Unexpected head dim size, 32")]
+)
+def test_a_check_in_an_engines_code_is_refused_with_its_line(error: BaseException) -> None:
+    text = str(error) or type(error).__name__
+    expected = rf"cannot generate with this model .*{text} \(.*test_weight_sync\.py, line \d+: raise"
     with pytest.raises(ConfigError, match=expected):
-        sample_probe(Excluding(), 50, 5, 5, 20, 0, 0)  # type: ignore[arg-type]
+        sample_probe(Excluding(error), 50, 5, 5, 20, 0, 0)  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError):
+        sample_probe(Excluding(torch.OutOfMemoryError()), 50, 5, 5, 20, 0, 0)  # type: ignore[arg-type]
 
 
 class Weights:
