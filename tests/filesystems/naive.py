@@ -112,13 +112,32 @@ def _ignore_close() -> None:
     store.fsync_file = lambda path: None
 
 
+def _believe_that_it_is_gone() -> None:
+    def move_aside(path: Path, private_path: Path) -> bool:
+        try:
+            os.rename(path, private_path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    files.move_aside = store.move_aside = registry.move_aside = move_aside
+
+
+def _look_before_removal() -> None:
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if not missing_ok or os.path.lexists(path):
+            os.unlink(path)
+
+    Path.unlink = unlink  # type: ignore[method-assign]
+
+
 def _require_removal() -> None:
     def remove(folder: Path) -> bool:
         if folder.exists():
             shutil.rmtree(folder)
         return True
 
-    store.remove_tree = export_folder.remove_tree = remove
+    files.remove_tree = store.remove_tree = export_folder.remove_tree = remove
 
 
 #: Name → function that replaces a part of rlhpc in this process.
@@ -132,5 +151,7 @@ VERSIONS: dict[str, Callable[[], None]] = {
     "believes that a name is missing": _believe_missing_names,
     "believes listings": _believe_listings,
     "ignores close": _ignore_close,
+    "believes that a file is gone": _believe_that_it_is_gone,
+    "looks before it removes": _look_before_removal,
     "requires that a folder is gone": _require_removal,
 }
