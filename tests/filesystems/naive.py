@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rlhpc.checkpoint import export_folder, store
 from rlhpc.jobs import driver_lock, lease, segment, shared_files
 from rlhpc.jobs.paths import RunPaths, step_of
 from rlhpc.runtime import files, registry
-from rlhpc.runtime.errors import UserError
+from rlhpc.runtime.errors import DeadlineExceeded, UserError
 
 #: Environment variable of an agent that names the naive version to use.
 NAIVE = "RLHPC_TESTS_NAIVE"
@@ -70,8 +71,16 @@ def _lock_by_flock() -> None:
 
     @contextlib.contextmanager
     def submit_lock(path: Path, subject: str, timeout_s: float) -> Iterator[None]:
+        deadline = time.monotonic() + timeout_s
         with open(path, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise DeadlineExceeded("another process has been submitting it") from None
+                    time.sleep(0.1)
             yield
 
     driver_lock.sole_driver = sole_driver

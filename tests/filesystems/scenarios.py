@@ -148,7 +148,7 @@ def submit_locks(bed: SharedFolder, draw: random.Random) -> None:
         )
         assert "another process has been submitting it" in text
         submitters[0].kill()
-        submitters[-1]("submit", run=run, log=str(log), hold_s=0.0, timeout_s=40.0)
+        submitters[-1]("submit", run=run, log=str(log), hold_s=0.0, timeout_s=80.0)
     times = sorted(json.loads(line) for line in log.read_text().splitlines())
     assert len(times) == len(submitters) + 1
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times)), times
