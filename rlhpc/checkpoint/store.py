@@ -49,6 +49,7 @@ from rlhpc.runtime.files import (
     fsync_file,
     fsync_folder,
     is_taken,
+    move_aside,
     remove_tree,
     rename,
     replace_durably,
@@ -304,9 +305,7 @@ def _discard(path: Path, may_go: Callable[[Path], bool] = lambda trash_path: Tru
     else:
         name = step_name(match.group(2)) if match else path.name
         trash_path = path.with_name(f".trash_{name}-{secrets.token_hex(4)}")
-        try:
-            rename(path, trash_path)
-        except FileNotFoundError:  # an earlier driver on another host has removed it
+        if not move_aside(path, trash_path):  # an earlier driver on another host has removed it
             return False
         if not may_go(trash_path):
             try:

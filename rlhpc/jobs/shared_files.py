@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlhpc.runtime.files import read_file, read_json, replace_durably, server_status
+from rlhpc.runtime.files import read_file, read_json, repeat_look, replace_durably, server_status
 
 
 def look_again(folder: Path) -> int:
@@ -69,9 +68,8 @@ def renewed_within(
             raise
 
     with contextlib.suppress(FileNotFoundError):
-        first_mtime, deadline = read_mtime(), time.monotonic() + watch_s
-        while time.monotonic() < deadline:
-            time.sleep(min(0.5, watch_s / 4))
+        first_mtime = read_mtime()
+        for _ in repeat_look(min(0.5, watch_s / 4), watch_s):
             if read_mtime() not in (None, first_mtime) or alive_again():
                 return True
     return False

@@ -3,7 +3,8 @@
 Waiting commands, `rlhpc status`, `rlhpc logs --follow`, the screens of runs, joined ranks and drivers with helper jobs share a
 small folder below the temporary folder. A file in that folder has Slurm's last answer about all jobs of the user, and the jobs
 that commands have asked about. No command is the leader: the first command to see an outdated answer makes the query, and the
-other commands read the new answer. A killed command leaves no state for which other commands would wait.
+other commands read the new answer. A killed command leaves no state for which other commands would wait, and a stopped one
+loses its lock. Where the folder is open to others, or its disk is full, each command asks by itself.
 
 All commands together run at most one query in `INTERVAL_S`, so an answer is up to `INTERVAL_S` old, and older while Slurm
 does not answer. A query is one `squeue`. If it also needs `sacct` or `scontrol` for further jobs, the next query is due after
@@ -18,7 +19,6 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,10 @@ from typing import Any
 
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, QueueSnapshot, SlurmProbe
 from rlhpc.jobs.slurm import QueuedJob
+from rlhpc.runtime.errors import OwnershipError
+from rlhpc.runtime.files import replace_durably
 from rlhpc.runtime.host import process_space
+from rlhpc.runtime.ownership import require_private
 
 #: Minimum time between two queries, and the maximum while Slurm does not answer.
 INTERVAL_S, MAX_INTERVAL_S = 10.0, 120.0
@@ -74,7 +77,7 @@ class SharedProbe(JobProbe):
 
     def query(self, job_ids: Iterable[str]) -> dict[str, JobReport]:
         ids = list(job_ids)
-        if _make_folder(self._folder):
+        if make_wait_folder(self._folder):
             with contextlib.suppress(OSError):  # a full disk, or a concurrent cleanup
                 return self._query(ids)
         return self._probe.query(ids)
@@ -84,7 +87,7 @@ class SharedProbe(JobProbe):
 
         The list is None if Slurm does not answer. It lacks jobs that were submitted after that time.
         """
-        if _make_folder(self._folder):
+        if make_wait_folder(self._folder):
             with contextlib.suppress(OSError):
                 answers = self._refresh([], is_forced=True)
                 asked_at = time.time() - (time.monotonic() - answers["began"])
@@ -128,6 +131,8 @@ class SharedProbe(JobProbe):
 
     def leave(self, job_ids: Iterable[str]) -> None:
         """Removes jobs that this process no longer waits for; the last waiting command to leave removes the folder."""
+        if not _is_private(self._folder):
+            return
         with contextlib.suppress(OSError), self._lock() as has_lock:
             answers = self._read()
             for job in job_ids:
@@ -158,9 +163,10 @@ class SharedProbe(JobProbe):
         # ended jobs are not queried again
         reports = answers["reports"]
         open_jobs = [job for job in sorted({*waiting_ids, *once}) if not _report(reports.get(job)).state.is_terminal]
+        self._write(answers)  # before the query: where a full disk refuses it, this process asks at its own pace
         if (open_jobs or is_forced) and self._is_due(answers, now):
             answers = self._with_snapshot(answers, self._probe.snapshot(open_jobs), now)
-        self._write(answers)
+            self._write(answers)
         return answers
 
     def _with_snapshot(self, answers: dict[str, Any], snapshot: QueueSnapshot, now: float) -> dict[str, Any]:
@@ -180,13 +186,16 @@ class SharedProbe(JobProbe):
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Yields whether this process has the lock."""
-        fd = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Yields whether this process has the lock. Removes the lock of a process that was stopped while it had the lock."""
+        fd = _open_lock(self._folder / _LOCK)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if time.time() - os.fstat(fd).st_mtime > MAX_INTERVAL_S:  # no query takes as long
+                (self._folder / _LOCK).unlink(missing_ok=True)
             yield False
         else:
+            os.utime(fd, (time.time(), time.time()))
             yield True
         finally:
             os.close(fd)
@@ -205,21 +214,27 @@ class SharedProbe(JobProbe):
         _replace(self._folder / _ANSWERS, answers)
 
 
-def _make_folder(folder: Path) -> bool:
+def make_wait_folder(folder: Path) -> bool:
     """Returns whether the folder exists, after an attempt to create it, and belongs to this user alone."""
-    try:
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    return _is_private(folder)
+
+
+def _is_private(folder: Path) -> bool:
+    """Returns whether a folder exists, is no link, and is closed to other users, who could put files or links into it."""
+    with contextlib.suppress(OSError, OwnershipError):
+        require_private(folder)
+        return True
+    return False
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:
-    new_file = path.with_suffix(".new")
-    new_file.write_text(json.dumps(content))
-    new_file.replace(path)
+    replace_durably(path, json.dumps(content).encode(), mode=0o600, sync=False, parents=False)
 
 
 def _report(row: list[Any] | None) -> JobReport:
@@ -247,15 +262,30 @@ def _remove(folder: Path) -> None:
 
 
 def remove_unused_folders(unused_s: float = 2 * MAX_INTERVAL_S) -> list[Path]:
-    """Removes this user's folders of shared queries on this host that no command has used for `unused_s` seconds."""
+    """Removes this user's folders of shared queries on this host that no process uses, with what killed processes have left.
+
+    The wait server and the process that looks for all hold a lock while they live. All others renew a file of the folder, or
+    ask only once.
+
+    Args:
+        unused_s: Minimum seconds since the last change of a file in the folder.
+    """
     removed_folders = []
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-{os.getuid()}-*"):
-        with contextlib.suppress(OSError):  # in use: it has the wait server's socket, or is another user's
-            if {path.name for path in folder.iterdir()} <= {_ANSWERS, _LOCK} and (
-                time.time() - (folder / _ANSWERS).stat().st_mtime > unused_s
-            ):
-                _remove(folder)
-                removed_folders.append(folder)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as locks:  # another user's, or in use
+            paths = list(folder.iterdir())
+            changed_at = max((path.lstat().st_mtime for path in paths), default=folder.lstat().st_mtime)
+            if not _is_private(folder) or time.time() - changed_at <= unused_s:
+                continue
+            for path in paths:
+                if path.name.endswith(_LOCK):
+                    fd = _open_lock(path)
+                    locks.callback(os.close, fd)
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in paths:
+                path.unlink(missing_ok=True)
+            folder.rmdir()
+            removed_folders.append(folder)
     return removed_folders
 
 
@@ -301,8 +331,11 @@ class SharedAnswer:
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
-            self._lock_path.unlink(missing_ok=True)
+            if os.path.samestat(
+                os.fstat(self._fd), self._lock_path.stat()
+            ):  # else it was removed, and another one leads
+                self._path.unlink(missing_ok=True)
+                self._lock_path.unlink(missing_ok=True)
             self._path.parent.rmdir()
         os.close(self._fd)
         self._fd, self._last_read = None, float("-inf")
@@ -315,10 +348,10 @@ class SharedAnswer:
         """Returns whether this process does the lookups for all processes; it tries to take this role."""
         if self._fd is not None:
             return True
-        if not _make_folder(self._path.parent):
+        if not make_wait_folder(self._path.parent):
             return False
         with contextlib.suppress(OSError):
-            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _open_lock(self._lock_path)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_current = os.path.samestat(os.fstat(fd), self._lock_path.stat())

@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, ProcessId
 from rlhpc.jobs.segment import JobRecord, SegmentJournal
-from rlhpc.jobs.shared_probe import wait_folder
+from rlhpc.jobs.shared_probe import make_wait_folder, wait_folder
 from rlhpc.jobs.waiter import Waiter, interruption_text
 from rlhpc.runtime.env_references import read_values
 from rlhpc.runtime.imports import python_path, run_module
@@ -172,13 +171,10 @@ def _open_wait_folder() -> Any:
         OSError: The folder cannot be created, or other users have access to it.
     """
     path = wait_folder()
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    if not make_wait_folder(path):
+        raise PermissionError(f"{path} is not this user's alone")
     folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        status = os.fstat(folder_fd)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise PermissionError(f"{path} is not this user's alone")
         yield folder_fd
     finally:
         os.close(folder_fd)

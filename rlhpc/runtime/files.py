@@ -212,13 +212,13 @@ MISSING_NAME_S = 5.0
 
 
 def repeat_look(pause_s: float, timeout_s: float) -> Iterator[None]:
-    """Yields before each look at a name that this host may remember as missing; the last look begins after `timeout_s`.
+    """Yields before each look at a file that another process changes; the last look begins after `timeout_s`.
 
     A look that began earlier proves nothing: on a busy host, or with a filesystem that stalls, it may end much later.
 
     Args:
         pause_s: Seconds between two looks.
-        timeout_s: Seconds for which this host may remember that the name was missing (`MISSING_NAME_S`).
+        timeout_s: Seconds for which this host may remember that a name was missing (`MISSING_NAME_S`), or of a lease.
     """
     deadline, is_last = time.monotonic() + timeout_s, False
     while not is_last:
@@ -249,6 +249,43 @@ def rename(source: Path, target: Path) -> Path:
                 break
         raise
     return target
+
+
+def move_aside(path: Path, private_path: Path) -> bool:
+    """Renames a file or folder to a name that no other process uses; returns False if another process has removed it.
+
+    The rename fails with the same error if `path` is gone and if the reply to a successful rename was lost, and this host may
+    remember that `private_path` was missing. An attempt to create that name, as another type of file, asks the server.
+
+    Args:
+        path: Path of the file or folder; it may be missing.
+        private_path: New path, with a random name.
+
+    Raises:
+        OSError: The rename failed, and `path` has its name.
+    """
+    try:
+        file_type = stat.S_IFMT(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
+    try:
+        os.rename(path, private_path)
+        return True
+    except (FileNotFoundError, FileExistsError):
+        pass
+    is_folder = file_type == stat.S_IFDIR
+    with contextlib.suppress(OSError):  # it exists, or the filesystem is full
+        private_path.touch(exist_ok=False) if is_folder else private_path.mkdir()
+    for _ in repeat_look(0.05, MISSING_NAME_S):
+        with contextlib.suppress(FileNotFoundError):
+            is_moved = stat.S_IFMT(os.lstat(private_path).st_mode) == file_type
+            break
+    else:
+        return False
+    if not is_moved:
+        with contextlib.suppress(FileNotFoundError):
+            private_path.unlink() if is_folder else private_path.rmdir()
+    return is_moved
 
 
 def _is_on_server(path: Path) -> bool:
@@ -305,8 +342,7 @@ def replace_folder(staging_folder: Path, target: Path, replaced_folder: Path) ->
     """
     for num_attempts in itertools.count(1):
         try:
-            with contextlib.suppress(FileNotFoundError):  # no folder has the name, or not any more
-                rename(target, replaced_folder)
+            move_aside(target, replaced_folder)
             rename(staging_folder, target)
             break
         except BaseException as error:
@@ -445,10 +481,9 @@ def _create_in_place(path: Path, file_bytes: bytes, mode_bits: int) -> bool:
 def remove_if(path: Path, is_expected: Callable[[Path], bool]) -> bool:
     """Removes a file if it is the expected one; returns whether this call has removed it.
 
-    Another process may put its own file in the place of a file that was looked at. The file therefore gets a name that no
-    other process knows before the look that decides. If it is another process's file, it gets its name back. For the time
-    of two system calls that file is missing, if it was put there between the first look and the rename. A file that a third
-    process creates in that time is kept.
+    Another process may put its own file in the place of a file that was looked at. The file therefore gets a private name
+    before the look that decides. If it is another process's file, it gets its name back after two system calls. A file that
+    a third process creates in that time is kept.
 
     Args:
         path: Path of the file; it may be missing.
@@ -460,15 +495,8 @@ def remove_if(path: Path, is_expected: Callable[[Path], bool]) -> bool:
     if not (os.path.lexists(path) and is_expected(path)):
         return False
     renamed_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        os.rename(path, renamed_path)
-    except (FileNotFoundError, FileExistsError):  # another process has removed it, or the reply was lost
-        # not `rename`: a file of the old name may be a third process's
-        for _ in repeat_look(0.05, MISSING_NAME_S):
-            if os.path.lexists(renamed_path):
-                break
-        else:
-            return False
+    if not move_aside(path, renamed_path):
+        return False
     is_removed = False
     try:
         is_removed = is_expected(renamed_path)

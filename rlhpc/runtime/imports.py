@@ -43,8 +43,19 @@ def python_path(foreign: bool = False) -> str:
     return os.pathsep.join(import_paths(foreign))
 
 
-def run_module(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """Returns the command that runs a module of rlhpc, with this Python or with another Python of any version."""
+def run_module(module: str, *arguments: str, python: str | None = None, folder: str | None = None) -> list[str]:
+    """Returns the command that runs a module of rlhpc, with this Python or with another Python of any version.
+
+    Args:
+        module: Name of the module.
+        arguments: Arguments of the module.
+        python: The other Python; None for this one.
+        folder: Working directory that the module enters if it exists; some programs start the commands of a container
+            elsewhere. None for the working directory of the command.
+    """
+    if folder is not None:
+        enter_folder = f"import os; os.path.isdir({folder!r}) and os.chdir({folder!r})"
+        return [python or sys.executable, "-c", f"{enter_folder}; {_RUN_MODULE}", module, *arguments]
     if python is None or python == sys.executable:
         return [sys.executable, "-P", "-m", module, *arguments]
     return [python, "-c", _RUN_MODULE, module, *arguments]

@@ -26,9 +26,9 @@ from rlhpc.runtime.errors import OwnershipError, RegistryError, RlhpcError, Stal
 from rlhpc.runtime.files import (
     MISSING_NAME_S,
     is_count,
+    move_aside,
     read_file,
     read_json,
-    rename,
     repeat_look,
     replace_durably,
     server_status,
@@ -207,10 +207,9 @@ class GenerationFolder:
         path = self.root / _TRACE_REQUEST
         taken_path = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
         try:
-            rename(path, taken_path)  # first, so that a later request is not removed unread
+            if not move_aside(path, taken_path):  # first, so that a later request is not removed unread
+                return 0
             request = read_json(read_file(taken_path))
-        except FileNotFoundError:
-            return 0
         except (OSError, ValueError):
             request = None
         with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rlhpc.checkpoint import export_folder, store
 from rlhpc.jobs import driver_lock, lease, segment, shared_files
 from rlhpc.jobs.paths import RunPaths, step_of
 from rlhpc.runtime import files, registry
-from rlhpc.runtime.errors import UserError
+from rlhpc.runtime.errors import DeadlineExceeded, UserError
 
 #: Environment variable of an agent that names the naive version to use.
 NAIVE = "RLHPC_TESTS_NAIVE"
@@ -70,8 +71,16 @@ def _lock_by_flock() -> None:
 
     @contextlib.contextmanager
     def submit_lock(path: Path, subject: str, timeout_s: float) -> Iterator[None]:
+        deadline = time.monotonic() + timeout_s
         with open(path, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise DeadlineExceeded("another process has been submitting it") from None
+                    time.sleep(0.1)
             yield
 
     driver_lock.sole_driver = sole_driver
@@ -112,13 +121,32 @@ def _ignore_close() -> None:
     store.fsync_file = lambda path: None
 
 
+def _believe_that_it_is_gone() -> None:
+    def move_aside(path: Path, private_path: Path) -> bool:
+        try:
+            os.rename(path, private_path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    files.move_aside = store.move_aside = registry.move_aside = move_aside
+
+
+def _look_before_removal() -> None:
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if not missing_ok or os.path.lexists(path):
+            os.unlink(path)
+
+    Path.unlink = unlink  # type: ignore[method-assign]
+
+
 def _require_removal() -> None:
     def remove(folder: Path) -> bool:
         if folder.exists():
             shutil.rmtree(folder)
         return True
 
-    store.remove_tree = export_folder.remove_tree = remove
+    files.remove_tree = store.remove_tree = export_folder.remove_tree = remove
 
 
 #: Name → function that replaces a part of rlhpc in this process.
@@ -132,5 +160,7 @@ VERSIONS: dict[str, Callable[[], None]] = {
     "believes that a name is missing": _believe_missing_names,
     "believes listings": _believe_listings,
     "ignores close": _ignore_close,
+    "believes that a file is gone": _believe_that_it_is_gone,
+    "looks before it removes": _look_before_removal,
     "requires that a folder is gone": _require_removal,
 }

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -413,6 +414,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "chaos", help="folder of the state files")
     args = parser.parse_args(argv)
+    # the cluster ends with the command, also in the background of a shell, which ignores Ctrl-C
+    for stop_signal in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop_signal, signal.default_int_handler)
     number, _, count = args.part.partition("/")
     events = drawn_events(args.seed, args.events, args.away)[int(number) - 1 :: int(count)]
     of = f"events-{args.events}-ranks-{args.ranks}-away-{args.away:g}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import drawn
 from tests.extras import need_programs
 
 from .cluster import SlurmCluster
@@ -132,10 +133,12 @@ def run_in(image: Path, slurm: SlurmCluster, folder: Path, *overrides: str, **cl
     return run
 
 
-def test_the_workflow(image: Path, slurm: SlurmCluster, tmp_path: Path) -> None:
+@pytest.mark.drawn
+@pytest.mark.parametrize("runtime", drawn.drawn("runtimes of the workflow", RUNTIMES, least=1))
+def test_the_workflow(image: Path, slurm: SlurmCluster, tmp_path: Path, runtime: str) -> None:
     """`snakemake --profile profiles/slurm`: ranks, evaluation and conversion are in the image, and nothing else is."""
     assert not Path(PYTHON).exists(), "a command that ran outside would fail"
-    run = run_in(image, slurm, tmp_path)
+    run = run_in(image, slurm, tmp_path, container=container(image, tmp_path, runtime))
     profile = "slurm" if slurm.has_accounting else "slurm-no-accounting"
     looking = ("env.train.wrappers=[looking_env:Looking]", "env.eval.wrappers=[looking_env:LookingAtEvaluation]")
     workflow(run, profile, *SHORT, *looking, timeout=1400)

@@ -41,7 +41,9 @@ def rlhpc_command():
     on_slurm = workflow.remote_exec or (plugin is not None and plugin.name.startswith("slurm"))
     if not wrapper or not on_slurm:
         return Untracked("rlhpc")
-    return Untracked(*wrapper, *run_module("rlhpc.cli", python=CFG.cluster.container_python))
+    # Paths of rules are relative to the working directory, and Charliecloud begins in another one.
+    folder = str(Path.cwd())
+    return Untracked(*wrapper, *run_module("rlhpc.cli", python=CFG.cluster.container_python, folder=folder))
 
 
 #: What commands take after their own options.

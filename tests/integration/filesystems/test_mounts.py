@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from rlhpc.jobs.shared_files import renewed_within
+from rlhpc.runtime import files
 from rlhpc.runtime.files import (
     create_exclusively,
     create_folder,
+    move_aside,
     read_file,
     remove_tree,
     rename,
@@ -101,6 +103,44 @@ def test_lost_replies(bed_of: Callable[..., SharedFolder], rename_error: str, ne
         assert not [path for path in server.iterdir() if path.name.endswith(".tmp")]
         with pytest.raises(FileNotFoundError):
             rename(folder / "nothing", folder / "target")
+
+
+@pytest.mark.parametrize("lost", [(), ("mkdir", "create"), ("mkdir", "create", "unlink", "rmdir")])
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_another_host_removes_at_the_same_moment_is_not_awaited(
+    bed_of: Callable[..., SharedFolder],
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], None],
+    lost: tuple[str, ...],
+) -> None:
+    """This host remembers that the new name was missing, and the server answers that it is missing, or there by now."""
+    faults = Faults(entry_s=2.0, attr_s=2.0, negative_s=1e6, lost_replies=1.0, lost_operations=lost)
+    with bed_of(faults, Faults()) as bed:
+        path, other, rename_file = bed.clients[0].path / "path", bed.clients[1].path, os.rename
+        make(other / "path")
+
+        def lose_and_rename(source: Path, target: Path) -> None:
+            assert not os.path.lexists(target)
+            rename_file(other / "path", other / "taken")
+            rename_file(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", lose_and_rename)
+            patch.setattr(files.time, "sleep", lambda pause_s: pytest.fail("it waits"))
+            assert not move_aside(path, path.with_name("private"))
+        assert os.listdir(bed.backing) == ["taken"]
+
+
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_was_moved_aside_is_found_although_the_reply_was_lost(
+    bed_of: Callable[..., SharedFolder], make: Callable[[Path], None]
+) -> None:
+    faults = Faults(negative_s=1e6, lost_replies=1.0, lost_operations=("rename", "mkdir", "create"))
+    with bed_of(faults) as bed:
+        folder = bed.clients[0].path
+        make(bed.backing / "path")
+        assert not os.path.lexists(folder / "private")
+        assert move_aside(folder / "path", folder / "private") and os.listdir(bed.backing) == ["private"]
 
 
 def test_a_temporary_file_whose_creation_was_answered_with_an_error(bed_of: Callable[..., SharedFolder]) -> None:

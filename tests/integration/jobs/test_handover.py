@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from rlhpc.jobs.cancel import cancel
 from rlhpc.jobs.segment import JobRecord
 from rlhpc.jobs.shared_files import read_json_file, write_json
+from rlhpc.jobs.shared_probe import wait_folder
 from rlhpc.jobs.wait_client import SHELL_COMMAND, SHELL_PROGRAM
 from tests.integration.jobs.test_submit import Run, until
 from tests.waiting import program, watchers
@@ -126,12 +128,13 @@ def test_who_found_a_job_becomes_a_shell_too(runs: list[WaitedFor]) -> None:
     assert len(runs[0].starts()) == 1
 
 
-def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_path: Path) -> None:
+def test_waits_by_itself_where_others_might_listen(
+    runs: list[WaitedFor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder where they meet is open to others: no watcher is asked, and none is started."""
-    code = "from rlhpc.jobs.shared_probe import wait_folder; print(wait_folder())"
-    environment = {**os.environ, **runs[0].environment}
-    place = Path(subprocess.run([sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True,
-                                check=True).stdout.strip())  # fmt: skip
+    # here, not in another process: where PYTHONPATH does not name this checkout, that one has the folder of another one
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "t"))
+    place = wait_folder()
     place.mkdir()
     place.chmod(0o755)  # whatever the umask is
     waiter = runs[0].waiter(2.0)
@@ -139,6 +142,7 @@ def test_waits_by_itself_where_others_might_listen(runs: list[WaitedFor], tmp_pa
     assert program(waiter.pid).startswith("python") and not watchers(tmp_path / "t")
     out, _ = waiter.communicate(timeout=30)
     assert waiter.returncode == 0 and json.loads(out)["result"] == {"global_step": 40}
+    assert list((tmp_path / "t").glob("rlhpc.waits-*")) == [place], "the command came to this folder"
     place.rmdir()
 
 

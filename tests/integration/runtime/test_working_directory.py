@@ -142,3 +142,16 @@ def test_another_python_keeps_the_first_folder_of_pythonpath(tmp_path: Path) -> 
         timeout=120,
     )
     assert done.returncode == 0 and not imported(here), done.stderr
+
+
+def test_a_command_in_a_container_that_begins_elsewhere(tmp_path: Path) -> None:
+    """It enters the working directory, from which paths are relative, and imports nothing from it."""
+    here = plant(tmp_path / "it's here")
+    (tmp_path / "where.py").write_text("import os, secrets; print(os.getcwd())")
+    for folder, expected in ((str(here), here), (str(tmp_path / "not in the image"), Path("/"))):
+        done = subprocess.run(
+            run_module("where", folder=folder), cwd="/", env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout.strip() == str(expected), done.stderr
+    assert not imported(here)

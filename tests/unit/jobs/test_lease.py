@@ -365,3 +365,21 @@ def test_of_drivers_that_start_at_once_one_drives(files: SegmentJournal) -> None
     assert sorted(answers) == ["drives", "refused", "refused", "refused"]
     for driver in started:
         driver.communicate("\n", timeout=60)
+
+
+def test_a_look_that_takes_longer_than_a_lease_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The filesystem stalls, or the process that watches: what it was answered before says nothing of a live holder."""
+    clock, path = [0.0], tmp_path / "lease"
+    path.touch()
+
+    def stall(path: Path) -> durable.ServerStatus:
+        status = durable.server_status(path)
+        clock[0] += lease.LEASE_S + 1
+        os.utime(path, ns=(0, status.mtime_ns + 10**9))  # the holder's renewal, which comes after the answer
+        return status
+
+    monkeypatch.setattr(durable.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(durable.time, "sleep", lambda pause_s: None)
+    statuses = iter([durable.server_status, stall])
+    monkeypatch.setattr(shared_files, "server_status", lambda path: next(statuses, durable.server_status)(path))
+    assert shared_files.renewed_within(path, lease.LEASE_S)

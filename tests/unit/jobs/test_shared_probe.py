@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -143,8 +145,20 @@ def test_folders_that_no_command_uses_are_removed(tmp_path: Path, monkeypatch: p
     assert remove_unused_folders() == [] and remove_unused_folders(unused_s=-1.0) == [wait_folder()]
     assert not list(tmp_path.iterdir())
     states(SharedProbe(slurm), "1")
-    (wait_folder() / "watcher").touch()
-    assert remove_unused_folders(unused_s=-1.0) == [] and (wait_folder() / "answers.json").exists()
+    # a wait server lives, and a process looks for all
+    look = SharedAnswer("the run", lambda: "answer", 5.0)
+    for lock_of_process in ("watcher.lock", look._lock_path.name):
+        (wait_folder() / "watcher").touch()
+        with open(wait_folder() / lock_of_process, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert remove_unused_folders(unused_s=-1.0) == [] and (wait_folder() / "answers.json").exists()
+    # both were killed, and so was a process that replaced a file
+    assert look.answer() == "answer"
+    assert look._fd is not None
+    os.close(look._fd)
+    (wait_folder() / ".answers.json.0.tmp").touch()
+    assert remove_unused_folders() == [] and remove_unused_folders(unused_s=-1.0) == [wait_folder()]
+    assert not list(tmp_path.iterdir())
 
 
 def test_jobs_that_ended_or_that_nobody_waits_for_are_not_asked_about(tmp_path: Path, clock: Clock) -> None:
@@ -215,6 +229,57 @@ def test_a_folder_that_cannot_be_used_is_left_alone(tmp_path: Path, clock: Clock
     assert len(slurm.questions) == 2  # each time by itself
 
 
+@pytest.mark.parametrize("answers", [{"wanted": {"1": 1e12}}, {}])
+def test_who_leaves_touches_no_file_in_a_folder_that_is_open_to_others(
+    tmp_path: Path, clock: Clock, answers: dict[str, Any]
+) -> None:
+    """Another user could have put links into it, with the names of files that a leaving process writes or removes."""
+    place, own_file = tmp_path / "meet", tmp_path / "own"
+    own_file.write_text("kept")
+    place.mkdir()
+    place.chmod(0o777)
+    (place / "answers.json").write_text(json.dumps(answers))
+    for name in ("answers.new", "lock"):
+        (place / name).symlink_to(own_file)
+    before = sorted(path.name for path in place.iterdir())
+    SharedProbe(Asked(j1="RUNNING"), place).leave(["2"])  # type: ignore[arg-type]
+    assert own_file.read_text() == "kept" and sorted(path.name for path in place.iterdir()) == before
+
+
+def test_a_command_that_was_stopped_while_it_asked_loses_the_lock(tmp_path: Path, clock: Clock) -> None:
+    """Ctrl-Z during a query: the others would see its last answer for as long as it stays stopped."""
+    place = tmp_path / "meet"
+    slurm: Any = Asked(j1="RUNNING")
+    stopped, other = SharedProbe(slurm, place), SharedProbe(slurm, place)
+    states(stopped, "1")
+    slurm.states["j1"] = "COMPLETED"
+    clock.now += 20
+    with stopped._lock():
+        clock.now += shared_probe.MAX_INTERVAL_S
+        assert states(other, "1") == ["RUNNING"], "a query may take long"
+        clock.now += 1
+        assert states(other, "1") == ["RUNNING"] and states(other, "1") == ["COMPLETED"]
+        with other._lock() as has_lock:
+            assert has_lock
+            with stopped._lock() as has_lock_too:
+                assert not has_lock_too
+    assert len(slurm.questions) == 2
+
+
+def test_on_a_full_disk_each_command_asks_at_the_pace_of_its_own_probe(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer is kept there, so the shared query would be due at each call."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shared_probe, "replace_durably", fail)
+    slurm: Any = Asked(j1="RUNNING")
+    monkeypatch.setattr(slurm, "snapshot", lambda job_ids: pytest.fail("it asked without a place for the answer"))
+    assert states(SharedProbe(slurm, tmp_path / "meet"), "1") == ["RUNNING"] and slurm.questions == [["1"]]
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{broken", "7"])
 def test_a_file_that_is_damaged_counts_as_none(tmp_path: Path, clock: Clock, content: str) -> None:
     place = tmp_path / "meet"
@@ -283,3 +348,17 @@ def test_the_lock_of_a_process_that_has_ended_gives_no_right_to_look(
     monkeypatch.undo()
     assert late._try_to_lead()
     late.release()
+
+
+def test_who_releases_a_look_leaves_that_of_its_successor(tmp_path: Path, clock: Clock) -> None:
+    """Its lock was removed, as a cleanup of the temporary folder does, and another process looks for all now."""
+    first, second, third = (SharedAnswer("the run", lambda name=name: name, 5.0, tmp_path / "meet") for name in "123")
+    assert first.answer() == "1"
+    first._lock_path.unlink()
+    assert second.answer() == "2"
+    first.release()
+    assert third.answer() == "2"
+    second.release()
+    assert third.answer() == "3"
+    third.release()
+    assert not (tmp_path / "meet").exists()

@@ -24,6 +24,7 @@ from rlhpc.runtime.files import (
     create_exclusively,
     create_folder,
     follow_umask,
+    move_aside,
     remove_if,
     remove_tree,
     rename,
@@ -217,18 +218,59 @@ def test_a_file_that_is_replaced_while_the_reply_to_its_removal_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This host remembers for a while that the new name was missing, and the old one is another process's already."""
-    path, lexists, looks = tmp_path / "lease", os.path.lexists, iter(range(3))
+    path, lstat, looks = tmp_path / "lease", os.lstat, iter(range(3))
 
     def rename_and_replace(source: Path, target: Path) -> None:
         os.replace(source, target)
         path.write_text("another's")
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
 
+    def look(name: Path) -> os.stat_result:
+        if name != path and next(looks, None) is not None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return lstat(name)
+
     monkeypatch.setattr(os, "rename", rename_and_replace)
-    monkeypatch.setattr(os.path, "lexists", lambda name: lexists(name) and (name == path or next(looks, None) is None))
+    monkeypatch.setattr(os, "lstat", look)
     path.write_text("mine")
     assert remove_if(path, lambda name: name.read_text() == "mine")
     assert path.read_text() == "another's" and os.listdir(tmp_path) == ["lease"]
+
+
+@pytest.mark.parametrize("are_replies_lost", [False, True])
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+def test_what_another_process_removes_at_the_same_moment_is_not_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], are_replies_lost: bool
+) -> None:
+    """The error is that of a rename whose reply was lost; the server is asked which of the two it was."""
+    path, taken_path, rename_file = tmp_path / "path", tmp_path / "taken", os.rename
+    make(path)
+
+    def lose_and_rename(source: Path, target: Path) -> None:
+        rename_file(source, taken_path)
+        rename_file(source, target)
+
+    monkeypatch.setattr(os, "rename", lose_and_rename)
+    monkeypatch.setattr(files.time, "sleep", lambda pause_s: pytest.fail("it waits"))
+    if are_replies_lost:
+        monkeypatch.setattr(Path, "mkdir", late(Path.mkdir, errno.EEXIST))
+        monkeypatch.setattr(Path, "touch", late(Path.touch, errno.EEXIST))
+    assert not move_aside(path, tmp_path / "private") and os.listdir(tmp_path) == ["taken"]
+    rename_file(taken_path, path)
+    if make is Path.touch:
+        assert not remove_if(path, lambda name: True) and os.listdir(tmp_path) == ["taken"]
+
+
+def test_a_file_is_moved_aside_on_a_full_filesystem_that_loses_replies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "rename", late(os.rename, errno.ENOENT))
+    monkeypatch.setattr(Path, "mkdir", fail)
+    assert move_aside(tmp_path / "file", tmp_path / "private") and os.listdir(tmp_path) == ["private"]
 
 
 def test_a_rename_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
