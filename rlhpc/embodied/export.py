@@ -276,7 +276,7 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
 
 
 def _list_standalone_files(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """Returns name and content of the files that let the policy act without rlhpc. Returns {} if torch.export cannot trace
+    """Returns name and content of the files with which the policy acts without rlhpc. Returns {} if torch.export cannot trace
     the policy, or if its code is not trusted.
     """
 

@@ -1,4 +1,4 @@
-"""Leases: exclusive rights of one process on any host, held through a file that the process renews while it lives."""
+"""Leases: exclusive rights of one process on any host, held through a file that the process renews while it runs."""
 
 from __future__ import annotations
 

@@ -333,7 +333,7 @@ class Claim:
         return renewed_within(self.path, LEASE_S, is_permanent=True)
 
     def alive_here(self) -> bool | None:
-        """Returns whether the job or its driver is alive, by pid alone; None if the pids belong to another host."""
+        """Returns whether the job or its driver is alive, judged only by the pid; None if the pids belong to another host."""
         if self.released:
             return False
         liveness = [p.alive() for p in (self.job, self.driver) if p is not None]

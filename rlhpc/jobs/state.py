@@ -234,7 +234,7 @@ class Facts:
         )
 
     def _read_state_from_status(self) -> tuple[str, str]:
-        """Returns state and explanation from `status.json` alone."""
+        """Returns state and explanation, read only from `status.json`."""
         status, paths = self.status, self.paths
         state, reason = self._read_driver_state()
         if state in FINAL:
@@ -357,7 +357,7 @@ _ENDED_STATES = ("finished", "failed", "cancelled", "dead")
 
 
 class RunEndCheck:
-    """Callable that returns whether the run has ended and will not continue by itself.
+    """Callable that returns whether the run has ended and no job or retry will continue it.
 
     A check looks at the times of the run's folders and at Slurm's shared answer about its job. It reads the run's files only
     if one of these has changed, if the last check found the run over, or after `_FULL_CHECK_S`.

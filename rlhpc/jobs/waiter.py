@@ -193,7 +193,7 @@ class Waiter:
             self.leave()
 
     def leave(self) -> None:
-        """Ends the wait: tells the probe that the job will not be queried again."""
+        """Ends the wait, so that the probe no longer queries the job."""
         self._probe.leave([self.record.job_id])
 
     def answer(self, segment_result: dict[str, Any]) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class Waiter:
         return None if step is None else int(step)
 
     def _check_stall(self, report: JobReport, now: float) -> None:
-        """Reports a driver that has not finished a step for longer than `status.json` says; the driver may be unable to.
+        """Reports a driver that has not finished a step within the limit in `status.json`; the driver may be unable to.
 
         The time without a new status counts from this process's first read of it: the clocks of two hosts may differ.
         """

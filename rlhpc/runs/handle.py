@@ -115,7 +115,7 @@ class TrainingRun:
         _live_runs.append(self)
 
     def _start(self, command: list[str]) -> None:
-        """Starts the driver from a thread that lives as long as the driver.
+        """Starts the driver from a thread that runs as long as the driver.
 
         The kernel ends the driver together with the thread that started it, and the caller's thread may end at any time.
         """

@@ -345,8 +345,8 @@ class Runner(Generic[Cfg]):
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def _recover(self, error: RlhpcError, on_lost: Callable[[str, Sequence[int], str], None]) -> int:
-        """Restarts the lost ranks, and continues from the newest checkpoint or, if unharmed, from the current step. The other
-        ranks stay alive.
+        """Restarts the lost ranks, and continues from the newest checkpoint or, if no state was lost, from the current step.
+        The other ranks stay alive.
 
         Returns:
             The step to continue from.

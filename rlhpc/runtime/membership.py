@@ -364,7 +364,7 @@ class Membership:
         return True
 
     def report_lost(self, member: Member, reason: str) -> None:
-        """Passes on that a rank has gone without leaving gracefully, and that its group continues without it."""
+        """Calls `on_lost` for a rank that was lost and whose group continues without it."""
         with log_errors(f"cannot report that {member.spec.name} is lost"):
             self._on_lost(member.spec.group, member.spec.rank, reason)
 

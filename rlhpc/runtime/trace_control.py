@@ -1,4 +1,4 @@
-"""Control of a run's trace: the driver decides between steps which steps are recorded, and tells all ranks.
+"""Control of a run's trace: the driver decides between steps which steps are recorded, and notifies all ranks.
 
 The ranks confirm the start before the step's first call, so that the trace has all of it. A rank that does not answer is
 left out. No error of the trace reaches the run.

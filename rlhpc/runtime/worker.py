@@ -127,7 +127,7 @@ class Worker(Instrumented, RoutedMessages):
         return 1
 
     def acquire_free_port(self, max_port_num: int | None = None) -> int:
-        """Returns a TCP port that is free on this node, and that no other rank of the run gets here while this rank lives.
+        """Returns a TCP port that is free on this node, and that no other rank of the run gets here while this rank runs.
 
         Args:
             max_port_num: Largest port, for servers that compute a second port from this one.

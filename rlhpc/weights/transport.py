@@ -480,7 +480,7 @@ class BroadcastSync:
         self._endpoint.forget()
 
     def require_readers(self, is_required: bool = True) -> None:
-        """Makes a sender wait for receivers that have not begun to read, rather than write the whole version beforehand."""
+        """Makes a sender wait for receivers that have not begun to read, instead of writing the complete version first."""
         self._requires_readers = is_required
 
 

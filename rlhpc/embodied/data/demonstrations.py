@@ -75,7 +75,7 @@ def index_demos(
     world_size: int = 1,
     gather: Callable[[Any], list[Any]] | None = None,
 ) -> list[DemoEpisode]:
-    """Returns the index of the episodes of section `demos`, after a look at the numbers of each; images are not read.
+    """Returns the index of the episodes of section `demos`, after a check of each episode's numbers; images are not read.
 
     Args:
         cfg: Configuration.

@@ -330,7 +330,7 @@ class SafetyCore:
             self._post_notice()
 
     def _log_stop(self, reason: str) -> None:
-        """Says that the robot is stopped, and who may let it move again."""
+        """Writes a log message that the robot is stopped, and who may release the stop."""
         hint = ""
         if self.limits.resume == "person":
             resume_hint = f"rlhpc robot resume {self.name}" if self._notice is not None else "its ready() says so"

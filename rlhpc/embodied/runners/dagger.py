@@ -178,5 +178,5 @@ def _record_round(
 
 
 def _list_early_data(output: Path) -> list[str]:
-    """Returns the paths of what was recorded of a round before it ended early."""
+    """Returns the paths of the data that a round recorded before it ended early."""
     return [str(dataset) for dataset in incomplete_datasets(output)]

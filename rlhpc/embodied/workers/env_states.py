@@ -59,7 +59,7 @@ def saved_units(folder: Path) -> list[dict[str, Any]]:
 
 
 def restore_env(env: VectorEnv, slots: range, unit_states: Sequence[dict[str, Any]], folder: Path) -> Obs | None:
-    """Restores a vector environment from a checkpoint, in which the slots may be divided otherwise.
+    """Restores a vector environment from a checkpoint, whose slots may be distributed over other ranks.
 
     Args:
         env: Vector environment of `slots`.

@@ -284,7 +284,7 @@ def import_vllm() -> None:
 
 
 def import_vllm_worker() -> None:
-    """Imports what vLLM imports while it builds an engine, except the model's class.
+    """Imports the modules that vLLM imports while it builds an engine, except the model's class.
 
     Separate from `import_vllm`, because vLLM itself never forks a process that has these modules: if one opens an accelerator,
     the ranks import them and still share the larger part.

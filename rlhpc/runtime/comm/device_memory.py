@@ -95,7 +95,7 @@ class _Device(Protocol):
         """
 
     def empty(self, size: int) -> torch.Tensor:
-        """Allocates memory for this process alone; returns a uint8 tensor."""
+        """Allocates private memory of this process; returns a uint8 tensor."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueues a copy of `source` into `target`."""

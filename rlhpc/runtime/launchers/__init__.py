@@ -36,7 +36,7 @@ def rank_environment(environ: Mapping[str, str], num_threads: int, *, foreign: b
 
 
 def node_imports(worker_spec: WorkerSpec, session_items: Sequence[str], fork: bool) -> list[str]:
-    """Returns what a node imports once for ranks of a group; [] if they cannot be forked.
+    """Returns the modules that a node imports once for ranks of a group; [] if they cannot be forked.
 
     Args:
         worker_spec: Specification of a rank; `preload` has the group's imports (`Worker.preloads`).
