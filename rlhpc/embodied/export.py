@@ -159,7 +159,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     return target
 
 
-def release_checkpoint(
+def write_release_folder(
     checkpoint: Path, output: Path | None = None, *, licence: str | None = None, trust_code: bool = False
 ) -> Path:
     """Writes a checkpoint's policy in the release format of its family atomically, and replaces an existing folder.

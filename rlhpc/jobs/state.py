@@ -17,7 +17,7 @@ from rlhpc.jobs.job_record import job_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.segment import Attempts, Claim, ExitRecord, JobRecord, SegmentJournal
-from rlhpc.jobs.shared_files import look_again, read_json_file
+from rlhpc.jobs.shared_files import read_json_file, revalidate_folder
 from rlhpc.jobs.shared_probe import PATIENCE_S, SharedAnswer, SharedProbe
 from rlhpc.runtime.files import read_file
 from rlhpc.runtime.host import node_name
@@ -384,7 +384,7 @@ class RunEndCheck:
 
     def _has_changed(self) -> bool:
         report = self._probe.query_job(self._job_id) if self._job_id else None
-        file_states = (report, *map(look_again, (self._paths.root, self._paths.submit, self._paths.segments)))
+        file_states = (report, *map(revalidate_folder, (self._paths.root, self._paths.submit, self._paths.segments)))
         is_unchanged = file_states == self._last_look and time.monotonic() - self._read_at < _FULL_CHECK_S
         self._last_look = file_states
         return not is_unchanged or self._num_equal_answers > 0

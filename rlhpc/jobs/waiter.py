@@ -20,7 +20,7 @@ from rlhpc.jobs.job_record import job_words, owner_of, probe_for, segment_job_na
 from rlhpc.jobs.lease import LEASE_S
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
-from rlhpc.jobs.shared_files import look_again, read_json_file
+from rlhpc.jobs.shared_files import read_json_file, revalidate_folder
 from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import bring_start_forward
 from rlhpc.jobs.state import number_of
@@ -249,7 +249,7 @@ class Waiter:
         result of a finished driver, otherwise None.
         """
         paths = self.files.paths
-        folder_times = (look_again(paths.submit), look_again(paths.segments))
+        folder_times = (revalidate_folder(paths.submit), revalidate_folder(paths.segments))
         if folder_times == self._folder_times and now < self._next_read and not is_forced:
             return None
         self._folder_times, self._next_read = folder_times, now + _READ_INTERVAL_S

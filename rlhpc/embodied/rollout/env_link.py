@@ -47,7 +47,7 @@ def leave_check(group: str, rank: int) -> Callable[[], None]:
     left.
     """
     context = current()
-    context.member(group, rank)  # fixes the incarnation
+    context.rank_record(group, rank)  # fixes the incarnation
     last_check = time.monotonic()
 
     def check() -> None:
@@ -370,7 +370,7 @@ def _open_mailboxes(
     peer = (slots.rollout_name, rollout_rank) if is_env else (slots.env_name, env_rank)
     if (
         not available()
-        or context.member(*peer)["host"] != context.host
+        or context.rank_record(*peer)["host"] != context.host
         or num_slot_bytes * sum(bytes_a_slot.values()) > _MAX_MAILBOX_BYTES
     ):
         return None

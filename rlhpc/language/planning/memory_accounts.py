@@ -345,7 +345,9 @@ def training_of(
         mesh_sizes = MeshSizes(replicate=ranks.number)
     else:
         mesh_sizes = (
-            MeshSizes(shard=ranks.number) if parallel_config is None else MeshSizes.of(parallel_config, ranks.number)
+            MeshSizes(shard=ranks.number)
+            if parallel_config is None
+            else MeshSizes.from_config(parallel_config, ranks.number)
         )
     prompt, response = max_lengths(cfg)
     grpo = typed(GrpoConfig, cfg) if _generates_training_responses(cfg) else None

@@ -427,7 +427,7 @@ class DevicePool:
             self._endpoint, buffer.path, device.address, buffer.exported_handle, event_handle, num_bytes, tensor_views
         )
 
-    def awaited(self, path: str) -> list[bool]:
+    def list_pending_readers(self, path: str) -> list[bool]:
         """Returns for each reader whether it still has to open the buffer; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
         return [] if buffer is None else awaited_readers(buffer.lease, buffer.num_readers)

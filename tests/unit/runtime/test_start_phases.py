@@ -119,7 +119,7 @@ def test_a_start_that_is_stuck_names_rank_and_phase(session: Session) -> None:
 
 
 def names_of(session: Session, rank: int) -> list[str]:
-    return [phase for phase, _ in session.ranks.members[f"slow-{rank}"].phases]
+    return [phase for phase, _ in session.ranks.processes[f"slow-{rank}"].phases]
 
 
 def wait_for(session: Session, rank: int, phases: list[str]) -> None:

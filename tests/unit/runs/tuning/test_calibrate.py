@@ -78,7 +78,7 @@ class Machine:
 def calibration(machine: Machine, cores: int = 12) -> tuple[Calibration, list[str]]:
     """Returns a calibration on this machine, and the list of its messages."""
     shape = ClusterShape({"cluster": Pool("cluster", ((0, -1),))}, cores=(cores,))
-    placements = {group: GroupPlacement.of("cluster", 0, 1) for group in WORKLOAD.groups}
+    placements = {group: GroupPlacement.from_range("cluster", 0, 1) for group in WORKLOAD.groups}
     configured = Candidate(placements, {"stages": 2, "staleness": 0, "micro": None})
     said: list[str] = []
     runs: Any = machine
@@ -200,7 +200,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ShortRuns:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    paths = RunPaths.of(tmp_path / "runs", "one")
+    paths = RunPaths.from_run_dir(tmp_path / "runs", "one")
     members = paths.registry / "local-0" / "members"
     members.mkdir(parents=True)
     record = {"node": node_name(), "pid": os.getpid(), "group": "actor"}
