@@ -478,7 +478,7 @@ class SegmentPool:
             segment = self._by_path.get(path)
         return None if segment is None else segment.memory
 
-    def has_pending_readers(self, path: str) -> list[bool]:
+    def list_pending_readers(self, path: str) -> list[bool]:
         """Returns for each reader whether it still has to map the segment; empty if the segment is not in use."""
         with self._lock:
             segment = self._by_path.get(path)

@@ -61,8 +61,8 @@ def runs(tmp_path: Path) -> Path:
             for s in (1, 2, 3)
         )
     )
-    read_rank_records = live / "registry/job-0/members"
-    read_rank_records.mkdir(parents=True)
+    members = live / "registry/job-0/members"
+    members.mkdir(parents=True)
     (live / "registry/current").write_text("job-0")
     for rank, pid in enumerate((os.getpid(), 2**22 + 1)):
         facts = {
@@ -74,7 +74,7 @@ def runs(tmp_path: Path) -> Path:
             "state": "ready",
             "incarnation": 1,
         }
-        (read_rank_records / f"actor-{rank}.json").write_text(json.dumps(facts))
+        (members / f"actor-{rank}.json").write_text(json.dumps(facts))
     (live / "registry/job-0/ranks").mkdir()
     usage = {"actor-0": [1.25, 3 * 2**30, 2.0**29, 97], HOSTILE: [1, 2, 3, 4], "actor-1": ["a", None]}
     (live / "registry/job-0/ranks/usage.json").write_text(json.dumps({"usage": usage}))

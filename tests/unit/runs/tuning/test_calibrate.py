@@ -95,8 +95,8 @@ def test_the_costs_of_a_steady_machine_are_found() -> None:
     measured, said = calibration(machine)
     costs = measured.costs()
     for phase in WORK:
-        assert costs.curves[phase].at(1.0) == pytest.approx(FIXED[phase] + WORK[phase])
-        assert costs.curves[phase].at(0.25) == pytest.approx(FIXED[phase] + WORK[phase] / 4)
+        assert costs.curves[phase].seconds_at(1.0) == pytest.approx(FIXED[phase] + WORK[phase])
+        assert costs.curves[phase].seconds_at(0.25) == pytest.approx(FIXED[phase] + WORK[phase] / 4)
     assert costs.hop_s == pytest.approx(HOP_S) and costs.overhead_s == pytest.approx(OVERHEAD_S)
     assert costs.factors["micro=8"] == pytest.approx({"act": 1.0, "simulate": 1.0, "train": 0.5})
     assert costs.extra_s["micro=8"] == pytest.approx(0.0, abs=1e-9)
@@ -136,8 +136,8 @@ def test_a_disturbed_machine_is_measured_again_and_its_drift_taken_out() -> None
     costs = calibration(machine, cores=1)[0].costs()
     assert [name for name, _, _ in machine.runs][:4] == ["plain", "again", "part_2", "plain"]
     assert costs.spread == pytest.approx(0.8, abs=0.3)
-    ratio = costs.curves["train"].at(1.0) / (FIXED["train"] + WORK["train"])
-    assert costs.curves["train"].at(0.5) == pytest.approx(ratio * WORK["train"] / 2)
+    ratio = costs.curves["train"].seconds_at(1.0) / (FIXED["train"] + WORK["train"])
+    assert costs.curves["train"].seconds_at(0.5) == pytest.approx(ratio * WORK["train"] / 2)
     assert costs.hop_s == pytest.approx(ratio * HOP_S)
 
 
