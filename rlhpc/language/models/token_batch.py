@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -72,14 +72,12 @@ class Segments:
     prefixes: tuple[SharedPrefixes, ...] = ()
 
     @classmethod
-    def from_lengths(
-        cls, lengths: list[int], device: torch.device, prefixes: tuple[SharedPrefixes, ...] = ()
-    ) -> Segments:
+    def from_lengths(cls, lengths: list[int], device: torch.device, prefixes: Sequence[SharedPrefixes] = ()) -> Self:
         """Creates the segments of consecutive samples of these lengths; omits empty samples."""
         nonzero_lengths = [length for length in lengths if length]
         ends = torch.tensor([0, *nonzero_lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
         runs = tuple((len(list(group)), length) for length, group in groupby(nonzero_lengths))
-        return cls(runs, ends, max(nonzero_lengths), prefixes=prefixes)
+        return cls(runs, ends, max(nonzero_lengths), prefixes=tuple(prefixes))
 
 
 @dataclass(frozen=True)
@@ -120,10 +118,8 @@ class PackedRow:
             positions.append(torch.arange(num_shared, length))
             batch_start += length
         columns = [torch.cat(parts).to(device, non_blocking=True) for parts in (tokens, places, positions)]
-        prefixes = tuple(
-            SharedPrefixes.from_spans(spans, device)
-            for spans in _disjoint(_prefix_spans(lengths, common_lengths, starts))
-        )
+        spans_by_level = _disjoint(_prefix_spans(lengths, common_lengths, starts))
+        prefixes = tuple(SharedPrefixes.from_spans(spans, device) for spans in spans_by_level)
         return cls(columns[0], columns[1], columns[2], new_lengths, prefixes)
 
     def to(self, device: torch.device) -> PackedRow:
