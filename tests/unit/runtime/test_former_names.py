@@ -125,6 +125,20 @@ def test_a_former_member_of_a_plugin_interface_works(path: str, former: str, cur
     assert getattr(own, current) == "own"
 
 
+def test_a_class_with_former_members_keeps_its_own_hook_for_subclasses() -> None:
+    defined = []
+
+    @former_members(grow="extend")
+    class Hooked:
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            super().__init_subclass__()
+            defined.append((cls.__name__, "extend" in vars(cls), kwargs))
+
+    with pytest.warns(FutureWarning, match="Extended.grow is now extend"):
+        type("Extended", (Hooked,), {"grow": None}, size=2)
+    assert defined == [("Extended", True, {"size": 2})]
+
+
 def test_keywords_are_checked_by_todays_names() -> None:
     @former_keywords(size="num_rows")
     def rows(num_rows: int) -> int:
