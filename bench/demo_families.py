@@ -122,7 +122,7 @@ def run_seed(
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the goals with what was measured, and the spread over the seeds by family."""
+    """Returns the goals with the measured values, and the spread over the seeds by family."""
     figures = {
         family: {
             "held-out reward after SFT": spread([row["sft"] for row in rows if row["family"] == family]),

@@ -138,7 +138,7 @@ _RENDERERS: dict[str, Callable[[str, Path], str]] = {
 
 
 def render_page(page: Path) -> str:
-    """Returns a page with its generated parts written anew."""
+    """Returns a page with its generated parts replaced."""
 
     def replace(match: re.Match[str]) -> str:
         start, kind, arguments, end = match.groups()

@@ -72,7 +72,7 @@ def build_commands(name: str, runs: str = RUNS) -> list[str]:
 
 
 def make_pictures(name: str, runs: str) -> None:
-    """Trains what is missing, evaluates, writes the report, and takes the pictures."""
+    """Trains the missing runs, evaluates, writes the report, and takes the pictures."""
     entry = ENTRIES[name]
     gallery.run_task(entry.task, runs, set())
     _, run_name = gallery.build_training_commands(entry.task, runs)[0]

@@ -40,7 +40,7 @@ _PATIENCE_S = 240.0
 
 
 class Timed(EngineBase):
-    """An engine of fixed speed, whose tokens depend on the request alone."""
+    """Engine of fixed speed, whose tokens depend only on the request."""
 
     capacity = ROWS
 

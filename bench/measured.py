@@ -28,7 +28,7 @@ def format_line(result: str) -> str:
 
 
 def main() -> None:
-    """Writes every line of the page anew."""
+    """Rewrites every line of the page."""
     PAGE.write_text(LINE.sub(lambda match: format_line(match[1]), PAGE.read_text()))
 
 

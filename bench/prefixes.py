@@ -70,7 +70,7 @@ def make_tree(lengths: tuple[int, ...], children: tuple[int, ...]) -> TokenBatch
                 longer_masks.append(torch.cat([earlier, torch.full((length,), depth > 0)]))
         paths, masks = longer_paths, longer_masks
     weights = [torch.randn(len(path), generator=generator) for path in paths]
-    batch = TokenBatch.of(paths, masks, {"weights": weights})
+    batch = TokenBatch.from_sequences(paths, masks, {"weights": weights})
     return dataclasses.replace(batch, group=torch.zeros_like(batch.group))
 
 

@@ -47,7 +47,9 @@ def make_samples(lengths: list[int], vocabulary: int) -> TokenBatch:
     """Returns a batch of random tokens with a random weight per token."""
     torch.manual_seed(0)
     ids = [torch.randint(0, vocabulary, (n,)) for n in lengths]
-    return TokenBatch.of(ids, [torch.ones(n) for n in lengths], {"weights": [torch.randn(n) for n in lengths]})
+    return TokenBatch.from_sequences(
+        ids, [torch.ones(n) for n in lengths], {"weights": [torch.randn(n) for n in lengths]}
+    )
 
 
 def draw_mixed_lengths() -> list[int]:

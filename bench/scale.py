@@ -84,8 +84,8 @@ def simulated_session(simulators: Simulators, folder: Path) -> Iterator[Session]
     session._fork_launcher._send_request = start
     yield session
     session._fork_launcher._send_request = tell_server
-    for member in session.members.values():
-        member.state = "ended"
+    for process in session.processes.values():
+        process.state = "ended"
     simulators.stop()
     session.stop()
 

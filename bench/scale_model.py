@@ -421,7 +421,7 @@ class Records:
     def __init__(self, ranks_per_host: int) -> None:
         self._ranks_per_host = ranks_per_host
 
-    def member(self, group: str, rank: int) -> dict[str, Any]:
+    def rank_record(self, group: str, rank: int) -> dict[str, Any]:
         """Returns the record of a rank."""
         host = rank // self._ranks_per_host
         return {"host": f"host{host}", "data": {"bulk": f"tcp://{group}@10.0.{host // 256}.{host % 256}:40000"}}

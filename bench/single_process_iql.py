@@ -63,7 +63,7 @@ class IqlLearner:
         self.actor_opt = torch.optim.Adam(self.actor.parameters(), lr=3e-4)
 
     def before(self, args: argparse.Namespace) -> None:
-        """Reads the data and learns from it alone."""
+        """Reads the data and trains offline on it."""
         self.expectile, self.temperature = args.expectile, args.inverse_temperature
         with h5py.File(args.data) as file:
             episodes = [file[name] for name in sorted(file, key=lambda name: int(name[5:]))]

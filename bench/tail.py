@@ -117,7 +117,7 @@ def measure_run(
     for step in range(1, num_steps + 1):
         while not ledger.wait_complete(step, 1.0):
             if time.perf_counter() - step_times[-1] > 300:
-                raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.missing(step)[:8]}")
+                raise SystemExit(f"bench.tail: step {step} is not whole: {ledger.list_missing_positions(step)[:8]}")
         time.sleep(compute_ideal_s(step, num_ranks))  # the actor
         ledger.enqueue(min(num_steps, step + 1 + max_staleness))
         for rank in range(num_ranks):

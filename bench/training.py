@@ -55,7 +55,9 @@ def make_batches(vocabulary: int, count: int, max_length: int, max_tokens: int) 
     torch.manual_seed(0)
     lengths = torch.randint(max_length // 4, max_length + 1, (count,)).tolist()
     ids, weights = zip(*((torch.randint(0, vocabulary, (n,)), torch.randn(n)) for n in lengths), strict=True)
-    full_batch = TokenBatch.of(ids, [torch.ones(n, dtype=torch.bool) for n in lengths], {"weights": weights})
+    full_batch = TokenBatch.from_sequences(
+        ids, [torch.ones(n, dtype=torch.bool) for n in lengths], {"weights": weights}
+    )
     return [full_batch.select(samples) for samples in micro_batches(full_batch.lengths, max_tokens)]
 
 

@@ -21,7 +21,7 @@ def make_run(run_dir: Path, *overrides: str, state: str = "finished", name: str 
     """Makes the folder of a run of the quickstart's configuration, with two rows of metrics and a checkpoint."""
     words = [f"runner.run_dir={run_dir}", f"runner.name={name}", "runner.max_steps=2", "runner.segments=1", *overrides]
     cfg = load_config(ROOT / "configs" / "quickstart.yaml", words, check=False)
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     paths.root.mkdir(parents=True)
     paths.config.write_text(config_to_yaml(cfg))
     write_provenance(paths, cfg, ["rlhpc", "train", "configs/quickstart.yaml", *words])

@@ -25,7 +25,9 @@ def full_divergence(
     logits: torch.Tensor, batch: TokenBatch, teacher: torch.Tensor, temperature: float = 1.0, beta: float = 1.0
 ) -> torch.Tensor:
     """`[T]`, of whole logits `[N, W, V]` of both models."""
-    return _placed(logits, batch, FullDivergence(LogitRows.of(teacher, batch.predictors()[1]), temperature, beta))
+    return _placed(
+        logits, batch, FullDivergence(LogitRows.from_logits(teacher, batch.predictors()[1]), temperature, beta)
+    )
 
 
 def top_divergence(
@@ -39,7 +41,7 @@ def top_told(
     logits: torch.Tensor, batch: TokenBatch, k: int, temperature: float = 1.0, vocabulary: int | None = None
 ) -> torch.Tensor:
     """What a teacher tells, of its whole logits."""
-    return top_logprobs(LogitRows.of(logits, batch.predictors()[1]), batch, k, temperature, vocabulary)
+    return top_logprobs(LogitRows.from_logits(logits, batch.predictors()[1]), batch, k, temperature, vocabulary)
 
 
 def _placed(logits: torch.Tensor, batch: TokenBatch, reader: RowReader) -> torch.Tensor:

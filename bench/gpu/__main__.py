@@ -199,7 +199,7 @@ def merge_parts(content: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """Writes the figures so that the file is whole at any moment."""
+    """Writes the figures atomically, so that the file is complete at any moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)

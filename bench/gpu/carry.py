@@ -1,4 +1,4 @@
-"""Packages of the part `curve` for a machine without a network: reasoning-gym and what it imports, in one archive.
+"""Packages of the part `curve` for a machine without a network: reasoning-gym and its dependencies, in one archive.
 
     python -m bench.gpu.carry --python python3.12   # where a package index is: writes .carry/curve, which git ignores
     python -m bench.gpu --only curve                # there, with that folder in the checkout: unpacks and uses the archive
@@ -77,7 +77,7 @@ def pack(site: Path, archive: Path) -> int:
 
 @contextmanager
 def carried_packages(module: str = "reasoning_gym", folder: Path = FOLDER) -> Iterator[bool]:
-    """Gives processes that are started in the block the packages of the archive, if `module` is not installed here.
+    """Makes the archive's packages importable in processes started in the block, if `module` is not installed here.
 
     Yields:
         Whether these processes can import `module`.

@@ -8,7 +8,7 @@ REPEAT = 5
 
 
 def measure(report: Report) -> None:
-    """Measures what the card can do at most."""
+    """Measures the card's maximum rates: matrix products, copies in its memory, and copies over PCIe."""
     import torch
 
     width, num_bytes, num_repeats = (256, 16 << 20, 2) if report.small else (8192, 4 << 30, 10)

@@ -94,7 +94,7 @@ def train(report: Report, folder: Path, *more: str) -> tuple[float, list[dict[st
 
 
 def report_rows(report: Report, rows: Sequence[dict[str, Any]]) -> None:
-    """Reports what the rows of metrics say of the steps after the first, and of the updates of the engine's weights."""
+    """Reports the metrics of the steps after the first, and of the weight syncs to the engine."""
     for name, (key, unit) in TIMES.items():
         report.figure(name, [row[key] for row in rows[1:]], unit)
     for name, (key, unit) in UPDATES.items():

@@ -89,11 +89,15 @@ def make_model(folder: Path, shape: Shape, device: str) -> None:
 
 
 @contextlib.contextmanager
-def use_min_chunks(is_least: bool) -> Iterator[None]:
+def use_min_chunks(uses_min_chunks: bool) -> Iterator[None]:
     """Makes chunks of logits as small as on a card with little memory, within the block."""
     from rlhpc.language.models import logprobs
 
-    with mock.patch.object(logprobs, "device_memory", lambda device: None) if is_least else contextlib.nullcontext():
+    with (
+        mock.patch.object(logprobs, "device_memory", lambda device: None)
+        if uses_min_chunks
+        else contextlib.nullcontext()
+    ):
         yield
 
 
@@ -124,7 +128,7 @@ def build_step(
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(0, shape.vocabulary, (shape.length,), generator=generator) for _ in range(shape.sequences)]
     masks = [torch.ones(shape.length, dtype=torch.bool) for _ in ids]
-    batches = [TokenBatch.of(ids, masks).read_by(trainer.packed)]
+    batches = [TokenBatch.from_sequences(ids, masks).read_by(trainer.packed)]
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         value = -scores.logprobs.sum() / shape.tokens

@@ -128,7 +128,7 @@ class Simulators:
         self._next_index = 0
 
     def start(self, spec: bytes) -> None:
-        """Gives one member to the next process."""
+        """Assigns one simulated rank to the next process."""
         pickle_stream.send(self.controls[self._next_index % len(self.controls)], spec)
         self._next_index += 1
 

@@ -56,7 +56,7 @@ class CorrectionInputs:
     mask: Tensor
 
     @classmethod
-    def of(
+    def from_logprobs(
         cls, logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor
     ) -> CorrectionInputs:
         """Returns the inputs for log-probs of π, of π_old and of μ."""

@@ -162,7 +162,7 @@ def policy_loss(
         truncation = () if tis_cap is None else (TokenTruncation(tis_cap),)
         per_token, correction_metrics = apply_corrections(
             per_token, (*truncation, *corrections),
-            CorrectionInputs.of(logprobs, trainer_logprobs, rollout_logprobs, advantages, mask),
+            CorrectionInputs.from_logprobs(logprobs, trainer_logprobs, rollout_logprobs, advantages, mask),
         )  # fmt: skip
         metrics |= correction_metrics
         if truncation:

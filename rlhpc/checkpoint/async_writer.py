@@ -126,7 +126,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def of(self, name: str, value: Value) -> Value | None:
+    def copy_value(self, name: str, value: Value) -> Value | None:
         """Copies a value into the buffers. Returns None if memory is insufficient, or if the value is too small to copy.
 
         Args:
@@ -210,7 +210,7 @@ class Writes:
     def add(self, path: Path, value: Value, write: Callable[[ChecksummedFile, Value], None]) -> None:
         """Adds a file; see `write_file`."""
         name = path.relative_to(self._folder).as_posix()
-        copies = self._host_buffers.of(name, value) if self._host_buffers is not None else None
+        copies = self._host_buffers.copy_value(name, value) if self._host_buffers is not None else None
         if copies is None:
             with span(name, "save") as save_span:
                 self._checksums[name] = file_size, _ = write_summed(path, lambda file: write(file, value))

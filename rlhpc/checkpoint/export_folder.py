@@ -155,7 +155,7 @@ def _metrics(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
+def format_accuracy_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Formats a table of a language model's evaluations, in Markdown; "" if there are no evaluations."""
     lines = []
     for evaluation in results:

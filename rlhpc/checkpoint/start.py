@@ -42,7 +42,7 @@ def find_weights(path: str, key: str = "runner.init_from") -> Path:
     return folder
 
 
-def weights_that_fit(
+def load_fitting_weights(
     expected_shapes: Mapping[str, Sequence[int]], folder: Path, key: str = "runner.init_from"
 ) -> dict[str, Tensor]:
     """Loads the weights from a folder of `find_weights`, for a module whose weights have these shapes.
@@ -73,7 +73,7 @@ def load_weights(module: nn.Module, folder: Path, key: str = "runner.init_from")
         ConfigError: Names or shapes differ; the message lists the differences.
     """
     shapes = {name: tensor.shape for name, tensor in module.state_dict().items()}
-    module.load_state_dict(weights_that_fit(shapes, folder, key))
+    module.load_state_dict(load_fitting_weights(shapes, folder, key))
 
 
 class InitFromSection(Protocol):
@@ -104,4 +104,4 @@ def check_start(cfg: InitFromRun, module: nn.Module | None) -> None:
         return
     folder = find_weights(cfg.runner.init_from)
     if module is not None:
-        weights_that_fit({name: tensor.shape for name, tensor in module.state_dict().items()}, folder)
+        load_fitting_weights({name: tensor.shape for name, tensor in module.state_dict().items()}, folder)

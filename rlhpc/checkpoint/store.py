@@ -286,7 +286,7 @@ def clean_leftovers(paths: RunPaths) -> list[Path]:
 
 
 def _discard(path: Path, may_go: Callable[[Path], bool] = lambda trash_path: True) -> bool:
-    """Deletes a checkpoint or what an interrupted save has left.
+    """Deletes a checkpoint or the files of an interrupted save.
 
     Renames the folder first, so that no process finds it, or completes it, while it is deleted, and deletes its COMPLETE
     marker first, so that the remainder is never taken for a checkpoint.

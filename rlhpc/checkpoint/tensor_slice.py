@@ -42,7 +42,7 @@ class TensorSlice(NamedTuple):
         overlap = slice_between(map(max, self.starts, other_slice.starts), map(min, self.ends, other_slice.ends))
         return overlap if all(size > 0 for size in overlap.sizes) else None
 
-    def without(self, part: TensorSlice) -> list[TensorSlice]:
+    def subtract(self, part: TensorSlice) -> list[TensorSlice]:
         """Returns slices that cover this slice except `part`, which must lie within this slice."""
         remaining_slices, starts, sizes = list[TensorSlice](), list(self.starts), list(self.sizes)
         for axis, (start, size) in enumerate(zip(*part, strict=True)):
@@ -86,7 +86,7 @@ def subtract_slices(target: TensorSlice, tensor_slices: Iterable[TensorSlice]) -
         remaining_slices = [
             remainder
             for uncovered_slice, overlap in overlaps
-            for remainder in ([uncovered_slice] if overlap is None else uncovered_slice.without(overlap))
+            for remainder in ([uncovered_slice] if overlap is None else uncovered_slice.subtract(overlap))
         ]
     return remaining_slices
 

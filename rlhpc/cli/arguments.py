@@ -37,7 +37,7 @@ def run_paths(run_text: str, overrides: Sequence[str] = ()) -> RunPaths:
         overridden_keys = {override.partition("=")[0].strip() for override in overrides}
         run_dir = location.parent if is_folder and "runner.run_dir" not in overridden_keys else cfg.runner.run_dir
         name = location.name if is_folder and "runner.name" not in overridden_keys else cfg.runner.name
-        root = RunPaths.of(run_dir, name).root
+        root = RunPaths.from_run_dir(run_dir, name).root
     paths = RunPaths(root)
     if is_run(paths):
         return paths

@@ -87,7 +87,7 @@ def _source(
     config = checkpoint / CONFIG
     if not config.is_file():
         raise CheckpointError(f"{checkpoint} has no config.yaml, so it is no checkpoint of rlhpc, or incomplete")
-    return checkpoint, config, Trust.of_words(args.overrides, _may_import_code(args, checkpoint))
+    return checkpoint, config, Trust.from_overrides(args.overrides, _may_import_code(args, checkpoint))
 
 
 def _may_import_code(args: argparse.Namespace, checkpoint: Path | None) -> bool:

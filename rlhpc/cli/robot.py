@@ -88,7 +88,7 @@ def _choose_ssh_host(address: Any) -> str:
 def _serve(args: argparse.Namespace) -> int:
     from rlhpc.embodied.robots.joining import Key
     from rlhpc.embodied.robots.robot_env import positive_number
-    from rlhpc.embodied.robots.safety import safe_robot
+    from rlhpc.embodied.robots.safety import build_safe_robot
     from rlhpc.embodied.robots.server import BOUNDS, RobotRoute, RobotServer, machine_limits
     from rlhpc.runtime.files import read_yaml
     from rlhpc.runtime.interrupts import Interrupts
@@ -108,7 +108,7 @@ def _serve(args: argparse.Namespace) -> int:
     user_bounds = {name: getattr(args, name) for name in BOUNDS if getattr(args, name) is not None}
     bounds = {name: positive_number(name, bound_value) for name, bound_value in user_bounds.items()}
     with Interrupts():  # a signal ends the command after the robot is stopped
-        robot = safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
+        robot = build_safe_robot(args.robot, "--robot", kwargs, machine_limits(bounds, args.resume))
         try:
             RobotServer(robot, bounds, tell).serve(key, connection, args.patience)
         finally:

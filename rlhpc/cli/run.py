@@ -143,7 +143,7 @@ def _run(args: argparse.Namespace) -> int:
     if (sweep := load_sweep(args.config, args.overrides, site=args.site)) is not None:
         return _run_sweep(args, sweep)
     cfg = load_config(args.config, args.overrides, site=args.site)
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     refuse_braces(args.config, paths.root)
     command = snakemake_command(args)
     if args.dry_run:
@@ -160,7 +160,7 @@ def _run(args: argparse.Namespace) -> int:
     tracks = {"run": Track(cfg.runner.name, paths, total_steps(cfg))}
     if (sft := task_type_of(cfg).offline.preparation(cfg).sft) is not None:
         sft_cfg = load_config(find_config(args.config).parent / sft[0], sft[1], site=args.site)
-        sft_paths = RunPaths.of(sft_cfg.runner.run_dir, sft_cfg.runner.name)
+        sft_paths = RunPaths.from_run_dir(sft_cfg.runner.run_dir, sft_cfg.runner.name)
         tracks["sft"] = Track(sft_cfg.runner.name, sft_paths, total_steps(sft_cfg))
     with _open_workflow_log(paths.logs) as path:
         saved_steps = paths.complete_steps()

@@ -89,7 +89,7 @@ def _test_alert(args: argparse.Namespace) -> int:
             f"{config_source}: runner.alerts has neither a command nor a webhook; set runner.alerts.command, or "
             "runner.alerts.webhook to ${oc.env:NAME}"
         )
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     alert = Alert(TEST, TEST, cfg.runner.name, str(paths.root), "a test, nothing has happened", reporter="user")
     errors = delivery_errors(alert, targets)
     hooks = [name for name, is_set in (("command", targets.command), ("webhook", targets.url)) if is_set]

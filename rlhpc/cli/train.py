@@ -84,14 +84,14 @@ def _print_plan(args: argparse.Namespace, cfg: RunConfig, skipped_checks: Sequen
     """Prints the processes of a run, their memory, and the skipped checks; returns the plan."""
     from rlhpc.jobs.plan import build_plan, render_plan
     from rlhpc.runs.conditional_keys import find_unused
-    from rlhpc.runs.memory.plan import memory_plan, render_memory
+    from rlhpc.runs.memory.plan import compute_memory_plan, render_memory
 
     plan = build_plan(cfg, launcher=args.launcher)
     print(render_plan(plan))
     if unused_keys := find_unused(args.config, args.overrides, site=args.site):
         print("\nno effect in this configuration:")
         print("\n".join(f"  {key}" for key in unused_keys))
-    if memory := render_memory(memory_plan(cfg, plan, measure=args.measure), is_measured=args.measure):
+    if memory := render_memory(compute_memory_plan(cfg, plan, measure=args.measure), is_measured=args.measure):
         print(f"\n{memory}")
     _print_skipped(skipped_checks)
     if plan.launcher == "slurm" and "SLURM_JOB_ID" not in os.environ:
@@ -144,7 +144,7 @@ def _describe_stop(args: argparse.Namespace, cfg: RunConfig) -> str:
     from rlhpc.config import total_steps
     from rlhpc.jobs.signals import MAX_RESTARTS
 
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     message = f"rlhpc: interrupted; {describe_saved(paths, total_steps(cfg), paths.root)}"
     if MAX_RESTARTS in os.environ:
         return message  # in a job, the submitter prints how to continue
@@ -192,7 +192,7 @@ def _submit(args: argparse.Namespace) -> int:
     planned_cfg = with_accelerators(cfg, executor)
     refuse_overfull(planned_cfg, args.config, executor)
     check_planned(planned_cfg)
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     enclosing_sweep = SweepPaths.from_run(paths)
     if args.asked_by is not None and enclosing_sweep is not None and enclosing_sweep.cancel_mark.exists():
         raise SubmitError(
@@ -218,8 +218,8 @@ def _submit(args: argparse.Namespace) -> int:
     wait_options = WaitOptions(
         enabled=not args.no_wait,
         deadline_s=args.deadline,
-        requester=ProcessId.of(args.asked_by) if args.asked_by is not None else None,
-        hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=as_json)) if args.whole_process else None,
+        requester=ProcessId.from_pid(args.asked_by) if args.asked_by is not None else None,
+        hand_over=lambda waiter: hand_over(Wait.from_waiter(waiter, answers=as_json)) if args.whole_process else None,
     )
     print_outcome(Submission(request, wait_options).run(), as_json=as_json)
     return 0

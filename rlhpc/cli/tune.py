@@ -44,7 +44,7 @@ def _tune(args: argparse.Namespace) -> int:
     with interrupt_on_signals():
         record = tune(request, print_line)
     cfg = load_config(args.config, args.overrides, site=args.site, check=False)
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     command_words = [
         "rlhpc",
         "run",

@@ -64,7 +64,7 @@ def is_none_of(key: str, *excluded_values: str) -> Callable[[Any], bool]:
     return lambda cfg: str(select(cfg, key)) not in excluded_values
 
 
-def unused_keys(
+def find_unused_keys(
     cfg: Any, sources: Mapping[str, str], table: Iterable[Condition], defaults: Mapping[str, Any]
 ) -> list[UnusedKey]:
     """Finds keys that were set and have no effect, in the order of the keys.

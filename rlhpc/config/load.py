@@ -52,7 +52,7 @@ class TaskTypeInfo(SchemaKeys, ForeignKeys, Protocol):
     def by_path(self) -> Mapping[str, ConfigKey]:
         """Path → key, with the key's range."""
 
-    def missing(self, cfg: Any) -> list[str]:
+    def find_missing_keys(self, cfg: Any) -> list[str]:
         """Returns the required keys that are not set."""
 
 
@@ -166,7 +166,7 @@ def complete(layers: ConfigLayers, task_type: TaskTypeInfo, source: str) -> None
     """
     cfg = layers.cfg
     try:
-        missing_keys = [*sorted(OmegaConf.missing_keys(cfg)), *task_type.missing(cfg)]
+        missing_keys = [*sorted(OmegaConf.missing_keys(cfg)), *task_type.find_missing_keys(cfg)]
         if missing_keys:
             raise ConfigError(f"{source}: {missing_keys[0]} is missing; set it in the file or with {missing_keys[0]}=…")
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)

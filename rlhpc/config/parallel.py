@@ -35,7 +35,7 @@ class MeshSizes:
     expert: int = 1
 
     @classmethod
-    def of(cls, parallel: ParallelConfig, num_ranks: int, key: str = "actor.parallel") -> MeshSizes:
+    def from_config(cls, parallel: ParallelConfig, num_ranks: int, key: str = "actor.parallel") -> MeshSizes:
         """Returns the sizes for a number of ranks.
 
         Args:
@@ -141,7 +141,7 @@ def check_parallel(section: Trained, num_ranks: int, key: str, *, layers: bool =
     Raises:
         ConfigError: The sizes do not fit the ranks, or the backend cannot divide by them.
     """
-    mesh_sizes = MeshSizes.of(section.parallel, num_ranks, f"{key}.parallel")
+    mesh_sizes = MeshSizes.from_config(section.parallel, num_ranks, f"{key}.parallel")
     if not mesh_sizes.plain and section.training_backend in _BACKENDS_WITHOUT_MESH:
         raise ConfigError(unsupported_backend_sizes(key, section.training_backend, mesh_sizes))
     if not layers and (mesh_sizes.block > 1 or mesh_sizes.expert > 1):

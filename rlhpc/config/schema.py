@@ -250,7 +250,7 @@ def without_null(value_type: Any) -> tuple[Any, bool]:
 
 
 def typed_value(raw_value: Any, value_type: Any) -> Any:
-    """Replaces each `Scalar` by its text if the type is `str`, otherwise by its YAML value.
+    """Replaces each `Scalar` by its text if the type is `str`, and by its YAML value for other types.
 
     Args:
         raw_value: Value as it was written, or a section.

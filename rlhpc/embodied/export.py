@@ -159,7 +159,7 @@ def export_checkpoint(checkpoint: Path, output: Path | None = None, *, licence: 
     return target
 
 
-def release_checkpoint(
+def write_release_folder(
     checkpoint: Path, output: Path | None = None, *, licence: str | None = None, trust_code: bool = False
 ) -> Path:
     """Writes a checkpoint's policy in the release format of its family atomically, and replaces an existing folder.
@@ -276,7 +276,7 @@ def _write_folder(target: Path, files: dict[str, bytes]) -> None:
 
 
 def _list_standalone_files(checkpoint: Path, config: dict[str, Any]) -> dict[str, bytes]:
-    """Returns name and content of the files that let the policy act without rlhpc. Returns {} if torch.export cannot trace
+    """Returns name and content of the files with which the policy acts without rlhpc. Returns {} if torch.export cannot trace
     the policy, or if its code is not trusted.
     """
 

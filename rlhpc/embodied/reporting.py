@@ -14,7 +14,7 @@ import yaml
 
 from rlhpc.jobs.paths import RunPaths, step_name
 from rlhpc.metrics.charts import CHART, TALL, Line, Size, line_chart, number, stacked_bar_chart
-from rlhpc.metrics.curves import Metric, color_of, evaluation_chart, hollow_points, metric_charts
+from rlhpc.metrics.curves import Metric, color_of, draw_metric_charts, evaluation_chart, hollow_points
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, render_figures, render_placeholder, table, time_unit
 from rlhpc.metrics.phase_times import Rows, bin_rows, phase_columns
@@ -186,7 +186,7 @@ def learning_curves(rows: Rows, shown_metrics: Container[str]) -> dict[str, str]
         charts[f"{curve_name}_vs_time"] = line_chart(
             f"{title} over wall time", f"wall time ({unit})", label, [over_time]
         )
-    return charts | metric_charts(rows, _DIAGNOSTICS, shown_metrics, (x_name, x_label))
+    return charts | draw_metric_charts(rows, _DIAGNOSTICS, shown_metrics, (x_name, x_label))
 
 
 def _imitation_curves(rows: Rows) -> dict[str, str]:

@@ -173,7 +173,7 @@ class SuccessRewardEnv(VectorEnvWrapper):
 
 
 def _select_last_obs(obs: Any, final_obs: Any, is_done: np.ndarray) -> Any:
-    """Returns the observation of each slot after the step: `final_obs` if its episode ended, otherwise `obs`."""
+    """Returns the observation of each slot after the step: `final_obs` if its episode ended, and `obs` if it continues."""
     if isinstance(obs, dict):
         return {key: _select_last_obs(array, final_obs[key], is_done) for key, array in obs.items()}
     return np.where(is_done.reshape(-1, *[1] * (obs.ndim - 1)), final_obs, obs)

@@ -145,7 +145,7 @@ class PlayingGroupSpec(GroupSpec[Playing]):
         )
         return SessionPolicies({"env": policy, "rollout": policy}, max_recoveries, "" if is_elastic else reason)
 
-    def most_useful(self, cfg: Playing, num_started: Mapping[str, int]) -> dict[str, int]:
+    def max_useful_ranks(self, cfg: Playing, num_started: Mapping[str, int]) -> dict[str, int]:
         """Returns the maximum useful number of ranks by elastic group.
 
         The maximum for env ranks is the number of shards of a shared step, or one rank per unit of all steps in progress. The
@@ -209,7 +209,7 @@ class EmbodiedChecks(ConfigChecks[Cfg]):
     def __init__(self, config: type[Cfg], conditions: tuple[Condition, ...]) -> None:
         self._config, self.conditions = config, conditions
 
-    def missing(self, cfg: Cfg) -> list[str]:
+    def find_missing_keys(self, cfg: Cfg) -> list[str]:
         """Returns the key of the environment's id if the id is not set."""
         return [] if cfg.env.train.env_id else ["env.train.env_id"]
 
@@ -370,13 +370,13 @@ class EmbodiedOffline(Offline[Cfg]):
             raise ConfigError(
                 f"--adapter-only, --base, --dtype and --critic are for language models; {checkpoint} is none"
             )
-        from rlhpc.embodied.export import export_checkpoint, release_checkpoint
+        from rlhpc.embodied.export import export_checkpoint, write_release_folder
         from rlhpc.embodied.python_env import call_where_importable
 
         if options.released:
             return call_where_importable(
                 checkpoint,
-                release_checkpoint,
+                write_release_folder,
                 checkpoint,
                 output,
                 licence=options.licence,

@@ -275,7 +275,7 @@ class DriverJob:
         try:
             process = start_driver(self.command, files, {MAX_RESTARTS: str(self.max_restarts), **self.environment})
             self._pid = process.pid
-            self._claim = self._claim.update(driver=ProcessId.of(process.pid))
+            self._claim = self._claim.update(driver=ProcessId.from_pid(process.pid))
         except OSError as error:
             with files.driver_err.open("ab") as stderr_file:
                 stderr_file.write(

@@ -1,4 +1,4 @@
-"""Leases: exclusive rights of one process on any host, held through a file that the process renews while it lives."""
+"""Leases: exclusive rights of one process on any host, held through a file that the process renews while it runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def is_holder_alive(path: Path, lock_content: Mapping[str, Any], ask: Callable[[
 
 def holder() -> dict[str, Any]:
     """Returns the content of a lease that this process holds."""
-    return {"process": ProcessId.of(os.getpid()).to_json(), "nonce": secrets.token_hex(8)}
+    return {"process": ProcessId.from_pid(os.getpid()).to_json(), "nonce": secrets.token_hex(8)}
 
 
 class Lease:

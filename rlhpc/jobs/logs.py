@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rlhpc.jobs.paths import RunPaths
-from rlhpc.jobs.shared_files import look_again
+from rlhpc.jobs.shared_files import revalidate_folder
 from rlhpc.jobs.state import FINAL, OVER, queue_probe, states
 from rlhpc.runtime.files import open_file, read_json
 from rlhpc.runtime.log_sizes import read_log_sizes
@@ -83,14 +83,14 @@ class LogFollower:
         """Updates the list of logs, and returns whether the run is over. Makes a full check if the status or the
         submissions changed.
         """
-        submit_time = look_again(self._paths.submit)
+        submit_time = revalidate_folder(self._paths.submit)
         if submit_time != self._submit_time or now >= self._next_check or self._has_final_status():
             self._submit_time, self._next_check = submit_time, now + _FULL_CHECK_S
             [(_, run)] = states([self._paths], self._probe)
             is_over = run.state in (*OVER, "unknown")
             self._list()
             return is_over
-        if tuple(map(look_again, self._folders)) != self._folder_times:
+        if tuple(map(revalidate_folder, self._folders)) != self._folder_times:
             self._list()
         return False
 
@@ -105,7 +105,7 @@ class LogFollower:
     def _list(self) -> None:
         self._labels = self._list_files()
         self._folders = tuple(dict.fromkeys(path.parent for path in self._labels))
-        self._folder_times = tuple(map(look_again, self._folders))
+        self._folder_times = tuple(map(revalidate_folder, self._folders))
 
     def _candidates(self, now: float) -> Iterable[Path]:
         """Returns the logs to read now: those with a new size, and some of those without a known size."""

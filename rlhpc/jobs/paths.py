@@ -62,7 +62,7 @@ class RunPaths:
     root: Path
 
     @classmethod
-    def of(cls, run_dir: str | Path, name: str) -> RunPaths:
+    def from_run_dir(cls, run_dir: str | Path, name: str) -> RunPaths:
         """Returns the absolute paths of run `name` below `run_dir`."""
         return cls(expand_home(run_dir).absolute() / name)
 

@@ -150,7 +150,7 @@ def build_plan(
     )
     steps: list[SrunStep] = []
     runner = read_key(cfg, "runner")
-    run_folder = RunPaths.of(str(read_key(runner, "run_dir", "runs")), str(read_key(runner, "name", "run")))
+    run_folder = RunPaths.from_run_dir(str(read_key(runner, "run_dir", "runs")), str(read_key(runner, "name", "run")))
     profile = read_key(read_key(runner, "trace"), "profile")
     profiled_groups = read_key(profile, "nsys", ())
     options = nsys_options(

@@ -127,7 +127,7 @@ class ProcessId:
     host: str
 
     @classmethod
-    def of(cls, pid: int) -> ProcessId:
+    def from_pid(cls, pid: int) -> ProcessId:
         """Returns the identity of a process on this host; `start` is 0 if the process has ended."""
         stat = _read_stat(pid)
         return cls(pid=pid, start=stat[1] if stat else 0, host=process_space())

@@ -23,7 +23,7 @@ from typing import Any
 from rlhpc.jobs.lease import LEASE_S, Lease, lease_lock
 from rlhpc.jobs.paths import RunPaths, segment_name
 from rlhpc.jobs.probes import JobProbe, ProcessId
-from rlhpc.jobs.shared_files import look_again, read_json_file, renewed_within, write_json
+from rlhpc.jobs.shared_files import read_json_file, renewed_within, revalidate_folder, write_json
 from rlhpc.runtime.files import MISSING_NAME_S, is_count, is_number, server_status
 
 
@@ -268,7 +268,7 @@ class Claim:
         links it may be half-written, and this host may remember that its name was missing. An older claim in its place would
         let two jobs own the segment.
         """
-        look_again(files.paths.submit)
+        revalidate_folder(files.paths.submit)
         deadline = time.monotonic() + MISSING_NAME_S
         for claim_number in range(files.newest_claim(), 0, -1):
             while True:
@@ -312,7 +312,7 @@ class Claim:
             token=token,
             job_id=job_id,
             executor=executor,
-            job=ProcessId.of(os.getpid()),
+            job=ProcessId.from_pid(os.getpid()),
             started=time.time(),
             err_offset=files.driver_err.stat().st_size if files.driver_err.exists() else 0,
         )
@@ -333,7 +333,7 @@ class Claim:
         return renewed_within(self.path, LEASE_S, is_permanent=True)
 
     def alive_here(self) -> bool | None:
-        """Returns whether the job or its driver is alive, by pid alone; None if the pids belong to another host."""
+        """Returns whether the job or its driver is alive, judged only by the pid; None if the pids belong to another host."""
         if self.released:
             return False
         liveness = [p.alive() for p in (self.job, self.driver) if p is not None]
@@ -341,7 +341,7 @@ class Claim:
 
     def owns(self) -> bool:
         """Returns whether the claim still owns the segment: its file exists, and there is no later claim."""
-        look_again(self.path.parent)
+        revalidate_folder(self.path.parent)
         return self.path.exists() and not self.files.claim(self.number + 1).exists()
 
     def update(self, **changes: Any) -> Claim:

@@ -12,7 +12,7 @@ from typing import Any
 from rlhpc.runtime.files import read_file, read_json, repeat_look, replace_durably, server_status
 
 
-def look_again(folder: Path) -> int:
+def revalidate_folder(folder: Path) -> int:
     """Returns the time at which an entry of the folder was last added, removed or renamed, in ns; -1 if the folder is missing.
 
     Opening the folder makes the NFS client query the server (close-to-open consistency) instead of its cache of names.
@@ -29,7 +29,7 @@ def look_again(folder: Path) -> int:
 
 def read_json_file(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file; None if the file is missing or holds no JSON object (yet)."""
-    look_again(path.parent)
+    revalidate_folder(path.parent)
     try:
         json_value = read_json(read_file(path).decode())
     except (OSError, ValueError):

@@ -177,7 +177,7 @@ def _record_content(job: Any, job_id: str) -> dict[str, Any]:
         "job_id": job_id,
         "digest": _compute_job_digest(job),
         "inputs": _compute_input_digests(job),
-        "process": ProcessId.of(os.getpid()).to_json(),
+        "process": ProcessId.from_pid(os.getpid()).to_json(),
         "submitted": time.time(),
     }
 

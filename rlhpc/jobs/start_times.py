@@ -46,19 +46,19 @@ class OpenPhase:
 
 def open_phases(ranks: Iterable[RankPhases]) -> list[OpenPhase]:
     """Returns the current phases of each group, by the order of the groups and of their first rank in the phase."""
-    members_by_phase: dict[tuple[str, str], list[RankPhases]] = {}
+    ranks_by_phase: dict[tuple[str, str], list[RankPhases]] = {}
     for rank in ranks:
         if rank.phases:
-            members_by_phase.setdefault((rank.group, rank.phases[-1][0]), []).append(rank)
+            ranks_by_phase.setdefault((rank.group, rank.phases[-1][0]), []).append(rank)
     return [
         OpenPhase(
             group,
             phase,
-            tuple(member.rank for member in members),
-            min(member.phases[-1][1] for member in members),
-            {phase: max(phase_seconds) for phase, phase_seconds in _collect_seconds_by_phase(members).items()},
+            tuple(rank_phases.rank for rank_phases in group_phases),
+            min(rank_phases.phases[-1][1] for rank_phases in group_phases),
+            {phase: max(phase_seconds) for phase, phase_seconds in _collect_seconds_by_phase(group_phases).items()},
         )
-        for (group, phase), members in members_by_phase.items()
+        for (group, phase), group_phases in ranks_by_phase.items()
     ]
 
 
@@ -80,12 +80,12 @@ def phase_times(ranks: Iterable[RankPhases]) -> list[PhaseTime]:
     for rank in ranks:
         groups.setdefault(rank.group, []).append(rank)
     times = []
-    for group, members in groups.items():
-        for phase in _collect_seconds_by_phase(members):
+    for group, group_phases in groups.items():
+        for phase in _collect_seconds_by_phase(group_phases):
             by_rank = [
-                (seconds_by_name[phase], member.rank)
-                for member in members
-                if phase in (seconds_by_name := member.durations())
+                (seconds_by_name[phase], rank_phases.rank)
+                for rank_phases in group_phases
+                if phase in (seconds_by_name := rank_phases.durations())
             ]
             longest_s, slowest_rank = max(by_rank, key=lambda pair: (pair[0], -pair[1]))
             times.append(PhaseTime(group, phase, len(by_rank), longest_s, slowest_rank, min(by_rank)[0]))

@@ -17,7 +17,7 @@ from rlhpc.jobs.job_record import job_words
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.segment import Attempts, Claim, ExitRecord, JobRecord, SegmentJournal
-from rlhpc.jobs.shared_files import look_again, read_json_file
+from rlhpc.jobs.shared_files import read_json_file, revalidate_folder
 from rlhpc.jobs.shared_probe import PATIENCE_S, SharedAnswer, SharedProbe
 from rlhpc.runtime.files import read_file
 from rlhpc.runtime.host import node_name
@@ -234,7 +234,7 @@ class Facts:
         )
 
     def _read_state_from_status(self) -> tuple[str, str]:
-        """Returns state and explanation from `status.json` alone."""
+        """Returns state and explanation, read only from `status.json`."""
         status, paths = self.status, self.paths
         state, reason = self._read_driver_state()
         if state in FINAL:
@@ -357,7 +357,7 @@ _ENDED_STATES = ("finished", "failed", "cancelled", "dead")
 
 
 class RunEndCheck:
-    """Callable that returns whether the run has ended and will not continue by itself.
+    """Callable that returns whether the run has ended and no job or retry will continue it.
 
     A check looks at the times of the run's folders and at Slurm's shared answer about its job. It reads the run's files only
     if one of these has changed, if the last check found the run over, or after `_FULL_CHECK_S`.
@@ -384,7 +384,7 @@ class RunEndCheck:
 
     def _has_changed(self) -> bool:
         report = self._probe.query_job(self._job_id) if self._job_id else None
-        file_states = (report, *map(look_again, (self._paths.root, self._paths.submit, self._paths.segments)))
+        file_states = (report, *map(revalidate_folder, (self._paths.root, self._paths.submit, self._paths.segments)))
         is_unchanged = file_states == self._last_look and time.monotonic() - self._read_at < _FULL_CHECK_S
         self._last_look = file_states
         return not is_unchanged or self._num_equal_answers > 0

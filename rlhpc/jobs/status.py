@@ -149,7 +149,7 @@ def newest_generation(paths: RunPaths) -> Path | None:
         return None
 
 
-def members(paths: RunPaths) -> list[dict[str, Any]]:
+def read_rank_records(paths: RunPaths) -> list[dict[str, Any]]:
     """Returns the ranks of the newest generation, sorted by group and rank. Ranks that have left have the state `left`.
 
     Reads the table that a live driver writes, which is up to 5 seconds old; without one, reads the file of each rank.
@@ -158,7 +158,7 @@ def members(paths: RunPaths) -> list[dict[str, Any]]:
     if generation is None:
         return []
     table = (read_json_file(generation / RANKS / f"{RANKS}.json") or {}).get("ranks")
-    rows = [row for row in table if _is_member(row)] if isinstance(table, list) else _read_member_files(generation)
+    rows = [row for row in table if _is_rank_record(row)] if isinstance(table, list) else _read_rank_files(generation)
     return sorted(rows, key=lambda row: (str(row["group"]), int(row.get("rank") or 0)))
 
 
@@ -180,15 +180,15 @@ def usage_of_ranks(paths: RunPaths) -> dict[str, tuple[float | None, ...]]:
     }
 
 
-def _is_member(row: Any) -> bool:
+def _is_rank_record(row: Any) -> bool:
     return isinstance(row, dict) and "group" in row and is_count(row.get("rank") or 0)
 
 
-def _read_member_files(generation: Path) -> list[dict[str, Any]]:
+def _read_rank_files(generation: Path) -> list[dict[str, Any]]:
     rows = []
     for path in (generation / MEMBERS).glob("*.json"):
         row, departure = read_json_file(path), read_json_file(generation / DEPARTED / path.name)
-        if row is None or not _is_member(row):
+        if row is None or not _is_rank_record(row):
             continue
         # A rank that lost its connection no longer writes its file; the driver records the departure.
         is_lost = departure is not None and departure.get("incarnation") == row.get("incarnation")
@@ -247,7 +247,7 @@ def render_status(
         lines.append(f"best         {best_text}")
     if transfer := _describe_transfer(status):
         lines.append(f"weight sync  {transfer}")
-    rows = members(paths) if run.state in OVER or _is_generation_new(facts, run) else []
+    rows = read_rank_records(paths) if run.state in OVER or _is_generation_new(facts, run) else []
     shm = _read_shared_memory(rows)
     if shm is not None:
         lines.append(f"shared mem   {shm[0] / 2**20:.1f} MiB, payloads in use {shm[1] / 2**20:.1f} MiB")
@@ -255,7 +255,7 @@ def render_status(
         lines += _start_lines(generation, is_over=run.state in OVER)
     if rows:
         lines += ["", f"{'group':<12} {'rank':>4}  {'node':<16} {'pid':>8}  state"]
-        lines += [_format_member_line(row, is_over=run.state in OVER) for row in rows]
+        lines += [_format_rank_line(row, is_over=run.state in OVER) for row in rows]
     lines += [] if run.state in OVER else _format_robot_lines(paths)
     lines += _format_alert_lines(paths)
     if helpers := helper_lines(paths, is_over=run.state in OVER):
@@ -395,11 +395,11 @@ def _run_cells(folder: Path, facts: Facts, run: RunState, run_note: str) -> dict
     }
 
 
-def member_state(row: Mapping[str, Any], *, is_over: bool) -> str:
+def rank_state(row: Mapping[str, Any], *, is_over: bool) -> str:
     """Returns the state of a rank: as it was written last, or `ended` or `gone` if its process cannot be there any more.
 
     Args:
-        row: Row of `members`.
+        row: Row of `read_rank_records`.
         is_over: Whether no process of the run remains.
     """
     pid, written_state = row.get("pid"), str(row.get("state") or "?")
@@ -411,15 +411,15 @@ def member_state(row: Mapping[str, Any], *, is_over: bool) -> str:
     return "gone" if is_local and not Path(f"/proc/{pid}").exists() else written_state
 
 
-def _format_member_line(row: dict[str, Any], *, is_over: bool) -> str:
-    pid, node, state = row.get("pid"), str(row.get("node") or "?"), member_state(row, is_over=is_over)
+def _format_rank_line(row: dict[str, Any], *, is_over: bool) -> str:
+    pid, node, state = row.get("pid"), str(row.get("node") or "?"), rank_state(row, is_over=is_over)
     return f"{row['group']!s:<12} {row.get('rank', '?')!s:>4}  {node:<16} {pid if pid else '?'!s:>8}  {state}"
 
 
 def log_files(paths: RunPaths, group: str | None = None, rank: int | None = None) -> dict[Path, str]:
     """Returns the label of each log file's lines, for the files of the newest segment and the files that ranks name."""
     labels: dict[Path, str] = {}
-    for row in members(paths):
+    for row in read_rank_records(paths):
         for key in ("log_out", "log_err"):
             if row.get(key):
                 labels[Path(str(row[key]))] = f"{row['group']}-{row.get('rank', 0)}"

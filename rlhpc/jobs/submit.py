@@ -331,7 +331,7 @@ class Submission:
             record,
             job_id=job_id,
             phase="submitted",
-            process=ProcessId.of(int(job_id)) if self.executor == "local" else None,
+            process=ProcessId.from_pid(int(job_id)) if self.executor == "local" else None,
             job_log=str(submitit_job.paths.stderr),
         )
         record.write(files)

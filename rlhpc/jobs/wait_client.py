@@ -86,7 +86,7 @@ class Wait:
     secrets: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, waiter: Waiter, *, answers: bool) -> Wait:
+    def from_waiter(cls, waiter: Waiter, *, answers: bool) -> Wait:
         asked_by = waiter.asked_by.to_json() if waiter.asked_by is not None else None
         return cls(
             str(waiter.files.paths.root), waiter.files.segment, {**waiter.record.to_json(), "command": []}, waiter.began,

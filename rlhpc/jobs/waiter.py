@@ -20,7 +20,7 @@ from rlhpc.jobs.job_record import job_words, owner_of, probe_for, segment_job_na
 from rlhpc.jobs.lease import LEASE_S
 from rlhpc.jobs.probes import JobProbe, JobReport, JobState, ProcessId, SlurmProbe
 from rlhpc.jobs.segment import Claim, JobRecord, SegmentJournal
-from rlhpc.jobs.shared_files import look_again, read_json_file
+from rlhpc.jobs.shared_files import read_json_file, revalidate_folder
 from rlhpc.jobs.shared_probe import SharedProbe
 from rlhpc.jobs.slurm import bring_start_forward
 from rlhpc.jobs.state import number_of
@@ -193,7 +193,7 @@ class Waiter:
             self.leave()
 
     def leave(self) -> None:
-        """Ends the wait: tells the probe that the job will not be queried again."""
+        """Ends the wait, so that the probe no longer queries the job."""
         self._probe.leave([self.record.job_id])
 
     def answer(self, segment_result: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class Waiter:
         result of a finished driver, otherwise None.
         """
         paths = self.files.paths
-        folder_times = (look_again(paths.submit), look_again(paths.segments))
+        folder_times = (revalidate_folder(paths.submit), revalidate_folder(paths.segments))
         if folder_times == self._folder_times and now < self._next_read and not is_forced:
             return None
         self._folder_times, self._next_read = folder_times, now + _READ_INTERVAL_S
@@ -346,7 +346,7 @@ class Waiter:
         return None if step is None else int(step)
 
     def _check_stall(self, report: JobReport, now: float) -> None:
-        """Reports a driver that has not finished a step for longer than `status.json` says; the driver may be unable to.
+        """Reports a driver that has not finished a step within the limit in `status.json`; the driver may be unable to.
 
         The time without a new status counts from this process's first read of it: the clocks of two hosts may differ.
         """

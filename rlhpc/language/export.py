@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.checkpoint.export_folder import (
-    accuracy_table,
     checkpoint_results,
     default_output,
     filled_folder,
+    format_accuracy_table,
     format_card_header,
     require_free,
 )
@@ -99,7 +99,7 @@ def stream_shards(
             skeleton, saved_slices, frozen_names, model, base_name, load_module, shards
         ):
             for weight_part in parts_by_name[name]:
-                yield weight_part.name, full_slice(weight_part.shape), weight_part.of(weight)
+                yield weight_part.name, full_slice(weight_part.shape), weight_part.view_in(weight)
 
     _write_folder(folder, skeleton, model, layout, iter_slices())
     return layout.num_parameters
@@ -119,7 +119,7 @@ def stream_folder(
     from rlhpc.training.safetensors_reader import Slices
     from rlhpc.training.safetensors_writer import find_missing
 
-    slices = Slices.of(partial(model_file, str(model.model_path)))
+    slices = Slices.from_model(partial(model_file, str(model.model_path)))
     skeleton = load_module(model, dtype=dtype, empty=True)
     if slices is None or find_missing(skeleton, slices, iter(())):
         return False, 0
@@ -189,7 +189,10 @@ def untrained_weights(
             raise CheckpointError(f"{base_folder}: {name} {list(shape)} is missing")
     if not missing_shapes:
         return
-    parts_by_name, slices = checkpoint_parts(skeleton, missing_shapes), Slices.of(partial(model_file, base_name))
+    parts_by_name, slices = (
+        checkpoint_parts(skeleton, missing_shapes),
+        Slices.from_model(partial(model_file, base_name)),
+    )
     if slices is not None and all(
         weight_part.name in slices.files for name in missing_shapes for weight_part in parts_by_name[name]
     ):
@@ -199,7 +202,7 @@ def untrained_weights(
                 weight = torch.empty(shape, dtype=next(iter(part_tensors.values())).dtype)
                 for weight_part, part_tensor in part_tensors.items():
                     _require_shape(base_name, weight_part.name, part_tensor, weight_part.shape)
-                    weight_part.of(weight).copy_(part_tensor)
+                    weight_part.view_in(weight).copy_(part_tensor)
                 yield name, weight
         return
     base_weights: dict[str, torch.Tensor] = load_module(
@@ -588,7 +591,7 @@ def _write_model_card(
     model_card += (
         f"# {name}\n\nWritten by rlhpc {__version__}{step}; starting point `{export_facts['base']}`. "
         f"`{CONVERSION}` tells what was converted, with checksums.\n\n"
-        f"{accuracy_table(results)}{usage_text}```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
+        f"{format_accuracy_table(results)}{usage_text}```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
         f'model, tokenizer = {auto_class}.from_pretrained("."), AutoTokenizer.from_pretrained(".")\n```\n'
     )
     write_durably(folder / "README.md", model_card.encode())

@@ -144,7 +144,7 @@ class GrpoGroupSpec(LanguageGroupSpec[GrpoConfig]):
         """Returns the configuration with the number of ranks of an engine."""
         return with_value(cfg, "rollout.parallel.tensor", replicas["rollout"])
 
-    def most_useful(self, cfg: GrpoConfig, num_started: Mapping[str, int]) -> dict[str, int]:
+    def max_useful_ranks(self, cfg: GrpoConfig, num_started: Mapping[str, int]) -> dict[str, int]:
         """Returns the largest useful numbers of ranks: one engine per prompt, and one rank of agents per episode."""
         del num_started
         prompts = cfg.data.prompts_per_step

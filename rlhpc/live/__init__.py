@@ -1,1 +1,1 @@
-"""Live views of runs: the pages of `rlhpc serve`, read from run folders alone."""
+"""Live views of runs: the pages of `rlhpc serve`, which read only run folders."""

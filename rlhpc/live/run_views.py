@@ -136,7 +136,7 @@ class MetricTables:
         return lines
 
     def _seed_groups(self, runs: Mapping[str, RunPaths], labels: Mapping[str, str]) -> dict[str, list[str]]:
-        """Returns the groups of runs that differ only in their seeds, compared anew after a change of a file."""
+        """Returns the groups of runs that differ only in their seeds; compares them again after a change of a file."""
         key = tuple(
             (name, labels.get(name, ""), _mtime_ns(paths.config), _mtime_ns(paths.provenance))
             for name, paths in runs.items()
@@ -159,7 +159,7 @@ class MetricTables:
         return marks
 
     def _update_tables(self, runs: Mapping[str, RunPaths]) -> dict[str, MetricTable]:
-        """Returns the tables of runs, with what was written since the last look."""
+        """Returns the tables of runs, with the rows that were written since the last call."""
         num_bytes = 0
         for paths in runs.values():
             path, table = paths.metrics, self._tables.get(paths.metrics)

@@ -98,7 +98,7 @@ class Answer:
 
 
 class App(Protocol):
-    """Application whose pages a server sends."""
+    """Interface of a web application: answers requests by path and query."""
 
     def respond(self, path: str, query: Query) -> Answer:
         """Returns the answer to a request.

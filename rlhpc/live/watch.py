@@ -20,7 +20,7 @@ from textual.widgets import DataTable, Footer, Input, RichLog, Sparkline, Static
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.state import duration
-from rlhpc.jobs.status import helper_lines, member_state, members, usage_of_ranks
+from rlhpc.jobs.status import helper_lines, rank_state, read_rank_records, usage_of_ranks
 from rlhpc.live.metric_table import MetricTable, smooth, thin
 from rlhpc.live.run_index import MAX_OPS_PER_S, RunIndex
 from rlhpc.live.run_views import FIRST_METRICS, log_tail, logs
@@ -203,11 +203,11 @@ class WatchApp(App[None]):
         if paths is None or not paths.root.is_dir():
             self.query_one("#title", Static).update(Text("no runs here yet" if not self._rows else "this run is gone"))
             return
-        rank_rows = members(paths)
+        rank_rows = read_rank_records(paths)
         is_live = bool(self._rows[self._current_run]["is_live"])
         usage = usage_of_ranks(paths) if is_live else {}
         for row in rank_rows:
-            ranks.add_row(*_rank_cells({**row, "state": member_state(row, is_over=not is_live)}, usage))
+            ranks.add_row(*_rank_cells({**row, "state": rank_state(row, is_over=not is_live)}, usage))
         num_ops = _OPS_PER_RANK * len(rank_rows) + _OPS_PER_RUN
         self._next_detail_at = time.monotonic() + max(_INTERVAL_S, num_ops / MAX_OPS_PER_S)
         self._show_curve(paths, {str(row["group"]) for row in rank_rows})

@@ -511,7 +511,7 @@ def write_accounting(paths: RunPaths) -> dict[str, Any] | None:
     return record
 
 
-def accounting_tables(record: Mapping[str, Any]) -> str:
+def render_accounting_tables(record: Mapping[str, Any]) -> str:
     """Renders two tables from accounting.json: the roles, and the job's components."""
     jobs = "job" + ("s " if len(record["jobs"]) > 1 else " ") + ", ".join(str(job) for job in record["jobs"])
     if not record.get("available"):
@@ -604,7 +604,7 @@ def _joined_account(paths: RunPaths) -> dict[str, Any] | None:
     }
 
 
-def joined_section(paths: RunPaths) -> str:
+def render_joined_section(paths: RunPaths) -> str:
     """Renders a summary sentence, and a table with a row for each rank that joined; "" if no rank ever joined."""
     rank_stays, account = read_stays(paths), _joined_account(paths)
     if account is None:

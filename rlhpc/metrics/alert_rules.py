@@ -62,8 +62,8 @@ DEFAULT_RULES = (
 
 
 def rules_of(configs: Iterable[AlertRuleConfig], silenced_rules: Iterable[str] = ()) -> list[MetricRule]:
-    """Returns the default rules and a run's own rules, without the silenced ones. A run's rule replaces a default rule of the
-    same name.
+    """Returns the default rules and a run's configured rules, without silenced ones. A run's rule replaces a
+    default rule of the same name.
     """
     rules = {rule.name: rule for rule in DEFAULT_RULES} | {
         rule.name: rule for rule in map(MetricRule.from_config, configs)

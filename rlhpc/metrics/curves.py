@@ -40,7 +40,7 @@ def color_of(name: str) -> int:
     return next((_COLORS[name_word] for name_word in name_words if name_word in _COLORS), _DEFAULT_COLOR)
 
 
-def metric_charts(
+def draw_metric_charts(
     rows: Rows, metrics: Sequence[Metric], shown_metrics: Container[str], x: tuple[str, str] = ("step", "global step")
 ) -> dict[str, str]:
     """Draws the charts of metrics, by file name.

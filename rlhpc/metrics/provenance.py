@@ -319,7 +319,7 @@ def typed_results(paths: RunPaths, metric: str) -> list[dict[str, Any]]:
     return sorted(results, key=lambda result: (result["suite"], result["global_step"]))
 
 
-def left_out(paths: RunPaths) -> list[str]:
+def list_skipped_results(paths: RunPaths) -> list[str]:
     """Returns a text for each evaluation result that has fields of a wrong type: `global_step_2/default.json: n, accuracy`."""
     mistyped_by_path = [(path, typed_result(read_json_file(path) or {})[1]) for path in paths.eval_results()]
     return [

@@ -40,7 +40,7 @@ def render_command(record: Mapping[str, Any], command: Sequence[str], folder: Pa
 
 
 def render_code(bundle: Bundle, differences: Differences, *, has_rlhpc: bool) -> list[str]:
-    """Returns the code that would run: each repository with its files, and what the configuration names.
+    """Renders the code that would run: each repository with its files, and the modules that the configuration names.
 
     Args:
         has_rlhpc: Whether the run uses rlhpc of the bundle, and not the installed one.

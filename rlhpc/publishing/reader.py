@@ -186,7 +186,7 @@ class Bundle:
         return dict(record)
 
     def _read_config(self, name: str) -> dict[str, Any]:
-        """Returns a configuration that stays in the bundle's folder and includes no other file."""
+        """Returns a configuration whose run folder is inside the bundle and that includes no other file."""
         try:
             config = read_yaml(self.read(name))
         except (ValueError, yaml.YAMLError) as error:

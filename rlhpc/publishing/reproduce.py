@@ -90,7 +90,7 @@ class Reproduction:
         return ["rlhpc", "run", CONFIG, *self.options.arguments]
 
     def render(self) -> list[str]:
-        """Returns what would run and what differs, as lines of text."""
+        """Renders the commands that would run, and the differences, as lines of text."""
         expectation = "the same bit for bit"
         if self.difference_reasons:
             expectation = f"close, but not the same: {'; '.join(self.difference_reasons)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.algorithms.registry import ADVANTAGES, DISCOUNTED
 from rlhpc.config.alerts import has_hook
-from rlhpc.config.conditional_keys import Condition, UnusedKey, defaults_of, is_none_of, unused_keys, user_sources
+from rlhpc.config.conditional_keys import Condition, UnusedKey, defaults_of, find_unused_keys, is_none_of, user_sources
 from rlhpc.config.files import ConfigSource, read_files
 from rlhpc.config.load import read_layers
 from rlhpc.config.schema import Schema
@@ -87,7 +87,7 @@ def find_unused(config: ConfigSource, overrides: Sequence[str], *, site: str | N
     layers = read_layers(config, overrides, task_type_keys, site=site)
     cfg = typed(RunConfig, layers.cfg)
     task_type, (source_name, file_content) = task_type_of(cfg), read_files(config)[-1]
-    return unused_keys(
+    return find_unused_keys(
         cfg,
         user_sources(layers, source_name, file_content),
         task_type.checks.conditions,

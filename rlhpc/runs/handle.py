@@ -81,7 +81,7 @@ def train(config: ConfigSource, /, **overrides: Any) -> TrainingRun:
     override_words = [override(key, plain_value(override_value, key)) for key, override_value in overrides.items()]
     cfg = load_for_training(config, override_words)
     check_planned(cfg)
-    require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
+    require_no_driver(RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name))
     resolve_resume(cfg)
     return TrainingRun(cfg, source_name(config))
 
@@ -97,7 +97,7 @@ class TrainingRun:
     """
 
     def __init__(self, cfg: RunConfig, source: str) -> None:
-        self.name, self.paths = cfg.runner.name, RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+        self.name, self.paths = cfg.runner.name, RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
         self._total_steps = total_steps(cfg)
         self._files = SegmentJournal(self.paths, 0)
         self._created_folders = _make_folders(self._files.driver_err.parent)
@@ -115,7 +115,7 @@ class TrainingRun:
         _live_runs.append(self)
 
     def _start(self, command: list[str]) -> None:
-        """Starts the driver from a thread that lives as long as the driver.
+        """Starts the driver from a thread that runs as long as the driver.
 
         The kernel ends the driver together with the thread that started it, and the caller's thread may end at any time.
         """

@@ -155,7 +155,7 @@ class Replicas:
 
     def _describe_lost(self, ranks: Collection[int]) -> str:
         """Formats the lost ranks: ranks that ended, and ranks that left on request."""
-        reasons = {rank: self._group.why_left(rank) for rank in ranks}
+        reasons = {rank: self._group.find_leave_reason(rank) for rank in ranks}
         ended_ranks = [rank for rank in ranks if not reasons[rank]]
         loss_phrases = [f"{self._format_ranks([rank])} left ({reason})" for rank, reason in reasons.items() if reason]
         return ", ".join([*([f"{self._format_ranks(ended_ranks)} ended"] if ended_ranks else []), *loss_phrases])

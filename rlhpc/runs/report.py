@@ -13,7 +13,7 @@ from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import read_json_file
 from rlhpc.jobs.start_times import format_ranks, open_phases, phase_times, read_start_marks
 from rlhpc.jobs.status import best_checkpoint_text, newest_generation
-from rlhpc.metrics.accounting import accounting_tables, joined_section, write_accounting
+from rlhpc.metrics.accounting import render_accounting_tables, render_joined_section, write_accounting
 from rlhpc.metrics.charts import Line, line_chart, standalone
 from rlhpc.metrics.energy import energy_section
 from rlhpc.metrics.logger import has_number, read_metrics, series
@@ -30,8 +30,8 @@ from rlhpc.metrics.page import (
     write_page,
 )
 from rlhpc.metrics.phase_times import phase_columns
-from rlhpc.metrics.provenance import left_out, read_provenance, resumes_with_changes
-from rlhpc.runs.step_pages import steps_section
+from rlhpc.metrics.provenance import list_skipped_results, read_provenance, resumes_with_changes
+from rlhpc.runs.step_pages import render_steps_section
 from rlhpc.runs.task_type import task_type_of_run
 from rlhpc.runtime.disk_errors import unwritten_page_error
 from rlhpc.runtime.errors import CheckpointError, UserError
@@ -44,7 +44,7 @@ _CPU = -1
 _NO_METRICS = "No metrics yet: metrics.jsonl is missing or empty."
 
 
-def placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> str:
+def render_placement_grid(placement: Mapping[str, Sequence[Mapping[str, Any]]] | None) -> str:
     """Renders a table with one row per node and one column per accelerator. Ranks without an accelerator are in column `CPU`.
 
     Args:
@@ -178,14 +178,14 @@ def render_report(paths: RunPaths, accounting: Mapping[str, Any] | None, *, link
                 _render_resumes(provenance)
                 + (render_figures(report_sections.curves) if rows else render_placeholder(_NO_METRICS)),
             ),
-            section("Placement", placement_grid(provenance.get("placement"))),
+            section("Placement", render_placement_grid(provenance.get("placement"))),
             section("Time", _render_times(rows, report_sections.times)),
-            section("Traced steps", steps_section(paths, linked=linked)),
+            section("Traced steps", render_steps_section(paths, linked=linked)),
             section("Weight sync", transfers_html) if (transfers_html := _render_transfers(rows)) else "",
             section("Start", start_html) if (start_html := _render_start(paths)) else "",
-            section("Accounting", accounting_tables(accounting)) if accounting else "",
+            section("Accounting", render_accounting_tables(accounting)) if accounting else "",
             section("Energy", energy_html) if (energy_html := energy_section(paths, rows)) else "",
-            section("Ranks that joined", joined_html) if (joined_html := joined_section(paths)) else "",
+            section("Ranks that joined", joined_html) if (joined_html := render_joined_section(paths)) else "",
             section(
                 "Checkpoints", _render_checkpoints(paths, rows, report_sections.evaluated, *report_sections.trained)
             ),
@@ -206,7 +206,7 @@ def _render_resumes(provenance: Mapping[str, Any]) -> str:
 
 def _render_omitted(paths: RunPaths) -> str:
     """Renders the list of values that the report omits because of a wrong type."""
-    lines = left_out(paths)
+    lines = list_skipped_results(paths)
     if len(lines) > _MAX_LISTED:
         lines = [*lines[:_MAX_LISTED], f"and {len(lines) - _MAX_LISTED} files more"]
     return render_placeholder(f"Left out, of a wrong type: {escape('; '.join(lines))}") if lines else ""
@@ -278,7 +278,7 @@ def _render_start(paths: RunPaths) -> str:
         )
         legend = f"The first step was not finished; the last phases: {phases_text}."
     else:
-        ranks = [rank.until(first_step) for rank in ranks]
+        ranks = [rank.truncate_at(first_step) for rank in ranks]
         stages = {
             "launched": "ranks launched",
             "ranks": "ranks ready",

@@ -78,7 +78,7 @@ class RunFolder:
             OwnershipError: The folder or a private folder in it belongs to another user, or other users can access it.
             CheckpointError: `runner.resume_dir` names an unusable checkpoint.
         """
-        paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+        paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
         resume_from, checkpoints = resolve_resume(cfg, segment, resume_with=resume_with)
         last_step, segments = total_steps(cfg), cfg.runner.segments
         resume = find_resumable(paths, resume_from)
@@ -196,7 +196,7 @@ def resolve_resume(
     Raises:
         ConfigError, OwnershipError: See `RunFolder.plan`.
     """
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     require_own_run_folder(paths.root)
     for folder in (paths.registry, paths.submit):
         if os.path.lexists(folder):

@@ -33,6 +33,7 @@ from rlhpc.runs.task_type import Cfg
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.errors import ChannelError, CheckpointError, RlhpcError, StepFailed, WorkerFailed
 from rlhpc.runtime.files import read_json
+from rlhpc.runtime.former_names import former_members
 from rlhpc.runtime.session import Session
 from rlhpc.runtime.trace_control import ProfileOptions, TraceControl
 from rlhpc.runtime.trace_recorder import span
@@ -45,6 +46,7 @@ def _compute_p95(step_seconds: Collection[float]) -> float:
     return float(np.percentile(list(step_seconds), 95)) if step_seconds else 0.0
 
 
+@former_members(restored="check_restored")
 class Runner(Generic[Cfg]):
     """Training loop of one start of a run.
 
@@ -129,7 +131,7 @@ class Runner(Generic[Cfg]):
         """Returns the reason to stop if the run has reached its goal; otherwise ""."""
         return ""
 
-    def restored(self, answers: dict[str, list[Any]]) -> None:
+    def check_restored(self, answers: dict[str, list[Any]]) -> None:
         """Checks the results of the ranks' `load`, by role."""
 
     def rebuild(self, lost_ranks: dict[str, list[int]]) -> None:
@@ -176,7 +178,7 @@ class Runner(Generic[Cfg]):
     def _restore_run_state(self, checkpoint: Path) -> None:
         """Restores the run from a checkpoint: first the state of all ranks, then the state of the runner (`runner.json`)."""
         handles = {role: group.load(str(checkpoint)) for role, group in self.groups.items()}
-        self.restored({role: call_handle.wait(self.timeout) for role, call_handle in handles.items()})
+        self.check_restored({role: call_handle.wait(self.timeout) for role, call_handle in handles.items()})
         try:
             saved_state = read_json((checkpoint / "runner.json").read_bytes())
             self.step, self.elapsed = int(saved_state["step"]), float(saved_state["elapsed_s"])
@@ -345,8 +347,8 @@ class Runner(Generic[Cfg]):
     # -- after a failure ------------------------------------------------------------------------------------------
 
     def _recover(self, error: RlhpcError, on_lost: Callable[[str, Sequence[int], str], None]) -> int:
-        """Restarts the lost ranks, and continues from the newest checkpoint or, if unharmed, from the current step. The other
-        ranks stay alive.
+        """Restarts the lost ranks, and continues from the newest checkpoint or, if no state was lost, from the current step.
+        The other ranks stay alive.
 
         Returns:
             The step to continue from.

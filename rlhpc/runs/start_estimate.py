@@ -204,7 +204,7 @@ def _find_site_partitions(site: str | None) -> list[str]:
 
 def _read_costs(request: TuneRequest, cfg: RunConfig) -> tuple[Space | None, str]:
     """Returns (search space with the costs that `rlhpc tune` measured for this run, ""), or (None, reason)."""
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     record = read_json_file(paths.tuning_record)
     if record is None:
         return None, "how long it takes is not known: rlhpc tune, on such nodes, finds out"

@@ -106,7 +106,7 @@ def step_rows(analyses: Mapping[int, StepAnalysis], config: Mapping[str, Any]) -
     ]
 
 
-def steps_section(paths: RunPaths, *, linked: bool) -> str:
+def render_steps_section(paths: RunPaths, *, linked: bool) -> str:
     """Renders the report's section about traced steps, and writes their pages next to the report.
 
     Args:

@@ -48,7 +48,7 @@ class SweepRun:
 
     @property
     def paths(self) -> RunPaths:
-        return RunPaths.of(self.cfg.runner.run_dir, self.cfg.runner.name)
+        return RunPaths.from_run_dir(self.cfg.runner.run_dir, self.cfg.runner.name)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, site: str | N
         check=False,
     )
     name, folder = first_cfg.runner.name, first_cfg.runner.run_dir
-    paths = SweepPaths(RunPaths.of(folder, name).root)
+    paths = SweepPaths(RunPaths.from_run_dir(folder, name).root)
     if os.path.isfile(RunPaths(paths.root).config):
         raise ConfigError(
             f"{sweep_source}: {paths.root} is the folder of a run; give the sweep a name of its own with runner.name=…"
@@ -220,7 +220,7 @@ def sft_export(config_source: str, cfg: RunConfig, sft_source: tuple[str, RunCon
     path, sft = sft_source
     if sft.runner.segments > 1:
         raise ConfigError(f"{path}: runner.segments must be 1 for a run that another one starts from")
-    run = RunPaths.of(sft.runner.run_dir, sft.runner.name)
+    run = RunPaths.from_run_dir(sft.runner.run_dir, sft.runner.name)
     last_export, chosen_export = run.export(total_steps(sft)), run.chosen_export
     model_path = select(cfg, "actor.model.model_path")
     model = expand_home(str(model_path)).absolute()
@@ -259,7 +259,7 @@ def _move_preparations(
     moved_overrides: list[str] = []
     sft_source = sft_of(config_source, run.cfg, site)
     if sft_source is not None and name in sft_source[1].runner.name:
-        sft_folder = RunPaths.of(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
+        sft_folder = RunPaths.from_run_dir(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
         sft_content = plain(sft_source[1])
         sft_content["runner"] = {k: v for k, v in sft_content["runner"].items() if k not in ("name", "run_dir")}
         folder = paths.root / f"sft-{digest(sft_content)}"
@@ -333,7 +333,7 @@ def _share_preparations(
         )
         preparations = []
         if sft_source is not None:
-            sft_folder = RunPaths.of(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
+            sft_folder = RunPaths.from_run_dir(sft_source[1].runner.run_dir, sft_source[1].runner.name).root
             preparations.append(("sft", str(sft_folder), digest(plain(sft_source[1]))))
         if demos is not None:
             preparations.append(("demos", os.path.abspath(demos[0]), recording_key(run.cfg)))

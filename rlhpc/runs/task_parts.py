@@ -15,6 +15,7 @@ from rlhpc.config.sections import RunConfig
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.runs.preflight import Check
 from rlhpc.runtime.errors import ConfigError
+from rlhpc.runtime.former_names import former_members
 from rlhpc.runtime.policies import SessionPolicies
 
 
@@ -120,6 +121,7 @@ Rows = Sequence[Mapping[str, Any]]
 Cfg = TypeVar("Cfg", bound=RunConfig)
 
 
+@former_members(most_useful="max_useful_ranks")
 class GroupSpec(Generic[Cfg]):
     """Worker groups of a task type, with their placement and failure handling.
 
@@ -151,7 +153,7 @@ class GroupSpec(Generic[Cfg]):
         """
         return SessionPolicies({}, max_recoveries)
 
-    def most_useful(self, cfg: Cfg, num_started: Mapping[str, int]) -> dict[str, int]:
+    def max_useful_ranks(self, cfg: Cfg, num_started: Mapping[str, int]) -> dict[str, int]:
         """Returns the maximum number of ranks that each elastic group can use at a time.
 
         Args:
@@ -182,6 +184,7 @@ class GroupSpec(Generic[Cfg]):
         """
 
 
+@former_members(missing="find_missing_keys")
 class ConfigChecks(Generic[Cfg]):
     """Checks of a task type: of its configuration, and before a start.
 
@@ -200,7 +203,7 @@ class ConfigChecks(Generic[Cfg]):
     free: tuple[str, ...] = ()
     other_start = ""
 
-    def missing(self, cfg: Cfg) -> list[str]:
+    def find_missing_keys(self, cfg: Cfg) -> list[str]:
         """Returns the required keys that are not set."""
         return []
 

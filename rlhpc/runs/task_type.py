@@ -138,9 +138,9 @@ class ConfigKeys:
             key = key.rpartition(".")[0]
         return self.tree[key].on_resume if key else OnResume.FIXED
 
-    def missing(self, cfg: Any) -> list[str]:
+    def find_missing_keys(self, cfg: Any) -> list[str]:
         """Returns the required keys that are not set."""
-        return self._checks.missing(cfg)
+        return self._checks.find_missing_keys(cfg)
 
     def explain_foreign_key(self, key: str) -> str:
         """Returns the end of the error message for a key of other task types; "" if no task type has the key."""

@@ -57,7 +57,7 @@ def train(cfg: Cfg, *, segment: int | None = None, resume_with: bool = False) ->
     """
     task_type, user_cfg = task_type_of(cfg), cfg
     require_live_allocation()
-    require_no_driver(RunPaths.of(cfg.runner.run_dir, cfg.runner.name))
+    require_no_driver(RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name))
     run = RunFolder.plan(cfg, segment, resume_with=resume_with)
     if segment is not None:
         make_longer(run.paths, cfg, segment)
@@ -126,7 +126,7 @@ def _train(
     policies = task_type.groups.policies(cfg, max_recoveries=int(os.environ.get(MAX_RESTARTS, "0")))
     num_started = {role: len(ranks) for role, ranks in placements.items()}
     useful_ranks = {
-        role: n - num_started.get(role, 0) for role, n in task_type.groups.most_useful(cfg, num_started).items()
+        role: n - num_started.get(role, 0) for role, n in task_type.groups.max_useful_ranks(cfg, num_started).items()
     }
     helper_jobs = helper_plans(cfg.cluster, placements)
     run.open(user_cfg)

@@ -222,7 +222,7 @@ def slurm_nodes(environ: Mapping[str, str], *, asks_slurm: bool = False) -> list
                 )
             )
     if asks_slurm and not any(node.is_local or node.accelerators for node in nodes):
-        gpu_counts = gpus_of_job(environ.get("SLURM_JOB_ID", ""))
+        gpu_counts = query_gpus_of_job(environ.get("SLURM_JOB_ID", ""))
         devices = [range(gpu_counts.get(node.het_group or 0, 0)) for node in nodes]
         nodes = [
             replace(node, accelerators=tuple(indices), visible_devices=tuple(map(str, indices)))
@@ -231,7 +231,7 @@ def slurm_nodes(environ: Mapping[str, str], *, asks_slurm: bool = False) -> list
     return nodes
 
 
-def gpus_of_job(job_id: str) -> dict[int, int]:
+def query_gpus_of_job(job_id: str) -> dict[int, int]:
     """Queries Slurm for the GPUs per node of each component of a job.
 
     A shell that `salloc` opens on a login node needs this query, because its variables do not name the GPUs.

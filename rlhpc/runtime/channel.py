@@ -106,24 +106,27 @@ class Channel:
         context = _context()
         if distributed or home:
             groups = [home] if home else context.group_names()
-            members = [
+            addresses = [
                 (group, rank)
                 for group in groups
                 for rank in (range(context.group_size(group)) if ranks is None else ranks)
             ]
         else:
-            members = []
-        homes = [context.member(*member)["data"] for member in members] or [context.service.endpoint]
+            addresses = []
+        homes = [context.rank_record(*home_address)["data"] for home_address in addresses] or [context.service.endpoint]
         if context.service.endpoint in homes:
             context.service.open_channel(name, maxsize, max_bytes)
         arguments, peers = pickle.dumps((name, maxsize, max_bytes)), context.service.peers
         requests = {}  # sent to all homes before waiting for any: there may be thousands
-        for member, record in zip(members, homes, strict=False):
+        for home_address, record in zip(addresses, homes, strict=False):
             if record != context.service.endpoint and (endpoint := choose(record)) not in requests:
                 wait_purpose = f"the home of channel {name!r}"
-                requests[endpoint] = member, peers.begin(endpoint, b"OPEN", [arguments], wait_purpose, _OPEN_TIMEOUT_S)
-        for member, request in requests.values():
-            peers.reply_to(request, _OPEN_TIMEOUT_S, functools.partial(context.has_left, *member))
+                requests[endpoint] = (
+                    home_address,
+                    peers.begin(endpoint, b"OPEN", [arguments], wait_purpose, _OPEN_TIMEOUT_S),
+                )
+        for home_address, request in requests.values():
+            peers.reply_to(request, _OPEN_TIMEOUT_S, functools.partial(context.has_left, *home_address))
         context.registry.put("channels", name, {"homes": homes, "maxsize": maxsize})
         return cls(name, homes, maxsize)
 

@@ -370,27 +370,27 @@ def _find_group_ranks(
 ) -> tuple[int, ...]:
     component, group_size = read_key(raw_group, "het_component"), read_key(raw_group, "num_nodes")
     configured_ranks = read_key(raw_group, "node_ranks")
-    members = [n.rank for n in nodes if component is None or (n.het_group or 0) == component]
-    if not members:
+    component_ranks = [n.rank for n in nodes if component is None or (n.het_group or 0) == component]
+    if not component_ranks:
         raise ConfigError(
             f"{key}.het_component is {component}, but none of the {len(nodes)} node(s) used comes from it: "
             f"submit a job with that component, or set cluster.num_nodes to all nodes of the job"
         )
     if configured_ranks is not None:
         ranks = parse_node_ranks(configured_ranks, key, len(nodes))
-        if foreign_ranks := sorted(set(ranks) - set(members)):
+        if foreign_ranks := sorted(set(ranks) - set(component_ranks)):
             raise ConfigError(
                 f"{key}.node_ranks has node {foreign_ranks[0]}, which is not of its het_component {component}"
             )
     elif component is None and group_size is not None:
-        free_ranks = [r for r in members if r not in assigned_ranks]
+        free_ranks = [r for r in component_ranks if r not in assigned_ranks]
         if _count(group_size, f"{key}.num_nodes", 1) > len(free_ranks):
             raise ConfigError(
                 f"{key}.num_nodes is {group_size}, but {len(free_ranks)} of the {len(nodes)} node(s) are left for it"
             )
         ranks = tuple(free_ranks[:group_size])
     else:
-        ranks = tuple(members)
+        ranks = tuple(component_ranks)
     if group_size is not None and len(ranks) != group_size:
         raise ConfigError(f"{key}.num_nodes is {group_size}, but it has {len(ranks)} node(s): {list(ranks)}")
     return ranks

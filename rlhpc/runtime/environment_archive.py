@@ -345,7 +345,7 @@ def _await_end_of_input() -> None:
 
 
 class UnpackedEnvironment:
-    """Environment that is unpacked on the nodes of a session, for as long as the session lives.
+    """Environment that is unpacked on the nodes of a session until the session ends.
 
     Args:
         archive: The archive.

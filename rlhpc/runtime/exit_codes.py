@@ -63,7 +63,7 @@ def _with_notes(message: str, error: BaseException) -> str:
 
 
 def _fault(error: Exception) -> int:
-    """Reports an unexpected error in one line, which says how to get the traceback; returns the exit code."""
+    """Reports an unexpected error in one line, with the way to get the traceback; returns the exit code."""
     if os.environ.get("RLHPC_DEBUG"):
         traceback.print_exception(error)
     advice_text = "; ".join(getattr(error, "__notes__", ())) or "set RLHPC_DEBUG=1 for the traceback"

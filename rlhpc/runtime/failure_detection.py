@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from rlhpc.runtime.errors import RlhpcError, StepFailed, WorkerFailed
-from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers import RankProcess
 from rlhpc.runtime.policies import NEXT_PHASES, SessionPhase, SessionPolicies
 from rlhpc.runtime.worker_spec import WorkerSpec
 
@@ -93,7 +93,7 @@ class FailurePolicy:
 
     def replica_of(self, group: str, rank: int) -> range:
         """Returns the ranks of a rank's replica, including itself."""
-        replica_size = self.policies.of(group).replica_size
+        replica_size = self.policies.for_group(group).replica_size
         return range(rank - rank % replica_size, rank - rank % replica_size + replica_size)
 
     def forgive(self) -> None:
@@ -114,7 +114,7 @@ class FailurePolicy:
         group, rank, restartable = failure.group, failure.rank, self.policies.restartable
         if group not in restartable or not failure.restartable:
             return set()
-        is_independent = self.policies.of(group).independent_ranks and any(
+        is_independent = self.policies.for_group(group).independent_ranks and any(
             r.spec.rank == rank and r.state == "ended" for r in ranks if r.spec.group == group
         )
         return {
@@ -187,42 +187,42 @@ class HeartbeatMonitor:
         self._unreachable = set[str]()
         self.last_check = time.monotonic()
 
-    def record_note(self, member: Member, event: str) -> None:
+    def record_note(self, process: RankProcess, event: str) -> None:
         """Records a note about a rank. Another rank sends the note `unreachable`; the rank itself sends all other notes."""
         if event == "unreachable":
-            self._unreachable.add(member.spec.incarnation)
+            self._unreachable.add(process.spec.incarnation)
             return
-        member.last_heartbeat, member.suspect = time.monotonic(), False
-        member.asks_to_leave = member.asks_to_leave or event == "leaving"
+        process.last_heartbeat, process.suspect = time.monotonic(), False
+        process.asks_to_leave = process.asks_to_leave or event == "leaving"
 
-    def check_ranks(self, members: Iterable[Member]) -> None:
-        """Checks the time since each rank's last heartbeat (`Member.last_heartbeat`); called every `TICK_S` seconds."""
+    def check_ranks(self, processes: Iterable[RankProcess]) -> None:
+        """Checks the time since each rank's last heartbeat (`RankProcess.last_heartbeat`); called every `TICK_S` seconds."""
         now = time.monotonic()
         # if the job was suspended or the driver stopped, no heartbeat could arrive during that time
         pause_s, self.last_check = now - self.last_check - TICK_S, now
-        suspects: list[Member] = []
-        for member in members:
-            worker_spec, is_joined = member.spec, member.spec.rank >= member.spec.world_size
-            if member.state != "ready" and not (member.state == "starting" and is_joined):
+        suspects: list[RankProcess] = []
+        for process in processes:
+            worker_spec, is_joined = process.spec, process.spec.rank >= process.spec.world_size
+            if process.state != "ready" and not (process.state == "starting" and is_joined):
                 continue
             if pause_s > _DRIVER_PAUSE_S:
-                member.last_heartbeat += pause_s
-            silent_s = now - member.last_heartbeat
-            lease_s = LOST_S if not is_joined else JOINED_LOST_S if member.state == "ready" else ARRIVES_S
+                process.last_heartbeat += pause_s
+            silent_s = now - process.last_heartbeat
+            lease_s = LOST_S if not is_joined else JOINED_LOST_S if process.state == "ready" else ARRIVES_S
             if (
                 is_joined
-                and member.record
-                and (worker_spec.incarnation in self._unreachable or self._has_ended(member.record))
+                and process.record
+                and (worker_spec.incarnation in self._unreachable or self._has_ended(process.record))
             ):
                 self._unreachable.discard(worker_spec.incarnation)
                 self._fail(_make_lost_rank_error(worker_spec, "has ended, and so has whoever started it"))
-            elif silent_s > (self._failures.policies.of(worker_spec.group).lease_s or lease_s):
+            elif silent_s > (self._failures.policies.for_group(worker_spec.group).lease_s or lease_s):
                 self._fail(_make_lost_rank_error(worker_spec, f"gave no sign of life for {silent_s:.0f} s"))
-            elif silent_s > SUSPECT_S and not member.suspect:
-                member.suspect = True
-                suspects.append(member)
-        for member in suspects[:_MAX_NAMED]:
-            log.warning("%s has been silent for %.0f s (not yet lost)", member.spec.name, now - member.last_heartbeat)
+            elif silent_s > SUSPECT_S and not process.suspect:
+                process.suspect = True
+                suspects.append(process)
+        for process in suspects[:_MAX_NAMED]:
+            log.warning("%s has been silent for %.0f s (not yet lost)", process.spec.name, now - process.last_heartbeat)
         if len(suspects) > _MAX_NAMED:
             log.warning("so have %d other ranks", len(suspects) - _MAX_NAMED)
 

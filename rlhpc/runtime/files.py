@@ -508,7 +508,7 @@ def remove_if(path: Path, is_expected: Callable[[Path], bool]) -> bool:
 
 
 def _restore(renamed_path: Path, path: Path) -> None:
-    """Gives a file its former name in addition; leaves a file that has this name now."""
+    """Restores the former name of a file; does not replace a file that has this name now."""
     try:
         os.link(renamed_path, path)
     except OSError as error:

@@ -201,12 +201,16 @@ def former_members(**names: str) -> Callable[[C], C]:
             setattr(cls, former_name, _FormerMember(former_name, current_name))
         cls.__init__ = former_keywords(**names)(cls.__init__)  # type: ignore[misc]
 
+        own_hook = vars(cls).get("__init_subclass__")
+
         def adopt_former_names(subclass: type, **kwargs: Any) -> None:
-            super(cls, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
             for former_name, current_name in names.items():
                 if former_name in vars(subclass):
                     _warn(f"{subclass.__qualname__}.{former_name}", current_name)
                     setattr(subclass, current_name, vars(subclass)[former_name])
+            # The class's own hook comes last, so that it sees the current names.
+            hook = super(cls, subclass).__init_subclass__ if own_hook is None else own_hook.__get__(None, subclass)  # type: ignore[arg-type]
+            hook(**kwargs)
 
         cls.__init_subclass__ = classmethod(adopt_former_names)  # type: ignore[assignment]
         return cls

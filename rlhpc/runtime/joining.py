@@ -193,7 +193,7 @@ class DriverConnection:
         except RlhpcError as error:
             log.warning("the driver was not told: %s", error)
 
-    def why_left(self, spec: WorkerSpec) -> str:
+    def find_leave_reason(self, spec: WorkerSpec) -> str:
         """Returns the reason in the registry why the driver continued without this rank; "" if there is no such record."""
         with contextlib.suppress(OSError, RlhpcError, ValueError):
             departure = self.registry.get(DEPARTED, spec.name) or {}
@@ -465,7 +465,7 @@ def _run_rank(
                 else _describe_departure(connection, reason)
             )
             last_check = time.monotonic()
-    leave_reason = leave_reason or _describe_departure(connection, connection.why_left(worker_spec))
+    leave_reason = leave_reason or _describe_departure(connection, connection.find_leave_reason(worker_spec))
     notice_reason = (leave_reason or leave_event.reason) if leave_event.is_set() else ""
     status = rank.end(grace_s, _REQUEUE_S if notice_reason else 0.0) if rank.status is None else rank.status
     connection.tell(

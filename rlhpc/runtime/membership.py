@@ -24,7 +24,7 @@ from rlhpc.runtime.errors import ChannelError, RlhpcError, StaleGeneration, User
 from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.host import host_id, process_key
 from rlhpc.runtime.imports import fingerprint
-from rlhpc.runtime.launchers import JoinedLauncher, Member
+from rlhpc.runtime.launchers import JoinedLauncher, RankProcess
 from rlhpc.runtime.policies import SessionPhase
 from rlhpc.runtime.registry import DEPARTED, GenerationFolder
 from rlhpc.runtime.rpc import RpcClient
@@ -32,29 +32,29 @@ from rlhpc.runtime.text import last_lines, tail
 from rlhpc.runtime.worker_spec import WorkerSpec
 
 
-def state_check(awaited_state: str, members: Sequence[Member]) -> Callable[[], bool]:
+def state_check(awaited_state: str, processes: Sequence[RankProcess]) -> Callable[[], bool]:
     """Returns a function that returns whether all ranks have reached `awaited_state`. It does not check a rank again
     afterwards.
     """
-    pending_members = list(members)
+    pending_processes = list(processes)
 
     def answer() -> bool:
-        while pending_members and pending_members[-1].state == awaited_state:
-            pending_members.pop()
-        return not pending_members
+        while pending_processes and pending_processes[-1].state == awaited_state:
+            pending_processes.pop()
+        return not pending_processes
 
     return answer
 
 
-def early_output_text(member: Member) -> str:
+def early_output_text(process: RankProcess) -> str:
     """Returns the last lines of output of a rank that died before it opened its log, as the end of a message.
 
     Saves the output in the rank's log if possible.
     """
-    output, log_err = "", Path(member.spec.log_err)
+    output, log_err = "", Path(process.spec.log_err)
     with contextlib.suppress(OSError):
         if not log_err.exists():
-            output = member.launcher.early_output(member)
+            output = process.launcher.early_output(process)
             log_err.write_text(output + "\n")
     return last_lines(output)
 
@@ -91,87 +91,89 @@ class RankTable:
     """
 
     def __init__(self, on_change: Callable[[Sequence[str]], None]) -> None:
-        self.members: dict[str, Member] = {}
+        self.processes: dict[str, RankProcess] = {}
         #: Notified whenever a state changes.
         self.condition = threading.Condition(threading.RLock())
         self._on_change = on_change
 
-    def all_members(self) -> list[Member]:
-        return list(self.members.values())
+    def all_processes(self) -> list[RankProcess]:
+        return list(self.processes.values())
 
-    def alive_members(self, group: str | None = None) -> list[Member]:
+    def alive_processes(self, group: str | None = None) -> list[RankProcess]:
         """Returns the ranks that have not ended, of one group or by default of all groups."""
         return [
-            member for member in self.all_members() if member.state != "ended" and group in (None, member.spec.group)
+            process
+            for process in self.all_processes()
+            if process.state != "ended" and group in (None, process.spec.group)
         ]
 
-    def add(self, members: Sequence[Member]) -> None:
+    def add(self, processes: Sequence[RankProcess]) -> None:
         """Adds ranks; each replaces an earlier rank of the same name."""
         with self.condition:
             self._on_change(())
-            self.members.update({member.spec.name: member for member in members})
+            self.processes.update({process.spec.name: process for process in processes})
 
     def forget_ended(self, group: str) -> None:
         """Removes all ranks that have ended, and all ranks of the group."""
         with self.condition:
-            self.members = {
-                n: member
-                for n, member in self.members.items()
-                if member.state != "ended" and member.spec.group != group
+            self.processes = {
+                n: process
+                for n, process in self.processes.items()
+                if process.state != "ended" and process.spec.group != group
             }
 
-    def find(self, name: str, incarnation: str) -> Member | None:
+    def find(self, name: str, incarnation: str) -> RankProcess | None:
         """Returns the rank with this name and incarnation; None if it is unknown or a later incarnation has replaced it."""
-        member = self.members.get(name)
-        return member if member is not None and member.spec.incarnation == incarnation else None
+        process = self.processes.get(name)
+        return process if process is not None and process.spec.incarnation == incarnation else None
 
-    def record_start(self, member: Member, pid: int) -> None:
+    def record_start(self, process: RankProcess, pid: int) -> None:
         """Registers that a rank's process has started."""
         with self.condition:
-            member.pid = pid
+            process.pid = pid
             self.condition.notify_all()
 
-    def record_arrival(self, member: Member, pid: int, record: dict[str, Any]) -> None:
+    def record_arrival(self, process: RankProcess, pid: int, record: dict[str, Any]) -> None:
         """Registers that a rank has built its object, so that it is ready."""
         with self.condition:
             self._on_change(())
-            member.record, member.pid = record, pid
-            if member.state == "starting":
-                member.state = "ready"
+            process.record, process.pid = record, pid
+            if process.state == "starting":
+                process.state = "ready"
             self.condition.notify_all()
 
-    def record_ends(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, processes: Sequence[RankProcess]) -> list[RankProcess]:
         """Registers that the processes of ranks have ended; returns the ranks that ended unexpectedly."""
         with self.condition:
-            for member in members:
-                member.has_exited = True
-            return self.give_up(members)
+            for process in processes:
+                process.has_exited = True
+            return self.give_up(processes)
 
-    def give_up(self, members: Sequence[Member]) -> list[Member]:
+    def give_up(self, processes: Sequence[RankProcess]) -> list[RankProcess]:
         """Marks ranks as ended, even if their processes still run; returns the ranks that ended unexpectedly."""
         with self.condition:
-            newly_ended = [m for m in members if self.members.get(m.spec.name) is m and m.state != "ended"]
-            unexpected_members = [m for m in newly_ended if m.state in _ALIVE]
+            newly_ended = [m for m in processes if self.processes.get(m.spec.name) is m and m.state != "ended"]
+            unexpected_ends = [m for m in newly_ended if m.state in _ALIVE]
             if newly_ended:
                 self._on_change(_list_process_keys(newly_ended))
-            for member in newly_ended:
-                member.state = "ended"
+            for process in newly_ended:
+                process.state = "ended"
             self.condition.notify_all()
-        return unexpected_members
+        return unexpected_ends
 
-    def await_exit(self, members: Sequence[Member], timeout: float) -> list[Member]:
+    def await_exit(self, processes: Sequence[RankProcess], timeout: float) -> list[RankProcess]:
         """Waits at most `timeout` seconds for the processes of ranks to end; returns the ranks with running processes."""
         with self.condition:
-            self.condition.wait_for(lambda: all(member.has_exited for member in members), timeout)
-            return [member for member in members if not member.has_exited]
+            self.condition.wait_for(lambda: all(process.has_exited for process in processes), timeout)
+            return [process for process in processes if not process.has_exited]
 
-    def announce(self, service: Service, ended_members: Sequence[Member] = ()) -> None:
-        """Notifies all ready ranks, in the background, that ranks have been added or that `ended_members` have ended.
+    def announce(self, service: Service, ended_processes: Sequence[RankProcess] = ()) -> None:
+        """Notifies all ready ranks, in the background, that ranks have been added or that `ended_processes` have ended.
 
         The notified ranks then free their data for ended ranks, and read the records of the other ranks again.
         """
-        records = [member.record for member in self.all_members() if member.state == "ready"]
-        message = pickle.dumps((service.epoch, _list_process_keys(ended_members)))
+        records = [process.record for process in self.all_processes() if process.state == "ready"]
+        message = pickle.dumps((service.epoch, _list_process_keys(ended_processes)))
 
         def tell() -> None:
             pending_requests = []
@@ -190,18 +192,18 @@ class RankTable:
         if records:
             in_background("members", tell)
 
-    def mark_stopping(self, members: Collection[Member]) -> None:
+    def mark_stopping(self, processes: Collection[RankProcess]) -> None:
         """Marks ranks as stopping, so that their end is no failure."""
         with self.condition:
-            for member in members:
-                if member.state != "ended":
-                    member.state = "stopping"
+            for process in processes:
+                if process.state != "ended":
+                    process.state = "stopping"
             self.condition.notify_all()
 
-    def await_ended(self, members: Sequence[Member], timeout: float) -> bool:
+    def await_ended(self, processes: Sequence[RankProcess], timeout: float) -> bool:
         """Waits at most `timeout` seconds for ranks to end; returns whether all have ended."""
         with self.condition:
-            return self.condition.wait_for(state_check("ended", members), timeout)
+            return self.condition.wait_for(state_check("ended", processes), timeout)
 
     def await_settled(self, arrival_s: float = 0.0) -> None:
         """Waits at most `arrival_s` seconds for starting ranks, then for the end of all ranks that are not ready.
@@ -209,13 +211,15 @@ class RankTable:
         The second wait takes at most `limit_s` seconds of the launchers.
         """
         with self.condition:
-            self.condition.wait_for(lambda: all(member.state != "starting" for member in self.all_members()), arrival_s)
-        limit_s = max((member.launcher.limit_s for member in self.all_members()), default=0.0)
-        self.await_ended([member for member in self.all_members() if member.state != "ready"], limit_s)
+            self.condition.wait_for(
+                lambda: all(process.state != "starting" for process in self.all_processes()), arrival_s
+            )
+        limit_s = max((process.launcher.limit_s for process in self.all_processes()), default=0.0)
+        self.await_ended([process for process in self.all_processes() if process.state != "ready"], limit_s)
 
 
-def _list_process_keys(members: Sequence[Member]) -> list[str]:
-    return [process_key(member.record["data"]) for member in members if member.record]
+def _list_process_keys(processes: Sequence[RankProcess]) -> list[str]:
+    return [process_key(process.record["data"]) for process in processes if process.record]
 
 
 log = logging.getLogger(__name__)
@@ -229,7 +233,7 @@ _RETRY_S = 2.0
 class _Departure:
     """Departure of a rank, with the first line of its reason."""
 
-    member: Member
+    process: RankProcess
     reason: str
     has_warned: bool = False
 
@@ -266,7 +270,7 @@ class Membership:
         self._joined_launcher, self._host = JoinedLauncher(), host_id()
         self._departures: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         threading.Thread(target=self._publish_departures, name="rlhpc-departures", daemon=True).start()
-        self._jobs: dict[str, tuple[str, Member]] = {}
+        self._jobs: dict[str, tuple[str, RankProcess]] = {}
         #: Incarnation → reason of each joined rank that has left.
         self._leave_reasons: dict[str, str] = {}
         #: Incarnation → job of each joined rank that takes part or has taken part.
@@ -275,38 +279,38 @@ class Membership:
         self.epoch = 0
         self.faulty = set[str]()
 
-    def register_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
+    def register_departure(self, process: RankProcess, failure: RlhpcError, rpc: RpcClient) -> None:
         """Registers that a rank has ended or is lost and that its group continues without it.
 
         Also ends the other ranks of its replica, because they may wait for this rank, and receive no message while they wait.
         """
-        self._record_departure(member, failure, rpc)
-        worker_spec = member.spec
+        self._record_departure(process, failure, rpc)
+        worker_spec = process.spec
         replica = self._failures.replica_of(worker_spec.group, worker_spec.rank)
-        for replica_member in self._ranks.alive_members(worker_spec.group):
-            if replica_member.spec.rank in replica:
-                replica_member.leave_reason = replica_member.leave_reason or member.leave_reason
+        for replica_process in self._ranks.alive_processes(worker_spec.group):
+            if replica_process.spec.rank in replica:
+                replica_process.leave_reason = replica_process.leave_reason or process.leave_reason
                 self._record_departure(
-                    replica_member, RlhpcError(f"{worker_spec.name} has ended, and both are one engine"), rpc
+                    replica_process, RlhpcError(f"{worker_spec.name} has ended, and both are one engine"), rpc
                 )
 
-    def _record_departure(self, member: Member, failure: RlhpcError, rpc: RpcClient) -> None:
-        worker_spec = member.spec
-        if member.leave_reason:
-            log.info("%s leaves: %s", worker_spec.name, member.leave_reason)
+    def _record_departure(self, process: RankProcess, failure: RlhpcError, rpc: RpcClient) -> None:
+        worker_spec = process.spec
+        if process.leave_reason:
+            log.info("%s leaves: %s", worker_spec.name, process.leave_reason)
         else:
             log.warning("%s goes on without rank %d: %s", worker_spec.group, worker_spec.rank, failure)
-        member.has_departed = True
-        self._ranks.give_up([member])
+        process.has_departed = True
+        self._ranks.give_up([process])
         self.epoch += 1
-        if member.record:
-            rpc.leave(member.record)
-        if member.launcher is self._joined_launcher:
-            self._leave_reasons[worker_spec.incarnation] = member.leave_reason or str(failure).splitlines()[0]
+        if process.record:
+            rpc.leave(process.record)
+        if process.launcher is self._joined_launcher:
+            self._leave_reasons[worker_spec.incarnation] = process.leave_reason or str(failure).splitlines()[0]
         job, _ = self._jobs.pop(worker_spec.incarnation, ("", None))
         if job and isinstance(failure, WorkerFailed) and failure.remote_traceback:
             self.faulty.add(job)
-        self._departures.put(_Departure(member, str(failure).splitlines()[0]))
+        self._departures.put(_Departure(process, str(failure).splitlines()[0]))
 
     def _publish_departures(self) -> None:
         """Kills the processes of ranks that have left, and publishes their departures; runs on a separate thread.
@@ -330,25 +334,25 @@ class Membership:
         self._departures.put(None)
 
     def _kill_process(self, departure: _Departure) -> None:
-        member = departure.member
-        if not member.has_exited:
-            with log_errors(f"{member.spec.name} has left, and could not be killed"):
-                member.launcher.kill([member])
-        if not member.leave_reason:
-            self.report_lost(member, departure.reason)
-        if member.launcher is self._joined_launcher:
+        process = departure.process
+        if not process.has_exited:
+            with log_errors(f"{process.spec.name} has left, and could not be killed"):
+                process.launcher.kill([process])
+        if not process.leave_reason:
+            self.report_lost(process, departure.reason)
+        if process.launcher is self._joined_launcher:
             self._report_event(
                 {
                     "event": "left",
-                    "incarnation": member.spec.incarnation,
-                    "why": member.leave_reason or departure.reason,
+                    "incarnation": process.spec.incarnation,
+                    "why": process.leave_reason or departure.reason,
                 }
             )
 
     def _publish(self, departure: _Departure) -> bool:
         """Publishes a departure for ranks that may wait for the departed rank; returns False if this has to be retried."""
-        member, worker_spec = departure.member, departure.member.spec
-        if not member.record and member.launcher is not self._joined_launcher:
+        process, worker_spec = departure.process, departure.process.spec
+        if not process.record and process.launcher is not self._joined_launcher:
             return True
         try:
             self._registry.put(
@@ -363,30 +367,30 @@ class Membership:
             return False
         return True
 
-    def report_lost(self, member: Member, reason: str) -> None:
-        """Passes on that a rank has gone without leaving gracefully, and that its group continues without it."""
-        with log_errors(f"cannot report that {member.spec.name} is lost"):
-            self._on_lost(member.spec.group, member.spec.rank, reason)
+    def report_lost(self, process: RankProcess, reason: str) -> None:
+        """Calls `on_lost` for a rank that was lost and whose group continues without it."""
+        with log_errors(f"cannot report that {process.spec.name} is lost"):
+            self._on_lost(process.spec.group, process.spec.rank, reason)
 
     def _report_event(self, event: dict[str, Any]) -> None:
         """Reports an event of a joined rank. A failure to report is only logged, because the events only inform users."""
         with log_errors(f"cannot record that {event['incarnation']} has {event['event']}"):
             self._on_event(event)
 
-    def why_left(self, group: str, rank: int) -> str:
+    def find_leave_reason(self, group: str, rank: int) -> str:
         """Returns the reason for which a rank got a notice to leave and left; "" if it ended for another reason."""
         return next(
             (
-                member.leave_reason
-                for member in self._ranks.all_members()
-                if (member.spec.group, member.spec.rank) == (group, rank)
+                process.leave_reason
+                for process in self._ranks.all_processes()
+                if (process.spec.group, process.spec.rank) == (group, rank)
             ),
             "",
         )
 
     def leaving(self, group: str) -> list[int]:
         """Returns the ranks of a group that have a notice to leave and wait for permission (`Worker.stay_until_let_go`)."""
-        return [member.spec.rank for member in self._ranks.alive_members(group) if member.asks_to_leave]
+        return [process.spec.rank for process in self._ranks.alive_processes(group) if process.asks_to_leave]
 
     def by_job(self) -> dict[str, int]:
         """Returns the number of joined ranks that take part, by job id.
@@ -394,43 +398,45 @@ class Membership:
         The number is 0 if all ranks of the job have left. Omits jobs without a rank that has ever taken part.
         """
         ranks_by_job = dict.fromkeys(list(self._participants.values()), 0)
-        for incarnation, (job, member) in list(self._jobs.items()):
-            if incarnation in self._participants and member.state == "ready":
+        for incarnation, (job, process) in list(self._jobs.items()):
+            if incarnation in self._participants and process.state == "ready":
                 ranks_by_job[job] += 1
         return ranks_by_job
 
     def register_participant(self, group: str, rank: int) -> None:
         """Registers a joined rank as a participant after its setup; ignores other ranks."""
-        for member in self._ranks.alive_members(group):
-            if member.spec.rank == rank and member.launcher is self._joined_launcher:
-                if member.spec.incarnation in self._jobs:
-                    self._participants[member.spec.incarnation] = self._jobs[member.spec.incarnation][0]
-                self._report_event({"event": "works", "incarnation": member.spec.incarnation})
+        for process in self._ranks.alive_processes(group):
+            if process.spec.rank == rank and process.launcher is self._joined_launcher:
+                if process.spec.incarnation in self._jobs:
+                    self._participants[process.spec.incarnation] = self._jobs[process.spec.incarnation][0]
+                self._report_event({"event": "works", "incarnation": process.spec.incarnation})
 
-    def ranks_of_job(self, job_id: str) -> list[Member]:
+    def ranks_of_job(self, job_id: str) -> list[RankProcess]:
         """Returns the ranks that have joined from a job and have not ended."""
-        return [member for home, member in list(self._jobs.values()) if home == job_id and member.state != "ended"]
+        return [process for home, process in list(self._jobs.values()) if home == job_id and process.state != "ended"]
 
     def newcomers(self, group: str, incarnations: Collection[str]) -> list[dict[str, Any]]:
         """Returns the records of a group's ready ranks except those with the given incarnations."""
         with self._ranks.condition:
-            ready_members = [
-                member
-                for member in self._ranks.alive_members(group)
-                if member.state == "ready" and member.record["incarnation"] not in incarnations
+            ready_processes = [
+                process
+                for process in self._ranks.alive_processes(group)
+                if process.state == "ready" and process.record["incarnation"] not in incarnations
             ]
-        self.epoch += len(ready_members)
-        return [member.record for member in ready_members]
+        self.epoch += len(ready_processes)
+        return [process.record for process in ready_processes]
 
-    def restartable(self, group: str) -> list[Member]:
+    def restartable(self, group: str) -> list[RankProcess]:
         """Returns the ended ranks of a group that this session can restart. Their processes may still exist.
 
         Omits joined ranks, because this session has not started them.
         """
         return [
-            member
-            for member in self._ranks.all_members()
-            if member.spec.group == group and member.state == "ended" and member.launcher is not self._joined_launcher
+            process
+            for process in self._ranks.all_processes()
+            if process.spec.group == group
+            and process.state == "ended"
+            and process.launcher is not self._joined_launcher
         ]
 
     def join(self, request: Mapping[str, Any]) -> bytes:
@@ -449,8 +455,8 @@ class Membership:
         group = request["group"]
         self._check_request(group, request)
         with self._ranks.condition:
-            members = [m for m in self._ranks.all_members() if m.spec.group == group]  # including ended ranks
-            template, rank = members[0].spec, self._place_in(group, members, request)
+            processes = [m for m in self._ranks.all_processes() if m.spec.group == group]  # including ended ranks
+            template, rank = processes[0].spec, self._place_in(group, processes, request)
             stem = self._log_dir / f"{group}-{rank}"
             env = {
                 name: variable_value for name, variable_value in template.env.items() if name != "CUDA_VISIBLE_DEVICES"
@@ -460,10 +466,10 @@ class Membership:
                 accelerators=tuple(range(request["accelerators"])), visible=(), log_out=f"{stem}.out",
                 log_err=f"{stem}.err", env=env, threads=request["threads"], interpreter="", incarnation=f"{time.time_ns():x}",
             )  # fmt: skip
-            member = Member(worker_spec, self._joined_launcher)
-            self._ranks.add([member])
+            process = RankProcess(worker_spec, self._joined_launcher)
+            self._ranks.add([process])
             if request["job"]:
-                self._jobs[worker_spec.incarnation] = request["job"], member
+                self._jobs[worker_spec.incarnation] = request["job"], process
         self._report_event({
             "event": "joined", "incarnation": worker_spec.incarnation, "group": group, "rank": rank, "node": worker_spec.node,
             "job": request["job"], "accelerators": request["accelerators"],
@@ -471,27 +477,27 @@ class Membership:
         log.info("%s joins from node %s (job %s)", worker_spec.name, worker_spec.node, request["job"] or "none")
         return worker_spec.to_json()
 
-    def _place_in(self, group: str, members: Sequence[Member], request: Mapping[str, Any]) -> int:
+    def _place_in(self, group: str, processes: Sequence[RankProcess], request: Mapping[str, Any]) -> int:
         """Returns the rank for a joining process.
 
         This is a free rank of an incomplete replica with ranks of the same job, or of the same node without a job. Otherwise
         it is the first rank of a new replica.
         """
-        next_rank = 1 + max(m.spec.rank for m in members)
+        next_rank = 1 + max(m.spec.rank for m in processes)
         if len(self._failures.replica_of(group, 0)) == 1:
             return next_rank
-        by_rank = {m.spec.rank: m for m in members}
-        for member in members:
-            replica = self._failures.replica_of(group, member.spec.rank)
+        by_rank = {m.spec.rank: m for m in processes}
+        for process in processes:
+            replica = self._failures.replica_of(group, process.spec.rank)
             free_ranks = [rank for rank in replica if rank not in by_rank]
-            replica_members = [by_rank[rank] for rank in replica if rank in by_rank]
-            jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in replica_members}
+            replica_processes = [by_rank[rank] for rank in replica if rank in by_rank]
+            jobs = {self._jobs.get(m.spec.incarnation, ("", m))[0] for m in replica_processes}
             is_neighbour = (
                 jobs == {request["job"]}
                 if request["job"]
-                else {m.spec.node for m in replica_members} == {request["node"]}
+                else {m.spec.node for m in replica_processes} == {request["node"]}
             )
-            if free_ranks and is_neighbour and all(m.state != "ended" for m in replica_members):
+            if free_ranks and is_neighbour and all(m.state != "ended" for m in replica_processes):
                 return free_ranks[0]
         return self._failures.replica_of(group, next_rank - 1).stop
 

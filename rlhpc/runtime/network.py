@@ -69,7 +69,7 @@ def address_towards(host: str) -> str:
         ) from None
 
 
-def node_addresses(node_names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
+def query_node_addresses(node_names: list[str], timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """Queries Slurm for the addresses of nodes; returns them by node name. A node without an address maps to its name."""
     addresses = {name: name for name in node_names}
     for pairs in ask("scontrol", "--oneliner", "show", "node", ",".join(node_names), timeout_s=timeout_s).records:
@@ -96,7 +96,7 @@ def address_for_partition(partition: str | None, interface: str | None) -> str:
         raise ConfigError(
             f"Slurm names no node of {partition_text} ({output.last_line}); name the interface to it (cluster.interface=…)"
         )
-    return address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])
+    return address_towards(query_node_addresses(remote_nodes[:1])[remote_nodes[0]])
 
 
 def job_address(interface: str | None) -> str | None:
@@ -104,4 +104,6 @@ def job_address(interface: str | None) -> str | None:
     remote_nodes = [node.name for node in slurm_nodes(os.environ) if not node.is_local]
     if not remote_nodes:
         return None
-    return address_of(interface) if interface else address_towards(node_addresses(remote_nodes[:1])[remote_nodes[0]])
+    return (
+        address_of(interface) if interface else address_towards(query_node_addresses(remote_nodes[:1])[remote_nodes[0]])
+    )

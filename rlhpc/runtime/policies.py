@@ -67,7 +67,7 @@ class SessionPolicies:
     max_recoveries: int = 0
     closed_reason: str = ""
 
-    def of(self, group: str | None) -> GroupPolicy:
+    def for_group(self, group: str | None) -> GroupPolicy:
         """Returns the policy of a group."""
         return self.groups.get(group or "", _STRICT)
 

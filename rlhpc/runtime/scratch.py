@@ -81,7 +81,7 @@ def session_folder() -> Path | None:
     return session.files if session else None
 
 
-def folder_for_sockets(name: str) -> Path:
+def make_socket_folder(name: str) -> Path:
     """Creates a private folder with a short path on this host, for UNIX sockets.
 
     In a process of a session, the folder is inside the session's socket folder.

@@ -26,7 +26,7 @@ from rlhpc.runtime.environment_archive import UnpackedEnvironment
 from rlhpc.runtime.errors import PlacementError, RendezvousTimeout, RlhpcError, guard_handler, log_errors
 from rlhpc.runtime.failure_detection import TICK_S, FailurePolicy, HeartbeatMonitor, group_by
 from rlhpc.runtime.host import host_id, node_name
-from rlhpc.runtime.launchers import USAGE, Launcher, Member, Usage
+from rlhpc.runtime.launchers import USAGE, Launcher, RankProcess, Usage
 from rlhpc.runtime.launchers.local import PRELOAD, ForkLauncher, ForkServerProcess
 from rlhpc.runtime.launchers.srun import SrunLauncher
 from rlhpc.runtime.launchers.srun_commands import node_commands, step_environment
@@ -133,7 +133,7 @@ class Session:
         self.leases = HeartbeatMonitor(self.fail, lambda record: self.service.peers.has_ended(record), self.failures)
         self.service = Service(
             "driver", curve_keys, self.scratch, tcp_address,
-            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.check_ranks(self.ranks.all_members()),
+            check=self.check, tick_s=TICK_S, on_tick=lambda _: self.leases.check_ranks(self.ranks.all_processes()),
             on_note=self._handle_note, on_join=self.membership.join,
             on_broken=lambda error: self.fail(RlhpcError(f"the driver cannot be reached any more: {error}")),
         )  # fmt: skip
@@ -194,58 +194,58 @@ class Session:
         return self.failures.first_failure
 
     @property
-    def members(self) -> dict[str, Member]:
+    def processes(self) -> dict[str, RankProcess]:
         """Ranks by name."""
-        return self.ranks.members
+        return self.ranks.processes
 
     # -- reports of the launchers --------------------------------------------------------------------------------
 
     @guard_handler
-    def record_start(self, member: Member, pid: int) -> None:
+    def record_start(self, process: RankProcess, pid: int) -> None:
         """Registers that a rank's process has started."""
-        self.ranks.record_start(member, pid)
+        self.ranks.record_start(process, pid)
 
     @guard_handler
-    def record_exit(self, member: Member, status: int) -> None:
+    def record_exit(self, process: RankProcess, status: int) -> None:
         """Registers that a rank's process has ended with this wait status."""
-        if self.ranks.record_ends([member]):
-            self.fail(exit_failure(member.spec, status, early_output_text(member)))
+        if self.ranks.record_ends([process]):
+            self.fail(exit_failure(process.spec, status, early_output_text(process)))
 
     def job_gone(self, job_id: str) -> None:
         """Records the end of a job from which ranks have joined, and the end of these ranks."""
-        for joined_member in self.membership.ranks_of_job(job_id):
-            self.membership.report_lost(joined_member, f"its job {job_id} has ended")
-            joined_member.leave_reason = f"its job {job_id} has ended"
-            self.record_exit(joined_member, 0)
+        for joined_process in self.membership.ranks_of_job(job_id):
+            self.membership.report_lost(joined_process, f"its job {job_id} has ended")
+            joined_process.leave_reason = f"its job {job_id} has ended"
+            self.record_exit(joined_process, 0)
 
-    def record_ends(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, processes: Sequence[RankProcess]) -> list[RankProcess]:
         """Registers that the processes of all these ranks have ended; returns the ranks that ended unexpectedly."""
-        return self.ranks.record_ends(members)
+        return self.ranks.record_ends(processes)
 
     # -- notes from workers ---------------------------------------------------------------------------------------
 
     @guard_handler
     def _handle_note(self, rank_note: dict[str, Any]) -> None:
-        member = self.ranks.find(rank_note["name"], rank_note["incarnation"])
-        if member is None:
+        process = self.ranks.find(rank_note["name"], rank_note["incarnation"])
+        if process is None:
             return
-        self.leases.record_note(member, rank_note["note"])
-        member.usage = rank_note.get("usage", member.usage)
+        self.leases.record_note(process, rank_note["note"])
+        process.usage = rank_note.get("usage", process.usage)
         if rank_note["note"] == "phase":
             clock_difference = time.time() - rank_note["phases"][-1][1]  # a rank sends a phase when the phase begins
-            member.phases += [(phase, start_time + clock_difference) for phase, start_time in rank_note["phases"]]
+            process.phases += [(phase, start_time + clock_difference) for phase, start_time in rank_note["phases"]]
             self._has_new_phases = True
         elif rank_note["note"] == "logs":
             stdout_position, err = rank_note["positions"]
-            member.log_positions = (int(stdout_position), int(err))
+            process.log_positions = (int(stdout_position), int(err))
         elif rank_note["note"] == "ready":
-            self.ranks.record_arrival(member, rank_note["pid"], rank_note["record"])
+            self.ranks.record_arrival(process, rank_note["pid"], rank_note["record"])
         elif rank_note["note"] == "exit":
-            member.leave_reason = rank_note.get("why", "")
-            self.record_exit(member, rank_note["status"])
+            process.leave_reason = rank_note.get("why", "")
+            self.record_exit(process, rank_note["status"])
         elif rank_note["note"] == "failed":
-            record = {"group": member.spec.group, "rank": member.spec.rank, "node": member.spec.node,
-                      "pid": rank_note["pid"], "log_err": member.spec.log_err}  # fmt: skip
+            record = {"group": process.spec.group, "rank": process.spec.rank, "node": process.spec.node,
+                      "pid": rank_note["pid"], "log_err": process.spec.log_err}  # fmt: skip
             self.fail(worker_failed(rank_note["error"], f"the constructor of {rank_note['name']}", record))
 
     def pop_energy(self) -> tuple[list[EnergyAnswer], set[tuple[str, int]], list[dict[str, Any]]]:
@@ -253,7 +253,7 @@ class Session:
         those that have a call in progress, and the records of all ranks.
         """
         answers = [self._energy_reports.popleft() for _ in range(len(self._energy_reports))]
-        return answers, self.rpc.busy_ranks(), [member.record for member in self.ranks.all_members()]
+        return answers, self.rpc.busy_ranks(), [process.record for process in self.ranks.all_processes()]
 
     # -- start phases -----------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Session:
     def _publish(self) -> None:
         """Publishes the phases and the table of all ranks, if they have changed."""
         self._publish_phases()
-        rows = [self._record, *(member.table_row() for member in self.ranks.all_members())]
+        rows = [self._record, *(process.table_row() for process in self.ranks.all_processes())]
         if rows != self._published_rows:
             self.registry.put(RANKS, RANKS, {"ranks": rows})
             self._published_rows = rows
@@ -274,15 +274,15 @@ class Session:
         """Publishes the ranks' usage, if it has changed, at most every `_USAGE_S` seconds."""
         if time.monotonic() < self._next_usage_at:
             return
-        ready_members = [member for member in self.ranks.all_members() if member.state == "ready"]
-        usage = {member.spec.name: member.usage for member in ready_members if member.usage is not None}
+        ready_processes = [process for process in self.ranks.all_processes() if process.state == "ready"]
+        usage = {process.spec.name: process.usage for process in ready_processes if process.usage is not None}
         if usage != self._published_usage:
             self.registry.put(RANKS, USAGE, {"usage": usage})
             self._published_usage = usage
             self._next_usage_at = time.monotonic() + _USAGE_S
 
     def _log_rows(self) -> list[tuple[str, str, Positions]]:
-        return [(member.spec.name, member.state, member.log_positions) for member in self.ranks.all_members()]
+        return [(process.spec.name, process.state, process.log_positions) for process in self.ranks.all_processes()]
 
     def _publish_phases(self) -> None:
         """Writes the phases of all ranks to the registry if a rank has started or has entered a phase."""
@@ -290,7 +290,7 @@ class Session:
             return
         self._has_new_phases = False
         try:
-            self.registry.put(*phase_record(member.start_phases() for member in self.ranks.all_members()))
+            self.registry.put(*phase_record(process.start_phases() for process in self.ranks.all_processes()))
         except (RlhpcError, OSError):
             self._has_new_phases = True
             raise
@@ -300,8 +300,8 @@ class Session:
         self.trace_request = self.registry.take_trace_request() or self.trace_request
 
     def _describe_phase(self, record: dict[str, Any]) -> str:
-        member = self.ranks.find(f"{record['group']}-{record['rank']}", record["incarnation"])
-        return "" if member is None else member.start_phases().describe(time.time())
+        process = self.ranks.find(f"{record['group']}-{record['rank']}", record["incarnation"])
+        return "" if process is None else process.start_phases().describe(time.time())
 
     # -- failure --------------------------------------------------------------------------------------------------
 
@@ -313,31 +313,31 @@ class Session:
         rank and its group can continue without it, only registers the departure of this rank.
         """
         with self.ranks.condition:
-            if self.failures.is_departure(failure, self.ranks.all_members()):
-                self.membership.register_departure(self.members[f"{failure.group}-{failure.rank}"], failure, self.rpc)
-                members = group_by(self.ranks.all_members(), _group_of)[failure.group]
-                self.ranks.announce(self.service, [member for member in members if member.state == "ended"])
+            if self.failures.is_departure(failure, self.ranks.all_processes()):
+                self.membership.register_departure(self.processes[f"{failure.group}-{failure.rank}"], failure, self.rpc)
+                processes = group_by(self.ranks.all_processes(), _group_of)[failure.group]
+                self.ranks.announce(self.service, [process for process in processes if process.state == "ended"])
                 return
             if not self.failures.take(failure):
                 log.debug("after the first failure: %s", failure)
                 return
-            ending_members = [
-                self.members[name] for name in self.failures.names_to_end(failure, self.ranks.all_members())
+            ending_processes = [
+                self.processes[name] for name in self.failures.names_to_end(failure, self.ranks.all_processes())
             ]
-            self.ranks.mark_stopping(ending_members)
-        for launcher, members in group_by(ending_members, _launcher_of).items():
-            with log_errors(f"ranks of {members[0].spec.group} could not be asked to end"):
-                launcher.end(members)
+            self.ranks.mark_stopping(ending_processes)
+        for launcher, processes in group_by(ending_processes, _launcher_of).items():
+            with log_errors(f"ranks of {processes[0].spec.group} could not be asked to end"):
+                launcher.end(processes)
             for delay_s in (launcher.grace_s, 2 * launcher.grace_s):  # again for late processes
-                timer = threading.Timer(delay_s, self._kill, [launcher, members])
+                timer = threading.Timer(delay_s, self._kill, [launcher, processes])
                 timer.daemon = True
                 timer.start()
         self.rpc.interrupt()
 
-    def _kill(self, launcher: Launcher, members: Sequence[Member]) -> None:
+    def _kill(self, launcher: Launcher, processes: Sequence[RankProcess]) -> None:
         if self.failure is not None:
-            with log_errors(f"ranks of {members[0].spec.group} could not be killed"):
-                launcher.kill(members)
+            with log_errors(f"ranks of {processes[0].spec.group} could not be killed"):
+                launcher.kill(processes)
 
     def recover(self, patience_s: float = 20.0) -> dict[str, list[int]]:
         """Recovers from the failure of a restartable group or of an independent rank.
@@ -352,31 +352,32 @@ class Session:
             RlhpcError: The failure itself, if recovery is not possible.
         """
         failure = self.failure
-        if failure is None or not self.failures.names_to_keep(failure, self.ranks.all_members()):
+        if failure is None or not self.failures.names_to_keep(failure, self.ranks.all_processes()):
             raise failure or RlhpcError("nothing has failed")
         time.sleep(_SETTLE_S)  # ranks that died at the same time are reported one by one
         self.ranks.await_settled(patience_s)  # a rank may be restarting or joining
         with self.ranks.condition:
-            if not self.failures.recoverable(self.ranks.all_members()):
+            if not self.failures.recoverable(self.ranks.all_processes()):
                 raise failure
             failed_groups, survivors = (
-                [m for m in self.ranks.all_members() if m.state == member_state] for member_state in ("ended", "ready")
+                [m for m in self.ranks.all_processes() if m.state == process_state]
+                for process_state in ("ended", "ready")
             )
             self.failures.forgive()
         self._recovery += 1
         self.ranks.announce(self.service, failed_groups)
-        for name in {m.spec.group for m in self.ranks.all_members()}:
+        for name in {m.spec.group for m in self.ranks.all_processes()}:
             self.rpc.forget(name)
-        for member in failed_groups:
-            self.registry.remove(MEMBERS, member.spec.name)
+        for process in failed_groups:
+            self.registry.remove(MEMBERS, process.spec.name)
         try:
-            for member in survivors:
-                self.service.peers.post(choose(member.record["data"]), b"ABORT", [b"%d" % self._recovery])
+            for process in survivors:
+                self.service.peers.post(choose(process.record["data"]), b"ABORT", [b"%d" % self._recovery])
             for command in (IDLE, RESUME):  # once all ranks have answered IDLE, no rank sends messages any more
                 groups = group_by(survivors, _group_of).values()
                 for call_handle in [
-                    self.rpc.call([member.record for member in members], command, (self._recovery,), {})
-                    for members in groups
+                    self.rpc.call([process.record for process in processes], command, (self._recovery,), {})
+                    for processes in groups
                 ]:
                     call_handle.wait(patience_s)
         except (RlhpcError, OSError) as error:
@@ -387,8 +388,8 @@ class Session:
             self.check()
             raise failure from error
         return {
-            name: sorted(member.spec.rank for member in members)
-            for name, members in sorted(group_by(failed_groups, _group_of).items())
+            name: sorted(process.spec.rank for process in processes)
+            for name, processes in sorted(group_by(failed_groups, _group_of).items())
         }
 
     # -- phases ---------------------------------------------------------------------------------------------------
@@ -433,7 +434,7 @@ class Session:
         if failure is None:
             return
         self.ranks.await_settled()
-        if not self.ranks.alive_members():
+        if not self.ranks.alive_processes():
             self.scratch.free_memory()  # no worker is left that could read payloads
         raise failure
 
@@ -449,7 +450,7 @@ class Session:
         fork: bool,
         command_prefix: Sequence[str] = (),
         preload: Sequence[str] = (),
-    ) -> list[Member]:
+    ) -> list[RankProcess]:
         """Starts a group's ranks and returns them; see `WorkerGroup.launch`, and `Worker.preloads` for `preload`.
 
         Raises:
@@ -460,10 +461,10 @@ class Session:
             if self.failure is not None:
                 self.ranks.await_settled()
                 self.failures.archive_failure()
-            if self.ranks.alive_members(name):
+            if self.ranks.alive_processes(name):
                 raise PlacementError(f"a group named {name!r} is running already: give launch() another name")
             self.ranks.forget_ended(name)
-        num_ranks = len(placements) + len(self.ranks.alive_members())
+        num_ranks = len(placements) + len(self.ranks.alive_processes())
         raise_limit(open_files_of_driver(num_ranks), f"the driver of {num_ranks} ranks")
         class_pickle, incarnation = pickle_object(payload), f"{time.time_ns():x}"
         launcher = (
@@ -475,9 +476,9 @@ class Session:
         is_forked = launcher is self._fork_launcher and fork and not command_prefix
         interpreter = "" if is_forked else self._find_unpacked_python(cluster)
         ranks_by_node = Counter(p.node_rank for p in placements) + Counter(
-            m.spec.node_rank for m in self.ranks.alive_members()
+            m.spec.node_rank for m in self.ranks.alive_processes()
         )
-        started_members = []
+        started_processes = []
         for placement in placements:
             worker_spec = spec_of(
                 name, placement, len(placements), cluster, env_vars, ranks_by_node[placement.node_rank], self.log_dir,
@@ -487,12 +488,12 @@ class Session:
                 command_prefix=list(command_prefix), in_step=launcher is self._srun_launcher, preload=list(preload),
             )  # fmt: skip
             launcher.prepare(worker_spec, cluster.nodes[placement.node_rank], fork)
-            started_members.append(Member(worker_spec, launcher))
-        self.ranks.add(started_members)
+            started_processes.append(RankProcess(worker_spec, launcher))
+        self.ranks.add(started_processes)
         self._has_new_phases = True
         self.registry.put("groups", name, {"world_size": len(placements), "class": payload[0].__qualname__})
-        launcher.start(started_members, cluster)
-        return started_members
+        launcher.start(started_processes, cluster)
+        return started_processes
 
     def _find_unpacked_python(self, cluster: Cluster) -> str:
         """Returns the interpreter of the environment that the nodes have unpacked; "" if there is no archive.
@@ -511,34 +512,36 @@ class Session:
             )
         return self._unpacked_environment.python
 
-    def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[Member]:
+    def relaunch(self, name: str, cluster: Cluster, patience_s: float = 0.0) -> list[RankProcess]:
         """Restarts the ended ranks of a group with the same placement, and returns them; see `WorkerGroup.relaunch`.
 
         If the earlier process of a rank still runs after `patience_s` seconds, kills this process and does not restart the
         rank, because both processes would share the accelerator.
         """
-        ended_members = self.membership.restartable(name)
-        running_members = self.ranks.await_exit(ended_members, patience_s)
-        for launcher, members in group_by(running_members, _launcher_of).items():
-            launcher.kill(members)
+        ended_processes = self.membership.restartable(name)
+        running_processes = self.ranks.await_exit(ended_processes, patience_s)
+        for launcher, processes in group_by(running_processes, _launcher_of).items():
+            launcher.kill(processes)
         incarnation = f"{time.time_ns():x}"
-        restarted_members = [
-            Member(replace(m.spec, incarnation=incarnation), m.launcher)
-            for m in ended_members
-            if m not in running_members
+        restarted_processes = [
+            RankProcess(replace(m.spec, incarnation=incarnation), m.launcher)
+            for m in ended_processes
+            if m not in running_processes
         ]
-        self.ranks.add(restarted_members)
-        if restarted_members:
-            restarted_members[0].launcher.start(restarted_members, cluster)
-        return restarted_members
+        self.ranks.add(restarted_processes)
+        if restarted_processes:
+            restarted_processes[0].launcher.start(restarted_processes, cluster)
+        return restarted_processes
 
-    def await_arrivals(self, name: str, started_members: Sequence[Member], timeout: float) -> list[dict[str, Any]]:
+    def await_arrivals(
+        self, name: str, started_processes: Sequence[RankProcess], timeout: float
+    ) -> list[dict[str, Any]]:
         """Waits until all given ranks are ready; returns their records in the same order. See `WorkerGroup.launch`."""
-        all_ready, deadline = state_check("ready", started_members), time.monotonic() + timeout
+        all_ready, deadline = state_check("ready", started_processes), time.monotonic() + timeout
         with self.ranks.condition:
             while self.failure is None and not all_ready() and (remaining_s := deadline - time.monotonic()) > 0:
                 if self.failures.past_failure is not None and any(
-                    member.state == "ended" for member in started_members
+                    process.state == "ended" for process in started_processes
                 ):
                     break  # the failure happened before another group was launched
                 self.ranks.condition.wait(min(remaining_s, _CHECK_S))
@@ -546,52 +549,52 @@ class Session:
         if (
             self.failures.past_failure is not None
             and self.failure is None
-            and any(member.state == "ended" for member in started_members)
+            and any(process.state == "ended" for process in started_processes)
         ):
             self.fail(self.failures.past_failure)
         self.check()
-        missing_members = [member for member in started_members if member.state != "ready"]
-        if missing_members:
+        missing_processes = [process for process in started_processes if process.state != "ready"]
+        if missing_processes:
             lines = [
-                f"  {member.spec.name} on {member.spec.node} (pid {member.pid or '?'}, log {member.spec.log_err})"
-                f" {member.start_phases().describe(time.time())}"
-                for member in missing_members
+                f"  {process.spec.name} on {process.spec.node} (pid {process.pid or '?'}, log {process.spec.log_err})"
+                f" {process.start_phases().describe(time.time())}"
+                for process in missing_processes
             ]
-            lines += [f"  {line}" for line in missing_members[0].launcher.arrival_report(missing_members)]
-            num_missing = len(missing_members)
-            message = f"{num_missing} of {len(started_members)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
+            lines += [f"  {line}" for line in missing_processes[0].launcher.arrival_report(missing_processes)]
+            num_missing = len(missing_processes)
+            message = f"{num_missing} of {len(started_processes)} ranks of {name!r} did not arrive in {timeout:.0f} s:"
             self.fail(RendezvousTimeout("\n".join([message, *lines])))
             self.check()
-        return [member.record for member in started_members]
+        return [process.record for process in started_processes]
 
-    def shutdown_group(self, name: str, started_members: Sequence[Member], grace: float) -> None:
+    def shutdown_group(self, name: str, started_processes: Sequence[RankProcess], grace: float) -> None:
         """Ends ranks of a group: asks them to stop, waits `grace` seconds, then kills them.
 
         Does not wait for ranks that are still starting.
         """
         with self.ranks.condition:
-            group_members = set(started_members)
-            members = [m for m in self.ranks.alive_members(name) if m in group_members]
-            alive_records = [m.record for m in members if m.state == "ready"]
-            self.ranks.mark_stopping(members)
+            group_processes = set(started_processes)
+            processes = [m for m in self.ranks.alive_processes(name) if m in group_processes]
+            alive_records = [m.record for m in processes if m.state == "ready"]
+            self.ranks.mark_stopping(processes)
         if alive_records and self.failure is None:
             self.rpc.call(alive_records, EXIT, (), {})
-        if members:
-            launcher = members[0].launcher
-            launcher.end([m for m in members if not m.record])
+        if processes:
+            launcher = processes[0].launcher
+            launcher.end([m for m in processes if not m.record])
             for act, patience_s in ((launcher.end, launcher.grace_s), (launcher.kill, _KILL_TIMEOUT_S)):
-                if self.ranks.await_ended(members, grace):
+                if self.ranks.await_ended(processes, grace):
                     break
-                act(members)
+                act(processes)
                 grace = patience_s
-            self.ranks.await_ended(members, grace)
+            self.ranks.await_ended(processes, grace)
         self.rpc.forget(name)
         if self._registry_watch.owns_registry():
             self.registry.remove("groups", name)
-            for member in members:
-                self.registry.remove(MEMBERS, member.spec.name)
+            for process in processes:
+                self.registry.remove(MEMBERS, process.spec.name)
         if Session._running_session is self:
-            self.ranks.announce(self.service, members)
+            self.ranks.announce(self.service, processes)
 
     def stop(self) -> None:
         """Ends all groups and the session, and removes the session's shared memory and scratch folders."""
@@ -608,12 +611,12 @@ class Session:
                 self.registry.remove(RANKS, RANKS)
                 self.registry.remove(RANKS, USAGE)
         with self.ranks.condition:
-            starting_members = [m for m in self.ranks.alive_members() if m.state == "starting"]
+            starting_processes = [m for m in self.ranks.alive_processes() if m.state == "starting"]
             if self._fork_launcher.cut_short():
-                self.ranks.mark_stopping(starting_members)
+                self.ranks.mark_stopping(starting_processes)
         with contextlib.suppress(Exception):
-            for name in {m.spec.group for m in self.ranks.alive_members()}:
-                self.shutdown_group(name, self.ranks.alive_members(name), 2.0)
+            for name in {m.spec.group for m in self.ranks.alive_processes()}:
+                self.shutdown_group(name, self.ranks.alive_processes(name), 2.0)
         for launcher in (self._srun_launcher, self._fork_launcher):
             if launcher is not None:
                 launcher.close(clears_folders=self.failure is not None and bool(self.tcp_address))

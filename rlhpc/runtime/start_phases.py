@@ -90,7 +90,7 @@ class RankPhases:
             seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + max(0.0, end_time - start_time)
         return seconds_by_phase
 
-    def until(self, end: float) -> RankPhases:
+    def truncate_at(self, end: float) -> RankPhases:
         """Returns the phases that began before the Unix time `end`; the last of them ends then."""
         phases = [(phase, start_time) for phase, start_time in self.phases if start_time < end]
         return RankPhases(self.group, self.rank, [*phases, (WAITING, end)] if phases else [])

@@ -1,4 +1,4 @@
-"""Control of a run's trace: the driver decides between steps which steps are recorded, and tells all ranks.
+"""Control of a run's trace: the driver decides between steps which steps are recorded, and notifies all ranks.
 
 The ranks confirm the start before the step's first call, so that the trace has all of it. A rank that does not answer is
 left out. No error of the trace reaches the run.
@@ -19,7 +19,7 @@ from typing import Any
 from rlhpc.runtime.comm.zmq_sockets import Pending, choose
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.host import node_name
-from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers import RankProcess
 from rlhpc.runtime.rpc import Handle
 from rlhpc.runtime.session import Session
 from rlhpc.runtime.trace_recorder import recorder
@@ -92,72 +92,78 @@ class TraceControl:
         if not (self._recording_ranks or recorder.is_on):
             return
         recording_ranks, self._recording_ranks = self._recording_ranks, set()
-        members = [member for member in self._session.ranks.all_members() if member.spec.incarnation in recording_ranks]
-        self._tell(self._session, members, {"on": False})
+        processes = [
+            process for process in self._session.ranks.all_processes() if process.spec.incarnation in recording_ranks
+        ]
+        self._tell(self._session, processes, {"on": False})
         recorder.stop(flush=True)
 
     def _call_profiled(self, session: Session, step: int | None) -> list[Handle]:
         """Makes the profiled ranks end their profile and, unless `step` is None, start another one between two calls."""
         self._is_profiling = step is not None
-        members = [
-            member
-            for member in self._ready_members(session, self._profile.groups)
-            if member.spec.rank in self._profile.ranks
+        processes = [
+            process
+            for process in self._ready_processes(session, self._profile.groups)
+            if process.spec.rank in self._profile.ranks
         ]
-        return self._call(session, members, Instrumented.profile_step.__name__, step)
+        return self._call(session, processes, Instrumented.profile_step.__name__, step)
 
     def _capture(self, session: Session, is_on: bool) -> list[Handle]:
         """Makes the ranks that run under Nsight Systems open or close the range that it records, between two calls."""
         self._is_capturing = is_on
-        members = self._ready_members(session, self._profile.nsys_groups)
-        return self._call(session, members, Instrumented.capture_profile_range.__name__, is_on)
+        processes = self._ready_processes(session, self._profile.nsys_groups)
+        return self._call(session, processes, Instrumented.capture_profile_range.__name__, is_on)
 
     @staticmethod
-    def _ready_members(session: Session, groups: Collection[str]) -> list[Member]:
+    def _ready_processes(session: Session, groups: Collection[str]) -> list[RankProcess]:
         return [
-            member for member in session.ranks.all_members() if member.state == "ready" and member.spec.group in groups
+            process
+            for process in session.ranks.all_processes()
+            if process.state == "ready" and process.spec.group in groups
         ]
 
     @staticmethod
-    def _call(session: Session, members: Iterable[Member], method: str, argument: Any) -> list[Handle]:
+    def _call(session: Session, processes: Iterable[RankProcess], method: str, argument: Any) -> list[Handle]:
         """Calls a method of the ranks, after their calls so far; returns handles that may be ignored."""
         handles = []
-        for member in members:
+        for process in processes:
             with contextlib.suppress(RlhpcError):
-                handles.append(session.rpc.call([member.record], method, (argument,), {}))
+                handles.append(session.rpc.call([process.record], method, (argument,), {}))
         return handles
 
     def _start(self, session: Session) -> None:
         host = {"host": node_name(), "host_id": session.context.host}
         recorder.start(str(self._folder / "driver-0.jsonl"), {"group": "driver", "rank": 0, "pid": os.getpid(), **host})
-        new_members = [
-            member
-            for member in session.ranks.all_members()
-            if member.state == "ready" and member.record and member.spec.incarnation not in self._recording_ranks
+        new_processes = [
+            process
+            for process in session.ranks.all_processes()
+            if process.state == "ready" and process.record and process.spec.incarnation not in self._recording_ranks
         ]
-        self._recording_ranks |= {member.spec.incarnation for member in new_members}
-        self._tell(session, new_members, {"on": True, "folder": str(self._folder), "driver": session.service.endpoint})
+        self._recording_ranks |= {process.spec.incarnation for process in new_processes}
+        self._tell(
+            session, new_processes, {"on": True, "folder": str(self._folder), "driver": session.service.endpoint}
+        )
 
-    def _tell(self, session: Session, members: Iterable[Member], request: dict[str, Any]) -> None:
+    def _tell(self, session: Session, processes: Iterable[RankProcess], request: dict[str, Any]) -> None:
         """Sends a request to ranks and waits until they have confirmed it, at most `_CONFIRM_S` seconds."""
         peers, deadline = session.service.peers, time.monotonic() + _CONFIRM_S
-        pending_requests: list[tuple[Member, Pending]] = []
-        for member in members:
-            worker_spec = member.spec
+        pending_requests: list[tuple[RankProcess, Pending]] = []
+        for process in processes:
+            worker_spec = process.spec
             identity = {
                 "group": worker_spec.group,
                 "rank": worker_spec.rank,
                 "host": worker_spec.node,
-                "pid": member.pid,
+                "pid": process.pid,
             }
             wait_purpose, timeout_s = f"{worker_spec.name} to record its trace", max(0.01, deadline - time.monotonic())
             with contextlib.suppress(RlhpcError, OSError):
                 frames = [pickle.dumps({**request, **identity})]
                 pending_requests.append(
-                    (member, peers.begin(choose(member.record["data"]), b"TRACE", frames, wait_purpose, timeout_s))
+                    (process, peers.begin(choose(process.record["data"]), b"TRACE", frames, wait_purpose, timeout_s))
                 )
-        for member, pending_request in pending_requests:
+        for process, pending_request in pending_requests:
             try:
                 peers.reply_to(pending_request, max(0.01, deadline - time.monotonic()))
             except (RlhpcError, OSError) as error:  # the next wait for the rank reports its failure
-                log.debug("%s does not record its trace: %s", member.spec.name, error)
+                log.debug("%s does not record its trace: %s", process.spec.name, error)

@@ -75,7 +75,7 @@ class Trust:
     names: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, content: Any, everything: bool = False) -> Trust:
+    def from_config(cls, content: Any, everything: bool = False) -> Trust:
         """Returns trust in the names of the user's configuration.
 
         Args:
@@ -91,7 +91,7 @@ class Trust:
         return cls(everything, frozenset((*import_paths, *switch_names)))
 
     @classmethod
-    def of_words(cls, override_words: Sequence[str], everything: bool = False) -> Trust:
+    def from_overrides(cls, override_words: Sequence[str], everything: bool = False) -> Trust:
         """Returns trust in the names of the user's overrides (`key=value`)."""
         override_values: list[Any] = []
         for override in override_words:
@@ -100,7 +100,7 @@ class Trust:
                 override_values.append(read_yaml(override_value))
             except Exception:  # not YAML; the code that applies it reports this
                 override_values.append(override_value)
-        return cls.of(override_values, everything)
+        return cls.from_config(override_values, everything)
 
     def check(self, content: Any, origin: str) -> None:
         """Refuses content that names untrusted code, starts programs, or exposes variables of the user's environment.

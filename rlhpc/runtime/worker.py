@@ -127,7 +127,7 @@ class Worker(Instrumented, RoutedMessages):
         return 1
 
     def acquire_free_port(self, max_port_num: int | None = None) -> int:
-        """Returns a TCP port that is free on this node, and that no other rank of the run gets here while this rank lives.
+        """Returns a TCP port that is free on this node, and that no other rank of the run gets here while this rank runs.
 
         Args:
             max_port_num: Largest port, for servers that compute a second port from this one.
@@ -263,12 +263,12 @@ class Worker(Instrumented, RoutedMessages):
             ValueError: This rank is neither the sender nor in `groups`.
         """
         receivers = [(name, [ranks] if isinstance(ranks, int) else list(ranks)) for name, ranks in groups]
-        members = [(name, rank) for name, ranks in receivers for rank in ranks]
-        source_rank = (src[0], src[1]) if src is not None else members[0] if members else None
-        if source_rank is None or (self.group_name, self.rank) not in (source_rank, *members):
+        receiver_addresses = [(name, rank) for name, ranks in receivers for rank in ranks]
+        source_rank = (src[0], src[1]) if src is not None else receiver_addresses[0] if receiver_addresses else None
+        if source_rank is None or (self.group_name, self.rank) not in (source_rank, *receiver_addresses):
             raise ValueError(
                 f"broadcast: {self.group_name}-{self.rank} takes no part in a broadcast from {source_rank} "
-                f"to {members or 'no rank'}"
+                f"to {receiver_addresses or 'no rank'}"
             )
 
         def act() -> Any:

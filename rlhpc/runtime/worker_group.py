@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rlhpc.runtime.comm import context as contexts
 from rlhpc.runtime.errors import ConfigError, WorkerFailed
+from rlhpc.runtime.former_names import former_members
 from rlhpc.runtime.placement import NodePlacementStrategy
 from rlhpc.runtime.placement.strategies import Placement, with_all_devices, with_shared_devices
 from rlhpc.runtime.rpc import Handle, RpcClient
@@ -15,7 +16,7 @@ from rlhpc.runtime.session import Session
 
 if TYPE_CHECKING:
     from rlhpc.runtime.cluster import Cluster
-    from rlhpc.runtime.launchers import Member
+    from rlhpc.runtime.launchers import RankProcess
 
 _clients: dict[int, RpcClient] = {}
 #: Seconds to wait for a killed process to end before its successor is started.
@@ -41,6 +42,7 @@ class Forking(Protocol):
         """Returns whether ranks with these arguments may be forked."""
 
 
+@former_members(why_left="find_leave_reason")
 class WorkerGroup:
     """Handle of the ranks of a worker class: `group.method(*args)` calls the method on all ranks and returns a `Handle`.
 
@@ -62,7 +64,7 @@ class WorkerGroup:
         self._selected_ranks: set[int] | None = None
         self._world_size = 0
         self._arrival: Callable[[], list[dict[str, Any]]] | None = None
-        self._members: list[Member] = []
+        self._processes: list[RankProcess] = []
         self._cluster: Cluster | None = None
         self._timeout = 300.0
         self.name = ""
@@ -102,7 +104,7 @@ class WorkerGroup:
         self.name = name or self._cls.__name__
         strategy = placement_strategy or NodePlacementStrategy([0])
         session = Session.current()
-        started_members = session.launch(
+        started_processes = session.launch(
             self.name,
             (self._cls, self._args, self._kwargs),
             self._choose_placements(strategy, cluster)
@@ -114,13 +116,13 @@ class WorkerGroup:
             preload=self._preloads(),
             command_prefix=command_prefix,
         )
-        self._members, self._world_size, self._cluster, self._timeout = (
-            started_members,
-            len(started_members),
+        self._processes, self._world_size, self._cluster, self._timeout = (
+            started_processes,
+            len(started_processes),
             cluster,
             timeout,
         )
-        self._records, self._arrival = [], lambda: session.await_arrivals(self.name, started_members, timeout)
+        self._records, self._arrival = [], lambda: session.await_arrivals(self.name, started_processes, timeout)
         return self.wait_ready() if wait else self
 
     def _choose_placements(self, strategy: Any, cluster: Cluster) -> list[Placement]:
@@ -143,20 +145,20 @@ class WorkerGroup:
             WorkerFailed: The earlier process of a rank cannot be killed.
         """
         restarted_ranks, session = set(self.restart(_KILL_S)), Session.current()
-        if unfinished_members := [
+        if unfinished_processes := [
             m for m in session.membership.restartable(self.name) if m.spec.rank not in restarted_ranks
         ]:
-            worker_spec, pid = unfinished_members[0].spec, unfinished_members[0].pid
+            worker_spec, pid = unfinished_processes[0].spec, unfinished_processes[0].pid
             raise WorkerFailed(
                 f"process {pid} of {worker_spec.name} on node {worker_spec.node} was killed and is still there after "
                 f"{_KILL_S:.0f} s",
                 group=worker_spec.group, rank=worker_spec.rank, node=worker_spec.node, log_path=worker_spec.log_err,
             )  # fmt: skip
-        started_members = [member for member in self._members if member.spec.rank in restarted_ranks]
+        started_processes = [process for process in self._processes if process.spec.rank in restarted_ranks]
         alive_records = [record for record in self._records if record["rank"] not in restarted_ranks]
 
         def report_arrival() -> list[dict[str, Any]]:
-            arrived_records = session.await_arrivals(self.name, started_members, self._timeout)
+            arrived_records = session.await_arrivals(self.name, started_processes, self._timeout)
             return sorted([*alive_records, *arrived_records], key=lambda record: int(record["rank"]))
 
         self._arrival = report_arrival
@@ -169,9 +171,9 @@ class WorkerGroup:
         client = _get_client()
         return [record["rank"] for record in self._records if not client.has_left(record)]
 
-    def why_left(self, rank: int) -> str:
+    def find_leave_reason(self, rank: int) -> str:
         """Returns the reason for which a rank got a notice to leave and left; "" if it ended for another reason."""
-        return Session.current().membership.why_left(self.name, rank)
+        return Session.current().membership.find_leave_reason(self.name, rank)
 
     @property
     def leaving(self) -> list[int]:
@@ -193,9 +195,9 @@ class WorkerGroup:
         """
         if self._cluster is None:
             raise ConfigError(f"group {self.name or self._cls.__name__!r} was never launched here")
-        started_members = Session.current().relaunch(self.name, self._cluster, patience_s)
-        ranks = [member.spec.rank for member in started_members]
-        self._members = [m for m in self._members if m.spec.rank not in ranks] + started_members
+        started_processes = Session.current().relaunch(self.name, self._cluster, patience_s)
+        ranks = [process.spec.rank for process in started_processes]
+        self._processes = [m for m in self._processes if m.spec.rank not in ranks] + started_processes
         return ranks
 
     def admit(self) -> list[int]:
@@ -236,7 +238,7 @@ class WorkerGroup:
         group.name = name
         world_size = context.group_size(name, timeout)
         group._records, group._world_size = (
-            [context.member(name, rank, timeout) for rank in range(world_size)],
+            [context.rank_record(name, rank, timeout) for rank in range(world_size)],
             world_size,
         )
         return group
@@ -253,8 +255,10 @@ class WorkerGroup:
     @property
     def accelerators(self) -> list[frozenset[tuple[int, int]]]:
         """The accelerators of each rank, as (node, index), of a group that this process has launched."""
-        members = sorted(self._members, key=lambda member: member.spec.rank)
-        return [frozenset((member.spec.node_rank, index) for index in member.spec.accelerators) for member in members]
+        processes = sorted(self._processes, key=lambda process: process.spec.rank)
+        return [
+            frozenset((process.spec.node_rank, index) for index in process.spec.accelerators) for process in processes
+        ]
 
     def execute_on(self, *ranks: int) -> WorkerGroup:
         """Restricts only the next call to these ranks; returns the group.
@@ -305,9 +309,9 @@ class WorkerGroup:
         `from_group_name` keeps running; only this handle becomes unusable.
         """
         session = Session.running()
-        if self._members and session is not None:
-            session.shutdown_group(self.name, self._members, grace)
-        self._records, self._members, self._world_size, self._arrival = [], [], 0, None
+        if self._processes and session is not None:
+            session.shutdown_group(self.name, self._processes, grace)
+        self._records, self._processes, self._world_size, self._arrival = [], [], 0, None
 
     async def async_shutdown(self, grace: float = 5.0) -> None:
         await asyncio.to_thread(self.shutdown, grace)

@@ -216,7 +216,7 @@ class _Rank:
         self._send_note({"note": event, "name": name, "incarnation": incarnation})
 
     def _send_heartbeat(self, service: Service) -> None:
-        """Tells the driver that the rank's logs have grown, and regularly that the rank is alive, and its usage."""
+        """Reports to the driver that the rank's logs have grown, and regularly that the rank is alive, with its usage."""
         now, log_positions = time.monotonic(), stream_positions()
         is_heartbeat = now >= self._next_heartbeat
         rank_facts: dict[str, Any] = {"usage": self._measure_usage(now)} if is_heartbeat else {}

@@ -206,12 +206,12 @@ class TrainingBackend(abc.ABC):
     def __init__(self, blueprint: Blueprint, actor: ActorSection, worker: TrainingRanks) -> None:
         self.blueprint, self.actor, self.worker = blueprint, actor, worker
         self.rank, self.ranks = worker.rank, worker.world_size
-        self.sizes = MeshSizes.of(actor.parallel, self.ranks, f"{blueprint.key}.parallel")
+        self.sizes = MeshSizes.from_config(actor.parallel, self.ranks, f"{blueprint.key}.parallel")
         if not (self.divides or self.sizes.plain):
             raise ConfigError(unsupported_backend_sizes(blueprint.key, self.name or type(self).__name__, self.sizes))
         self.device = torch.device(torch_device(worker.accelerators))
         self.dtype = blueprint.dtype
-        self.optim = AdamOptions.of(actor.optim)
+        self.optim = AdamOptions.from_config(actor.optim)
         self.base_lr = self.optim.lr
         self._reference: nn.Module | None = None
         self.norms: dict[str, float] = {}

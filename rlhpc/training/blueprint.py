@@ -109,7 +109,7 @@ class Blueprint(abc.ABC):
         yield from ()
 
     def is_value(self, name: str) -> bool:
-        """Returns whether a parameter of this name belongs to the value head or critic, which computes values alone."""
+        """Returns whether a parameter of this name belongs to the value head or critic, which computes only values."""
         return not {"value_head", "critic"}.isdisjoint(name.split("."))
 
     def last_layer(self, module: nn.Module) -> nn.Module | None:

@@ -45,7 +45,7 @@ class AdamOptions:
     critic_warmup_steps: int = 0
 
     @classmethod
-    def of(cls, optim: OptimConfig) -> AdamOptions:
+    def from_config(cls, optim: OptimConfig) -> AdamOptions:
         """Returns the options of the section.
 
         Raises:

@@ -7,7 +7,7 @@ mesh over the same ranks, `(replicate, expert_fsdp, expert)`. Tokens of all sequ
 
 Interface for other modules:
 
-    MeshSizes.of(cfg.actor.parallel, ranks) → MeshSizes        (rlhpc.config.parallel; needs no torch)
+    MeshSizes.from_config(cfg.actor.parallel, ranks) → MeshSizes        (rlhpc.config.parallel; needs no torch)
         .data, .data_of(rank)               → number of blocks, and the block of a rank; blocks get different samples
         .block, .lane_of(rank)              → ranks of a block (context × tensor), and a rank's position; 0 is the leader
     Mesh(sizes, rank, device_type)          → all ranks call it after `init_process_group`

@@ -41,7 +41,7 @@ class ParameterView:
         """Shape of the checkpoint tensor."""
         return tuple(entry[1] - entry[0] for entry in self.index if not isinstance(entry, int))
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def view_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the view of the module's full tensor."""
         return tensor[tuple(entry if isinstance(entry, int) else slice(*entry) for entry in self.index)]
 

@@ -29,7 +29,7 @@ class Slices:
         self._stack = contextlib.ExitStack()
 
     @classmethod
-    def of(cls, find: Callable[[str], Path | None]) -> Slices | None:
+    def from_model(cls, find: Callable[[str], Path | None]) -> Slices | None:
         """Finds the safetensors files of a model.
 
         Args:

@@ -217,7 +217,7 @@ def load_shards(
                     raise ConfigError(
                         f"{source}: {held_slice.name} is {list(file_shape)} there, and {list(held_slice.shape)} in the model"
                     )
-            held_slice.of(module).copy_(slices.read(held_slice.name, held_slice.tensor_slice))
+            held_slice.view_in(module).copy_(slices.read(held_slice.name, held_slice.tensor_slice))
 
 
 def find_missing(module: nn.Module, slices: Slices, created: Iterator[str]) -> list[str]:

@@ -7,7 +7,7 @@ A rank holds one slice of a DTensor (`rlhpc.checkpoint.tensor_slice`), or severa
         .tensor_slice               the slice that this rank holds
         .copy, .copies              number of this copy, and number of copies on all ranks; one rank holds copy 0 of a slice
         .frozen                     True if the tensor is not trained and no adapter is merged into it
-        .of(module)                 the values, as a view of this rank's memory that can be read and written
+        .view_in(module)            the values, as a view of this rank's memory that can be read and written
     tensor_slices(tensor) → list[(TensorSlice, TensorSlice)]: slices on this rank: in the full, and in the local tensor
 
 Tensors of adapters are omitted unless `adapters=True`. The values of a slice do not include the product of an adapter; the
@@ -117,7 +117,7 @@ class HeldSlice:
     copies: int
     frozen: bool
 
-    def of(self, module: nn.Module) -> torch.Tensor:
+    def view_in(self, module: nn.Module) -> torch.Tensor:
         """Returns the values in the slice's shape, as a view of the module's memory."""
         return self.view(named_tensor(module, self.parameter))
 

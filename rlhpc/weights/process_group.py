@@ -47,10 +47,10 @@ class GroupLost(ChannelError):
     """End of the group before all ranks received the data."""
 
 
-def group_ranks(members: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
+def group_ranks(addresses: Sequence[RankAddress]) -> list[tuple[str, list[int]]]:
     """Returns each group with its ranks, from (group, rank) pairs."""
     ranks_by_group: dict[str, list[int]] = {}
-    for group, rank in members:
+    for group, rank in addresses:
         ranks_by_group.setdefault(group, []).append(rank)
     return list(ranks_by_group.items())
 
@@ -59,15 +59,17 @@ class Presence:
     """Liveness of a set of ranks: whether each rank is still the same process as when this object was created.
 
     Args:
-        members: Groups and ranks.
-        local_member: Address of this process.
+        addresses: Groups and ranks.
+        local_address: Address of this process.
     """
 
-    def __init__(self, members: tuple[RankAddress, ...], local_member: RankAddress) -> None:
-        self._members = members
-        for member in members:
-            current().member(*member)
-        self._versions = {rank: self._version(rank) for rank, member in enumerate(members) if member != local_member}
+    def __init__(self, addresses: tuple[RankAddress, ...], local_address: RankAddress) -> None:
+        self._addresses = addresses
+        for address in addresses:
+            current().rank_record(*address)
+        self._versions = {
+            rank: self._version(rank) for rank, address in enumerate(addresses) if address != local_address
+        }
         #: All ranks except this one.
         self.peers = sorted(self._versions)
         self._rotation = itertools.cycle(self.peers)
@@ -82,11 +84,11 @@ class Presence:
         return [rank for rank in ranks if self._is_missing(rank)]
 
     def _is_missing(self, rank: int) -> bool:
-        return self._version(rank) != self._versions[rank] or current().has_left(*self._members[rank])
+        return self._version(rank) != self._versions[rank] or current().has_left(*self._addresses[rank])
 
     def name(self, rank: int) -> str:
         """Returns a rank's name."""
-        return "{}-{}".format(*self._members[rank])
+        return "{}-{}".format(*self._addresses[rank])
 
     def names(self, ranks: Sequence[int]) -> str:
         """Returns the names of several ranks, joined by commas."""
@@ -101,15 +103,17 @@ class WeightProcessGroup:
 
     Args:
         kind: `nccl` or `gloo`.
-        members: Groups and ranks; the first member holds the store.
-        local_member: Address of this process.
+        addresses: Groups and ranks; the first member holds the store.
+        local_address: Address of this process.
         name: Name that the first member chose.
     """
 
-    def __init__(self, kind: str, members: tuple[RankAddress, ...], local_member: RankAddress, name: str = "") -> None:
-        self.kind, self.members, self.name = kind, members, name or f"weights-{uuid.uuid4().hex}"
-        self._rank = members.index(local_member)
-        self._presence = Presence(members, local_member)
+    def __init__(
+        self, kind: str, addresses: tuple[RankAddress, ...], local_address: RankAddress, name: str = ""
+    ) -> None:
+        self.kind, self.addresses, self.name = kind, addresses, name or f"weights-{uuid.uuid4().hex}"
+        self._rank = addresses.index(local_address)
+        self._presence = Presence(addresses, local_address)
         self._torch_group: Any = None
         self._work: Future[None] | _Works | None = None
         self._peers: Sequence[int] = ()
@@ -189,7 +193,7 @@ class WeightProcessGroup:
 
     def _notify(self, rank: int) -> None:
         with contextlib.suppress(RlhpcError):
-            p2p.post(self._presence.name(self._rank), self._key, *self.members[rank])
+            p2p.post(self._presence.name(self._rank), self._key, *self.addresses[rank])
 
     @property
     def _key(self) -> str:
@@ -250,9 +254,9 @@ class WeightProcessGroup:
 
     def _get_torch_group(self) -> Any:
         if self._torch_group is None:
-            context, num_members = current(), len(self.members)
+            context, num_ranks = current(), len(self.addresses)
             timeout_s = min(context.wait_deadline, 1800)
-            store = ServiceStore(context, self.members[0][0], self.name, timeout_s, self.members[0][1])
+            store = ServiceStore(context, self.addresses[0][0], self.name, timeout_s, self.addresses[0][1])
             # Torch waits for all ranks without checking their liveness, so it is called when all are ready.
             store.set(f"at-it-{self._rank}", b"1")
             self._wait_for_ranks(functools.partial(_pending_ranks, store, [*self._presence.peers]))
@@ -261,11 +265,11 @@ class WeightProcessGroup:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout_delta
                 with _without_watchdog():
-                    self._torch_group = dist.ProcessGroupNCCL(store, self._rank, num_members, options)
+                    self._torch_group = dist.ProcessGroupNCCL(store, self._rank, num_ranks, options)
                 self.confirm()  # the first collective creates the communicator
                 self.wait()
             else:
-                self._torch_group = dist.ProcessGroupGloo(store, self._rank, num_members, timeout_delta)
+                self._torch_group = dist.ProcessGroupGloo(store, self._rank, num_ranks, timeout_delta)
         return self._torch_group
 
 
@@ -291,7 +295,7 @@ def _pending_ranks(store: ServiceStore, pending_ranks: list[int]) -> list[int]:
         store.wait([f"at-it-{rank}" for rank in pending_ranks], datetime.timedelta(seconds=_CHECK_INTERVAL_S))
         return []
     except DeadlineExceeded:
-        missing_keys = set(store.missing([f"at-it-{rank}" for rank in pending_ranks]))
+        missing_keys = set(store.find_missing_keys([f"at-it-{rank}" for rank in pending_ranks]))
         return [rank for rank in pending_ranks if f"at-it-{rank}" in missing_keys]
 
 

@@ -299,7 +299,7 @@ class ShardSync:
         requested_slices, request_index = list[RequestedSlices](), dict[RankAddress, int]()
         for group, ranks in self._receivers:
             for rank in ranks:
-                record = context.member(group, rank)
+                record = context.rank_record(group, rank)
                 while requests.get((group, rank), ("", None))[0] != record["incarnation"]:
                     requests[group, rank] = p2p.recv(group, rank, tag=_REQUESTS)
                 table = requests[group, rank][1]
@@ -320,7 +320,7 @@ class ShardSync:
 
     def want(self, requested_slices: RequestedSlices) -> None:
         """Requests slices (`SendsShards.want`)."""
-        member_record = current().member(self._worker.group_name, self._worker.rank)
+        rank_record = current().rank_record(self._worker.group_name, self._worker.rank)
         self._has_requested, self._requested_slices = True, requested_slices
         table = (
             None
@@ -330,7 +330,7 @@ class ShardSync:
         group, rank = self._src
         TransportReceiver(self._address, self.transport).publish_device()
         p2p.send(
-            (member_record["incarnation"], table),
+            (rank_record["incarnation"], table),
             self._worker.group_name,
             self._worker.rank,
             group,

@@ -52,9 +52,9 @@ class CollectiveReshard:
 
     Args:
         kind: `nccl` or `gloo`.
-        members: The trainer's ranks, then the receivers.
+        addresses: The trainer's ranks, then the receivers.
         num_senders: Number of trainer ranks.
-        local_member: Address of this process.
+        local_address: Address of this process.
         name: Name that all members share.
 
     Attributes:
@@ -64,17 +64,17 @@ class CollectiveReshard:
     """
 
     def __init__(
-        self, kind: str, members: tuple[RankAddress, ...], num_senders: int, local_member: RankAddress, name: str
+        self, kind: str, addresses: tuple[RankAddress, ...], num_senders: int, local_address: RankAddress, name: str
     ) -> None:
-        self.kind, self._members, self._senders, self._local_member, self._key = (
+        self.kind, self._addresses, self._senders, self._local_address, self._key = (
             kind,
-            members,
+            addresses,
             num_senders,
-            local_member,
+            local_address,
             f"shards/{name}",
         )
-        self.rank = members.index(local_member)
-        self._presence = Presence(members, local_member)
+        self.rank = addresses.index(local_address)
+        self._presence = Presence(addresses, local_address)
         self._group: WeightProcessGroup | None = None
         self.has_succeeded = False
 
@@ -85,7 +85,7 @@ class CollectiveReshard:
             return
         if self._group is None or self._group.name != name:
             self.end()
-            self._group = WeightProcessGroup(self.kind, self._members, self._local_member, name)
+            self._group = WeightProcessGroup(self.kind, self._addresses, self._local_address, name)
         try:
             yield from run_rounds(self._group)
             received_all = True
@@ -112,9 +112,9 @@ class CollectiveReshard:
         if self.rank:
             if self.rank >= self._senders:
                 self._report(_READY, version, local_name)
-            return str(p2p.follow_broadcast(self._members[0], lambda: None))
-        names_by_rank = self._collect_reports(_READY, version, range(self._senders, len(self._members)), READY_S)
-        if missing_ranks := [rank for rank in range(self._senders, len(self._members)) if rank not in names_by_rank]:
+            return str(p2p.follow_broadcast(self._addresses[0], lambda: None))
+        names_by_rank = self._collect_reports(_READY, version, range(self._senders, len(self._addresses)), READY_S)
+        if missing_ranks := [rank for rank in range(self._senders, len(self._addresses)) if rank not in names_by_rank]:
             log.info("version %d goes through the host: %s not at it", version, self._presence.names(missing_ranks))
             return self._broadcast("")
         is_common = local_name and {*names_by_rank.values()} == {local_name}
@@ -124,8 +124,8 @@ class CollectiveReshard:
         """Returns whether all ranks have received a version."""
         if self.rank:
             self._report(_DONE, version, has_received_all)
-            return bool(p2p.follow_broadcast(self._members[0], lambda: None))
-        peers = range(1, len(self._members))
+            return bool(p2p.follow_broadcast(self._addresses[0], lambda: None))
+        peers = range(1, len(self._addresses))
         context = current()
         received_by_rank = self._collect_reports(_DONE, version, peers, context.wait_deadline)
         missing_ranks = [rank for rank in peers if rank not in received_by_rank]
@@ -139,10 +139,10 @@ class CollectiveReshard:
     # -- messages to and from the first rank ------------------------------------------------------------------------
 
     def _report(self, topic: str, version: int, value: Any) -> None:
-        p2p.post((topic, version, self.rank, value), self._key, *self._members[0])
+        p2p.post((topic, version, self.rank, value), self._key, *self._addresses[0])
 
     def _broadcast(self, value: T) -> T:
-        p2p.begin_broadcast(value, *self._members[0], group_ranks(self._members[1:]))()
+        p2p.begin_broadcast(value, *self._addresses[0], group_ranks(self._addresses[1:]))()
         return value
 
     def _collect_reports(
@@ -348,12 +348,14 @@ class ShardLayouts:
             tuple(ranks),
         )
 
-    def open_collective(self, trainer: str, local_member: RankAddress) -> CollectiveReshard | None:
+    def open_collective(self, trainer: str, local_address: RankAddress) -> CollectiveReshard | None:
         """Returns a rank's end of the collective reshard; None if the host transport is used."""
         if self.transport == HOST:
             return None
         senders = [(trainer, rank) for rank in range(len(self.shards))]
-        return CollectiveReshard(self.transport, (*senders, *self.request_index), len(senders), local_member, self.name)
+        return CollectiveReshard(
+            self.transport, (*senders, *self.request_index), len(senders), local_address, self.name
+        )
 
 
 @dataclass(frozen=True)

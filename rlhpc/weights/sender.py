@@ -574,7 +574,9 @@ class Publisher:
         newer_chunks = [self._replaced_chunks[-1], *self._changes]
         if not any(
             all(reader_states)
-            for reader_states in zip(*(self._pool.awaited(chunk.path) for chunk in newer_chunks), strict=True)
+            for reader_states in zip(
+                *(self._pool.list_pending_readers(chunk.path) for chunk in newer_chunks), strict=True
+            )
         ):
             for chunk in self._replaced_chunks:
                 self._pool.drop(chunk.path)

@@ -238,12 +238,12 @@ def _assign_slots(context: Context, receivers: list[tuple[str, int]]) -> tuple[d
     however many hosts there are.
     """
     readers = p2p.readers_of(context, receivers)
-    hosts = [host_readers for host_readers in readers if context.member(*host_readers[0])["host"] != context.host]
+    hosts = [host_readers for host_readers in readers if context.rank_record(*host_readers[0])["host"] != context.host]
     slots: dict[tuple[str, int], ReaderSlot] = {}
     for index, host_readers in enumerate(readers):
         source, num_forwards = "", 0
         if index < len(hosts):
-            source = context.member(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
+            source = context.rank_record(*hosts[index // 2 - 1][0])["data"]["bulk"] if index >= _BRANCHES else ""
             num_forwards = len(range(2 * index + 2, min(2 * index + 4, len(hosts))))
         for reader_index, receiver in enumerate(host_readers):
             slots[receiver] = ReaderSlot(len(slots), reader_index, len(host_readers), source, num_forwards)
@@ -253,7 +253,7 @@ def _assign_slots(context: Context, receivers: list[tuple[str, int]]) -> tuple[d
 def _incarnation(context: Context, address: tuple[str, int]) -> str:
     """Returns the incarnation of a rank; "" while it is restarting. Reads a file only after a change of the membership."""
     try:
-        return str(context.member(*address, timeout=0.0)["incarnation"])
+        return str(context.rank_record(*address, timeout=0.0)["incarnation"])
     except RendezvousTimeout:
         return ""
 
@@ -263,7 +263,10 @@ def _build_window(context: Context, receivers: list[tuple[str, int]], max_unread
     reader_names = [f"{group}-{rank}" for group, rank in receivers]
     incarnations = [_incarnation(context, receiver) for receiver in receivers]
     return ChunkWindow(
-        lambda path: context.service.pool.awaited(path) or context.service.device_channel.pool.awaited(path),
+        lambda path: (
+            context.service.pool.list_pending_readers(path)
+            or context.service.device_channel.pool.list_pending_readers(path)
+        ),
         reader_names,
         check=context.check,
         is_present=lambda reader: (
@@ -480,7 +483,7 @@ class BroadcastSync:
         self._endpoint.forget()
 
     def require_readers(self, is_required: bool = True) -> None:
-        """Makes a sender wait for receivers that have not begun to read, rather than write the whole version beforehand."""
+        """Makes a sender wait for receivers that have not begun to read, instead of writing the complete version first."""
         self._requires_readers = is_required
 
 

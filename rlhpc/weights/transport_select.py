@@ -57,11 +57,11 @@ class EndpointDevice(NamedTuple):
     reads: tuple[str, ...] = ()
 
     @classmethod
-    def of_process(cls, context: Context, member: RankAddress) -> EndpointDevice:
+    def of_process(cls, context: Context, address: RankAddress) -> EndpointDevice:
         """Returns the device of this process."""
         device = current_device()
         card, reads = ("", ()) if device is None else (device.address, device.reads)
-        return cls(context.member(*member)["incarnation"], context.host, card, bool(card) and _has_nccl(), reads)
+        return cls(context.rank_record(*address)["incarnation"], context.host, card, bool(card) and _has_nccl(), reads)
 
 
 def _has_nccl() -> bool:
@@ -76,14 +76,14 @@ class Bucket(NamedTuple):
     Attributes:
         group: Name of the group.
         kind: `nccl` or `gloo`.
-        members: Addresses of the group's ranks; the sender is the first.
+        addresses: Addresses of the group's ranks; the sender is the first.
         size: Size in bytes.
         views: Layout of the tensors.
     """
 
     group: str
     kind: str
-    members: tuple[RankAddress, ...]
+    addresses: tuple[RankAddress, ...]
     size: int
     views: list[device_memory.TensorView]
 
@@ -145,7 +145,7 @@ class TransportSender:
     """Sending side of the transport.
 
     Args:
-        local_member: Group and rank of the sender.
+        local_address: Group and rank of the sender.
         requested_transport: See `choose`.
 
     Attributes:
@@ -154,8 +154,8 @@ class TransportSender:
         lost_bucket: The last bucket and its memory, if some receivers did not get it.
     """
 
-    def __init__(self, local_member: RankAddress, requested_transport: str) -> None:
-        self._local_member, self._requested_transport = local_member, requested_transport
+    def __init__(self, local_address: RankAddress, requested_transport: str) -> None:
+        self._local_address, self._requested_transport = local_address, requested_transport
         self._receivers: tuple[RankAddress, ...] = ()
         self._have_all_started: Callable[[], bool] = lambda: False
         self.transport, self._reason, self.num_staged = HOST, "", 0
@@ -180,10 +180,10 @@ class TransportSender:
             return
         ends = [find_device(context, receiver) for receiver in self._receivers]
         transport, reason = choose(
-            EndpointDevice.of_process(context, self._local_member), ends, self._requested_transport
+            EndpointDevice.of_process(context, self._local_address), ends, self._requested_transport
         )
         if (transport, reason) != (self.transport, self._reason):
-            log.info("weights of %s-%d take the transport %s: %s", *self._local_member, transport, reason)
+            log.info("weights of %s-%d take the transport %s: %s", *self._local_address, transport, reason)
             self.transport, self._reason = transport, reason
         if ends != self._ends or transport not in (NCCL, GLOO):
             self.forget()
@@ -211,11 +211,13 @@ class TransportSender:
 
     def _gather_bucket(self, tensors: Sequence[torch.Tensor]) -> Bucket:
         if self._group is None:
-            self._group = WeightProcessGroup(self.transport, (self._local_member, *self._receivers), self._local_member)
+            self._group = WeightProcessGroup(
+                self.transport, (self._local_address, *self._receivers), self._local_address
+            )
         views, size = device_memory.layout_tensors(
             [(dtype_name(source.dtype), tuple(source.shape), source.element_size()) for source in tensors]
         )
-        bucket = Bucket(self._group.name, self.transport, self._group.members, size, views)
+        bucket = Bucket(self._group.name, self.transport, self._group.addresses, size, views)
         bucket_memory = self._group.memory(size)
         for target, tensor in zip(bucket.tensors(bucket_memory), tensors, strict=True):
             target.copy_(tensor.detach())
@@ -263,12 +265,12 @@ class TransportReceiver:
     """Receiving side of the transport.
 
     Args:
-        local_member: Group and rank of the receiver.
+        local_address: Group and rank of the receiver.
         requested_transport: See `choose`.
     """
 
-    def __init__(self, local_member: RankAddress, requested_transport: str) -> None:
-        self._local_member, self._requested_transport, self._published = local_member, requested_transport, False
+    def __init__(self, local_address: RankAddress, requested_transport: str) -> None:
+        self._local_address, self._requested_transport, self._published = local_address, requested_transport, False
         self._group: WeightProcessGroup | None = None
         self._left_group = ""  # the group that this process has left
 
@@ -283,8 +285,8 @@ class TransportReceiver:
         context = current()
         context.registry.put(
             WEIGHTS,
-            _format_address(self._local_member),
-            EndpointDevice.of_process(context, self._local_member)._asdict(),
+            _format_address(self._local_address),
+            EndpointDevice.of_process(context, self._local_address)._asdict(),
         )
         self._published = True
 
@@ -298,10 +300,10 @@ class TransportReceiver:
             return current().service.device_channel.land(payload, origin, reader)
         if payload.group == self._left_group:
             self.refuse(payload)
-            raise GroupLost(f"{_format_address(self._local_member)} has left the group {payload.group}")
+            raise GroupLost(f"{_format_address(self._local_address)} has left the group {payload.group}")
         if self._group is None or self._group.name != payload.group:
             self._leave_group()
-            self._group = WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group)
+            self._group = WeightProcessGroup(payload.kind, payload.addresses, self._local_address, payload.group)
         bucket_memory = self._group.memory(payload.size)
         try:
             self._group.broadcast(bucket_memory)
@@ -316,7 +318,7 @@ class TransportReceiver:
     def refuse(self, payload: DevicePayload) -> None:
         """Declines a chunk of a version that this process has aborted."""
         if isinstance(payload, Bucket):
-            WeightProcessGroup(payload.kind, payload.members, self._local_member, payload.group).end(notifies=True)
+            WeightProcessGroup(payload.kind, payload.addresses, self._local_address, payload.group).end(notifies=True)
 
     def forget(self) -> None:
         """Ends the process group. A rank in the middle of a version aborts that version."""
@@ -332,10 +334,10 @@ class TransportReceiver:
 def find_device(context: Context, receiver: RankAddress) -> EndpointDevice | None:
     """Returns the device that a receiver has published; None if it has published no device or was restarted since."""
     record = context.registry.get(WEIGHTS, _format_address(receiver))
-    if record is None or record["incarnation"] != context.member(*receiver)["incarnation"]:
+    if record is None or record["incarnation"] != context.rank_record(*receiver)["incarnation"]:
         return None
     return EndpointDevice(*(record[field] for field in EndpointDevice._fields))
 
 
-def _format_address(member: RankAddress) -> str:
-    return f"{member[0]}-{member[1]}"
+def _format_address(address: RankAddress) -> str:
+    return f"{address[0]}-{address[1]}"

@@ -53,10 +53,10 @@ def batch_of(seed: int) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
     lengths = [5, 9, 4]
     ids = [torch.randint(1, 20, (length,), generator=generator) for length in lengths]
-    batch = TokenBatch.of(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
+    batch = TokenBatch.from_sequences(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
     for name in (OLD, ROLLOUT_LOGPROBS, ADVANTAGES):
         batch.columns[name] = torch.randn(batch.tokens, generator=generator)
-    MinibatchCounts.of(batch)
+    MinibatchCounts.from_batch(batch)
     return batch.read_by(True)
 
 

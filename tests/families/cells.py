@@ -47,7 +47,7 @@ def config_of(folder: Path, **actor: Any) -> Any:
 def make_batch(lengths: Sequence[int] = _LENGTHS) -> TokenBatch:
     """Returns samples of random tokens, of which the model writes two thirds."""
     generator = torch.Generator().manual_seed(5)
-    return TokenBatch.of(
+    return TokenBatch.from_sequences(
         [torch.randint(3, 64, (length,), generator=generator) for length in lengths],
         [torch.arange(length) >= max(1, length // 3) for length in lengths],
     )
@@ -85,7 +85,7 @@ def _difference(trainer: TokenTrainer, engine: Any) -> float:
     texts = [torch.tensor([*r.prompt_ids, *c.token_ids]) for r, c in zip(requests, completions, strict=True)]
     masks = [torch.arange(len(t)) >= len(r.prompt_ids) for t, r in zip(texts, requests, strict=True)]
     drawn = torch.tensor([logprob for completion in completions for logprob in completion.logprobs])
-    return float((drawn - _logprobs(trainer, TokenBatch.of(texts, masks))).abs().max())
+    return float((drawn - _logprobs(trainer, TokenBatch.from_sequences(texts, masks))).abs().max())
 
 
 def _verdict(difference: float) -> str:

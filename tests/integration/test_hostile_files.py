@@ -104,7 +104,7 @@ def test_names_that_are_no_code():
             Trust().check({"env": {"wrappers": [{wrapper: {"video_folder": "/tmp"}}]}}, "there")
     with pytest.raises(ConfigError, match=r"there: rollout\.agent is 'a\.b:C'"):
         Trust().check({"rollout": {"agent": "a.b:C"}}, "there")
-    Trust.of({"reward": {"terms": [{"name": "a.b:C"}]}}).check({"rollout": {"agent": "a.b:C"}}, "there")
+    Trust.from_config({"reward": {"terms": [{"name": "a.b:C"}]}}).check({"rollout": {"agent": "a.b:C"}}, "there")
     program = {"agent": {"kind": "command", "command": ["rm", "-r"]}}
     for agent in (program, {"agent": {"python": "/tmp/python"}}):
         with pytest.raises(ConfigError, match=r"there: agent\.(command\[0\]|python) is .*, which starts a program"):
@@ -118,8 +118,8 @@ def test_names_that_are_no_code():
     for section, key in elsewhere:
         with pytest.raises(ConfigError, match=rf"there: agent\.{key}"):
             Trust().check({"agent": section}, "there")
-        Trust.of({"agent": section}).check({"agent": section}, "there")
-    Trust.of(program).check(program, "there")
+        Trust.from_config({"agent": section}).check({"agent": section}, "there")
+    Trust.from_config(program).check(program, "there")
     Trust().check({"env": {"kwargs": {"python": "x", "command": ["y"]}}}, "there")
 
 

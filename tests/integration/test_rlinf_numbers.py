@@ -382,7 +382,7 @@ def test_steps_with_a_learning_rate_of_values_and_a_warm_up_are_rlinfs(index: in
     module.load_state_dict(tensors(case["weights"]))
     warmup = case["critic_warmup_steps"]
     options = PpoOptimConfig(**{**optim, "clip_grad": None, "name": "adamw"}, critic_warmup_steps=warmup)
-    flat = FlatModule(module, AdamOptions.of(options), is_value=lambda name: name.startswith("value_head."))
+    flat = FlatModule(module, AdamOptions.from_config(options), is_value=lambda name: name.startswith("value_head."))
     for number, (given, expected) in enumerate(zip(case["gradients"], case["steps"], strict=True)):
         for name, parameter in module.named_parameters():
             parameter.grad.copy_(torch.tensor(given[name]))

@@ -130,7 +130,7 @@ def read_trackio(root: Path, memory: dict[str, str]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     watch_the_network()
-    run_paths = RunPaths.of(sys.argv[1], "run")
+    run_paths = RunPaths.from_run_dir(sys.argv[1], "run")
     if sys.argv[2] == "read":
         print(json.dumps(read(run_paths)))
     else:

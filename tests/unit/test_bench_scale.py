@@ -67,7 +67,7 @@ def test_a_metadata_server_has_a_latency_and_a_rate() -> None:
 def test_the_tree_is_that_of_the_weight_sync(hosts: int) -> None:
     records = Records(ranks_per_host=1)
     slots, num_forwards = _assign_slots(cast(Context, records), [("rollout", rank) for rank in range(hosts)])
-    hosts_by_address = {records.member("rollout", rank)["data"]["bulk"]: rank for rank in range(hosts)}
+    hosts_by_address = {records.rank_record("rollout", rank)["data"]["bulk"]: rank for rank in range(hosts)}
     parents = [hosts_by_address.get(slots["rollout", rank].upstream, -1) for rank in range(hosts)]
     assert parents == [find_tree_parent(rank) for rank in range(hosts)]
 

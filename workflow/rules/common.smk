@@ -23,7 +23,7 @@ wildcard_constraints:
 
 
 class Untracked:
-    """Words of a command that start nothing again when they change; what they change stands in other parameters."""
+    """Words of a command whose changes start no job again; other parameters have the values that matter."""
 
     def __init__(self, *words):
         self.words = words
@@ -33,9 +33,9 @@ class Untracked:
 
 
 def rlhpc_command():
-    """What starts rlhpc in a job that Snakemake submits to Slurm: where ranks run in an image, so does that job.
+    """Returns the words that start rlhpc in a job that Snakemake submits to Slurm; the job runs in the ranks' image, if any.
 
-    In the job itself Snakemake runs again, without the executor.
+    In the job itself, Snakemake runs again without the executor.
     """
     wrapper, plugin = CFG.cluster.container, workflow.executor_plugin
     on_slurm = workflow.remote_exec or (plugin is not None and plugin.name.startswith("slurm"))
@@ -52,31 +52,31 @@ SITE_OPTION = Untracked(*(["--site", SITE] if SITE else []))
 
 
 def makes(what):
-    """Whether this run makes a preparation itself; of the runs of a sweep that share one, the first does."""
+    """Returns whether this run makes a preparation; of the runs of a sweep that share one, only the first makes it."""
     return what in WITHIN.get("prepares", ("sft", "demos"))
 
 
 def described():
-    """What Snakemake's report says first: the run, how it ended, and what it was started with."""
+    """Returns the head of Snakemake's report: name, result and configuration of the run."""
     _, _, result = last_result(RUN, SUITES[0])
     text = "\n".join([f"# {near(RUN_CONFIG)}", Path(RUN_CONFIG).read_text(), *(f"# {word}" for word in OVERRIDES)])
     return {"name": CFG.runner.name, "result": result or "not evaluated yet", "config": text}
 
 
 def near(path):
-    """The path as seen from the working directory, where it lies below it: shorter in logs and graphs."""
+    """Returns a path relative to the working directory if it is below it, which is shorter in logs and graphs."""
     path = Path(path).absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def find_config(name):
-    """A run's configuration: below the working directory, else one that comes with rlhpc."""
+    """Finds a configuration below the working directory, or among those that come with rlhpc."""
     here = checked(expand_home, name)
     return str(here if here.exists() or here.is_absolute() else part_of_rlhpc(*here.parts))
 
 
 def words(value):
-    """Overrides as given (`"a=b c=d"` or a list) as a list."""
+    """Converts overrides (`"a=b c=d"` or a list) to a list."""
     try:
         return shlex.split(value) if isinstance(value, str) else [str(word) for word in value or ()]
     except ValueError as error:
@@ -84,7 +84,7 @@ def words(value):
 
 
 def checked(load, *args, **options):
-    """What `load` gives; a mistake in a configuration is one message, and nothing has been written yet."""
+    """Returns the result of `load`; an error in a configuration becomes one message, before anything is written."""
     try:
         return load(*args, **options)
     except RlhpcError as error:
@@ -92,12 +92,12 @@ def checked(load, *args, **options):
 
 
 def load_run():
-    """The run's configuration."""
+    """Loads the run's configuration."""
     return checked(load_config, RUN_CONFIG, OVERRIDES, site=SITE or None)
 
 
 def as_written(found):
-    """A mapping of the command line with its values; Snakemake leaves those inside a mapping as text."""
+    """Parses the values in a mapping of the command line, which Snakemake leaves as text."""
     if isinstance(found, dict):
         return {key: as_written(value) for key, value in found.items()}
     if isinstance(found, list):
@@ -106,7 +106,7 @@ def as_written(found):
 
 
 def sweep_words():
-    """What `--config sweep=…` says, as an override."""
+    """Returns the value of `--config sweep=…` as a list with an override; [] if there is none."""
     found = config["sweep"]
     if isinstance(found, str) and found:
         content = checked(read_content, Path(find_config(found)), loader=WrittenScalars)
@@ -117,7 +117,7 @@ def sweep_words():
 
 
 def load_sft():
-    """The configuration of the SFT run that comes first; None where there is none."""
+    """Loads the configuration of the SFT run that precedes training; returns None if there is no such run."""
     if not BEFORE.sft:
         return None
     file, overrides = BEFORE.sft
@@ -126,29 +126,29 @@ def load_sft():
 
 
 def demonstrations():
-    """The file of demonstrations that an expert records before training; None where none does."""
+    """Returns the file of demonstrations that an expert records before training; None if no expert does."""
     return near(BEFORE.demos[0]) if BEFORE.demos else None
 
 
 def start_model(wildcards):
-    """What the SFT run exports, where training starts from it."""
+    """Returns the export of the SFT run, if training starts from it."""
     return [SFT_EXPORT] if SFT else []
 
 
 def step_before_training(wildcards):
-    """What must be there before the first model can be evaluated."""
+    """Returns the files that must exist before the first model can be evaluated."""
     return [f"{WORK}/plan.txt", *start_model(wildcards), *([DEMOS] if DEMOS else [])]
 
 
 def megabytes(mem):
-    """Memory in Slurm's words, such as `64G`, in MiB; `0` (all) stays 0."""
+    """Converts memory in Slurm's form, such as `64G`, to MiB; `0` means all memory."""
     text = mem.removesuffix("B")
     unit = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
     return math.ceil(int(text.rstrip("KMGT")) * unit.get(text[-1], 1))
 
 
 def job_resources(job):
-    """What a section `workflow.…_job` asks for, in the words of Snakemake's Slurm executor."""
+    """Returns the resources of a section `workflow.…_job`, by the names of Snakemake's Slurm executor."""
     where = job_options(CFG.cluster, job)
     found = {
         "slurm_partition": where.get("partition"),
@@ -163,19 +163,19 @@ def job_resources(job):
 
 
 def executor(wildcards):
-    """Where the driver of a segment runs; by default where Snakemake sends its jobs."""
+    """Returns the executor of a segment's driver; by default that of Snakemake's jobs."""
     plugin = workflow.executor_plugin
     on_slurm = plugin is not None and plugin.name.startswith("slurm")
     return Untracked(config["executor"] if config["executor"] != "auto" else "slurm" if on_slurm else "local")
 
 
 def which_try(wildcards, attempt):
-    """Told to `rlhpc submit`: a retry must not start again what somebody cancelled."""
+    """Returns the number of the attempt for `rlhpc submit`, whose retries must not restart a cancelled job."""
     return attempt
 
 
 def suite_overrides(wildcards):
-    """What an evaluation suite changes in the run's configuration."""
+    """Returns the overrides of an evaluation suite."""
     return words(config["suites"].get(wildcards.suite, ""))
 
 
@@ -184,13 +184,13 @@ def segment_file(segment):
 
 
 def step_before(wildcards):
-    """The segment that this one continues; for the first the plan, and the model it starts from."""
+    """Returns the file of the previous segment; for the first segment, the plan and the model that it starts from."""
     segment = int(wildcards.segment)
     return [segment_file(segment - 1)] if segment else step_before_training(wildcards)
 
 
 def end_of(segment):
-    """The step that a segment ends at: planned, or with `stop_return` known once it has finished."""
+    """Returns the last step of a segment: the planned one or, with `stop_return`, the one known after its end."""
     if not ENDS_EARLY:
         return ENDS[segment]
     with checkpoints.train_segment.get(segment=segment).output.done.open() as file:
@@ -198,7 +198,7 @@ def end_of(segment):
 
 
 def segment_of(wildcards):
-    """The segment that made a checkpoint, so that its evaluation need not wait for later ones."""
+    """Returns the segment that wrote a checkpoint, so that its evaluation does not wait for later segments."""
     step = int(wildcards.step)
     if not ENDS_EARLY:
         return [segment_file(next(k for k, end in enumerate(ENDS) if step <= end))] if step <= ENDS[-1] else []
@@ -206,7 +206,7 @@ def segment_of(wildcards):
 
 
 def evaluations_of(segment):
-    """An input function of its own for each segment: its checkpoint is evaluated while the next segment trains."""
+    """Builds an input function for a segment, whose checkpoint is evaluated while the next segment trains."""
 
     def evaluations(wildcards):
         return expand(EVALUATION, step=end_of(segment), suite=SUITES)
@@ -215,7 +215,7 @@ def evaluations_of(segment):
 
 
 def chosen_step():
-    """The step whose policy stands for the run: the best one, known once training has ended, or the last segment's."""
+    """Returns the step of the run's policy: the best step, known after training, or that of the last segment."""
     if CFG.runner.keep_best is None:
         return end_of(len(ENDS) - 1)
     checkpoints.train_segment.get(segment=len(ENDS) - 1)
@@ -223,17 +223,17 @@ def chosen_step():
 
 
 def final_evaluations(wildcards):
-    """Those of the policy that stands for the run; the other checkpoints' are `evaluations_of` each segment."""
+    """Returns the evaluations of the run's policy; those of other checkpoints are `evaluations_of` each segment."""
     return expand(EVALUATION, step=chosen_step(), suite=SUITES)
 
 
 def final_recording(wildcards):
-    """Episodes of the policy that stands for the run."""
+    """Returns the recorded episodes of the run's policy."""
     return expand(RECORDING, step=chosen_step()) if RECORDED else []
 
 
 def final_export(wildcards):
-    """The policy that stands for the run."""
+    """Returns the export of the run's policy."""
     return expand(EXPORT, step=chosen_step())
 
 

@@ -7,7 +7,7 @@ BEFORE = KIND.offline.preparation(CFG)
 RECORDED, ONLY_SUCCEEDED = KIND.offline.recording(CFG)
 EVAL_RESOURCES = job_resources(CFG.workflow.eval_job)
 CONVERT_RESOURCES = job_resources(CFG.workflow.convert_job)
-RUN = RunPaths.of(CFG.runner.run_dir, CFG.runner.name)
+RUN = RunPaths.from_run_dir(CFG.runner.run_dir, CFG.runner.name)
 checked(refuse_braces, RUN_CONFIG, RUN.root)
 ENDS = segment_ends(CFG)
 ENDS_EARLY = KIND.checks.goal(CFG) is not None

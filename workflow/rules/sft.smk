@@ -1,6 +1,6 @@
 # The SFT run that comes before RL: trained and exported as any other run, in a folder of its own.
 SFT_CONFIG, SFT_CFG = SFT
-SFT_RUN = RunPaths.of(SFT_CFG.runner.run_dir, SFT_CFG.runner.name)
+SFT_RUN = RunPaths.from_run_dir(SFT_CFG.runner.run_dir, SFT_CFG.runner.name)
 SFT_ROOT = near(SFT_RUN.root)
 SFT_FOLDER = checked(sft_export, RUN_CONFIG, CFG, SFT)
 SFT_EXPORT = near(SFT_FOLDER / MODEL)

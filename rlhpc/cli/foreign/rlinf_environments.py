@@ -232,7 +232,7 @@ _BEHAVIOR_STATES = [
 
 
 def _openpi_conversions(config: ForeignConfig) -> dict[str, Any]:
-    """Returns the options of what openpi's transforms do with the observations and actions of a simulator of RLinf's."""
+    """Returns the options for openpi's transforms of the observations and actions of a simulator of RLinf's."""
     if model_type_of(config.leaves) != "openpi":
         return {}
     name = str(config("actor.model.openpi.config_name", "pi0_libero"))

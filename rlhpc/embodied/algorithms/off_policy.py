@@ -134,7 +134,7 @@ class OffPolicyUpdate(ABC, Generic[PolicyNetworks]):
         self.policy, self._reduce, self._ranks, self._rank = policy, reduce, num_ranks, rank
         self.skips = SkippedSteps(skips_nonfinite)
         self.value_lr = optim.lr if optim.value_lr is None else optim.value_lr
-        options = AdamOptions.of(optim)
+        options = AdamOptions.from_config(optim)
         self.actor = FlatModule(policy.actor, options, reduce, num_ranks, reads_norm=skips_nonfinite)
         self.critic = FlatModule(
             policy.critics, replace(options, lr=self.value_lr), reduce, num_ranks, reads_norm=skips_nonfinite

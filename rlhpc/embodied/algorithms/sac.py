@@ -57,7 +57,7 @@ class SacUpdate(OffPolicyUpdate[SACPolicy]):
         self._alpha_clip = algorithm.alpha_clip_grad
         self._alpha_gradient = torch.zeros_like(self.raw_alpha)
         alpha_lr = self.value_lr if algorithm.alpha_lr is None else algorithm.alpha_lr
-        options = replace(AdamOptions.of(optim), lr=alpha_lr, weight_decay=0.0)
+        options = replace(AdamOptions.from_config(optim), lr=alpha_lr, weight_decay=0.0)
         self._alpha_adam = FlatAdam(self.raw_alpha, self._alpha_gradient, options)
         self.alpha = self._temperature.value(self.raw_alpha)
 

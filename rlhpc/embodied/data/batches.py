@@ -220,7 +220,7 @@ class RolloutBatch(Generic[Array]):
         return replace(batch, version=min(versions, default=None))
 
     @staticmethod
-    def blank(like: Mapping[str, np.ndarray], num_slots: int, num_decisions: int) -> RolloutBatch[np.ndarray]:
+    def zeros(like: Mapping[str, np.ndarray], num_slots: int, num_decisions: int) -> RolloutBatch[np.ndarray]:
         """Returns a batch of zeros for transitions that are missing because their rank left the run.
 
         Args:

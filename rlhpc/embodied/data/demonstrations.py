@@ -75,7 +75,7 @@ def index_demos(
     world_size: int = 1,
     gather: Callable[[Any], list[Any]] | None = None,
 ) -> list[DemoEpisode]:
-    """Returns the index of the episodes of section `demos`, after a look at the numbers of each; images are not read.
+    """Returns the index of the episodes of section `demos`, after a check of each episode's numbers; images are not read.
 
     Args:
         cfg: Configuration.
@@ -97,13 +97,13 @@ def index_demos(
     gathered_facts: Iterable[tuple[EpisodeFacts, str]]
     if gather is None or world_size == 1 or cfg.demos.limit is not None:
         gathered_facts = (
-            _look_at(episode_source, episode_number, demo_filter.require, spaces)
+            _inspect_episode(episode_source, episode_number, demo_filter.require, spaces)
             for episode_source, episode_number in episodes
         )
     else:
         rank_share = episodes[len(episodes) * rank // world_size : len(episodes) * (rank + 1) // world_size]
         local_facts = [
-            _look_at(episode_source, episode_number, demo_filter.require, spaces)
+            _inspect_episode(episode_source, episode_number, demo_filter.require, spaces)
             for episode_source, episode_number in rank_share
         ]
         gathered_facts = [episode_entry for rank_facts in gather(local_facts) for episode_entry in rank_facts]
@@ -119,7 +119,7 @@ def index_demos(
     return index
 
 
-def _look_at(
+def _inspect_episode(
     episode_source: EpisodeSource, episode_number: int, required_fields: Sequence[str], spaces: tuple[Any, Any] | None
 ) -> tuple[EpisodeFacts, str]:
     """Returns an episode's facts, and a message if it does not fit the spaces."""

@@ -1,4 +1,4 @@
-"""Datasets of a recording: the complete episodes, and beside them those that ended early.
+"""Datasets of a recording: one of the complete episodes, and next to it one of the episodes that ended early.
 
 What a person or a robot did cannot be had again, so that it is written whatever ends the recording. An episode without its
 end is not a demonstration of the task: it lies in a dataset that is read only if it is named.
@@ -38,7 +38,7 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 def incomplete_folder(output: Path) -> Path:
-    """Returns the folder of the episodes that ended early, beside the dataset `output`."""
+    """Returns the folder of the episodes that ended early, next to the dataset `output`."""
     return output.with_name(f"{output.name.removesuffix('.h5')}.incomplete")
 
 
@@ -373,6 +373,6 @@ class _Reserve:
                 raise unwritten_page_error(error, self._path.parent) from error
 
     def release(self) -> None:
-        """Gives the space back."""
+        """Frees the reserved space."""
         self._path.unlink(missing_ok=True)
         self._num_bytes = 0

@@ -50,7 +50,7 @@ class ImageIndex:
     segments: list[ReplayFile]
 
     @classmethod
-    def of(cls, content: dict[str, Any]) -> ImageIndex:
+    def from_json(cls, content: dict[str, Any]) -> ImageIndex:
         """Builds the index from its JSON content."""
         layout = ImageLayout(tuple(content["layout"]["shape"]), content["layout"]["stack"])
         return cls(layout, content["first"], content["stop"], _parse_segments(content["segments"]))
@@ -108,7 +108,7 @@ class ReplayIndex:
             if index_content.pop("format") not in (_FORMAT, _IMAGE_FORMAT):
                 raise ValueError(f"format is neither {_FORMAT} nor {_IMAGE_FORMAT}")
             segments = _parse_segments(index_content.pop("segments"))
-            images = {name: ImageIndex.of(index) for name, index in index_content.pop("images", {}).items()}
+            images = {name: ImageIndex.from_json(index) for name, index in index_content.pop("images", {}).items()}
             return cls(**{**index_content, "slots": tuple(index_content["slots"])}, segments=segments, images=images)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
             raise CheckpointError(f"{path}: cannot be read as the index of a replay buffer ({error})") from error

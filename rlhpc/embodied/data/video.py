@@ -45,7 +45,7 @@ def shrink(frames: np.ndarray) -> np.ndarray:
 
 
 def add_border(frame: np.ndarray, success: bool) -> np.ndarray:
-    """Returns an episode's last picture with a border: green for success, otherwise grey."""
+    """Returns an episode's last image with a border: green for success, grey for all others."""
     framed_picture = frame.copy()
     color = _GREEN if success else _GREY
     for border in (np.s_[:_BORDER], np.s_[-_BORDER:], np.s_[:, :_BORDER], np.s_[:, -_BORDER:]):

@@ -183,7 +183,7 @@ class LiberoVectorEnv(SuiteVectorEnv):
 
 
 def _single_state(initial_states: dict[int, np.ndarray], number: int) -> dict[int, np.ndarray]:
-    """Returns the task that has the state of this number, with that state alone.
+    """Returns the task that has the state of this number, with only that state.
 
     Raises:
         ConfigError: The suite has fewer states.

@@ -181,7 +181,7 @@ class MetaWorldVectorEnv(SuiteVectorEnv):
         )
 
     def _begin_task(self, slot: int, task: int) -> Any:
-        """Returns the slot's simulator of a task, which is built anew if the slot simulated another task."""
+        """Returns the slot's simulator of a task; builds a new one if the slot simulated another task."""
         if self._simulated_tasks[slot] != task:
             if self._envs[slot] is not None:
                 _close(self._envs[slot])

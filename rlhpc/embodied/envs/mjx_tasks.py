@@ -91,7 +91,7 @@ class MjxEnv(TensorEnv):
         return self._initial_state.positions
 
     def reset(self, mask: Tensor, seeds: Tensor) -> Tensor:
-        """Starts episodes as `start` says, without earlier results of the solver (`TensorEnv.reset`)."""
+        """Starts episodes with the states that `start` returns, without earlier results of the solver (`TensorEnv.reset`)."""
         positions, velocities = self.start(seeds)
         initial_state = self._initial_state._replace(positions=positions, velocities=velocities)
         self.state = MjxState(*(choose_rows(mask, *rows) for rows in zip(initial_state, self.state, strict=True)))

@@ -16,7 +16,7 @@ from rlhpc.runtime.plugins import Registry
 ENVS: Registry[Callable[..., VectorEnv]] = Registry(
     "environment type", "env.env_type", "rlhpc.envs",
     {
-        "distant_robot": "rlhpc.embodied.robots.remote_env:DistantRobotVectorEnv",
+        "distant_robot": "rlhpc.embodied.robots.remote_env:RemoteRobotVectorEnv",
         "gymnasium": "rlhpc.embodied.envs.gymnasium_env:GymnasiumVectorEnv",
         "libero": "rlhpc.embodied.envs.libero:LiberoVectorEnv",
         "maniskill": "rlhpc.embodied.envs.maniskill:ManiSkillVectorEnv",

@@ -122,7 +122,7 @@ def combine_seeds(seeds: Tensor, words: Tensor | int) -> Tensor:
 
 
 def draw_uniform(seeds: Tensor, count: int) -> Tensor:
-    """Draws numbers that depend on a slot's seed alone, not on the other slots or the device.
+    """Draws numbers that depend only on a slot's seed, not on the other slots or the device.
 
     Args:
         seeds: int64 `[N]`, as `TensorEnv.reset` gets them.

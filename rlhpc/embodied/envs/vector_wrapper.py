@@ -1,4 +1,4 @@
-"""Base of wrappers of vector environments, which forward what they do not change, and save a state of their own."""
+"""Base class of wrappers of vector environments, which forward all other attributes and save their own state."""
 
 from __future__ import annotations
 

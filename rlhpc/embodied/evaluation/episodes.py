@@ -52,10 +52,10 @@ class RealTime:
             self._plan = plan = policy.plan(
                 _copy_arrays(obs), self._build_guide(), None if noise is None else noise.clone()
             )
-            actions = policy.played(plan, slice(0, num_executed)).clone()
+            actions = policy.decode_plan(plan, slice(0, num_executed)).clone()
             if previous_plan is not None and inference_delay:
                 has_previous = torch.from_numpy(self._has_previous)
-                actions[has_previous, :inference_delay] = policy.played(
+                actions[has_previous, :inference_delay] = policy.decode_plan(
                     previous_plan, slice(num_executed, num_executed + inference_delay)
                 )[has_previous]
         self._has_previous = np.ones(count_rows(obs), bool)
@@ -142,10 +142,10 @@ _Noise = Callable[[np.ndarray, np.ndarray], torch.Tensor]
 class StepObserver:
     """Observer of the steps of `play`."""
 
-    def before(self, obs: Any, actions: np.ndarray) -> None:
+    def on_step_start(self, obs: Any, actions: np.ndarray) -> None:
         """Handles observations and actions before each step of all slots. A simulator may reuse the observations' memory."""
 
-    def after(
+    def on_step_end(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
@@ -375,10 +375,10 @@ def play(
             raise
         actions_array = actions.cpu().numpy()
         if observer is not None:
-            observer.before(obs, actions_array)
+            observer.on_step_start(obs, actions_array)
         obs, rewards, terminations, truncations, infos = env.chunk_step(actions_array)
         if observer is not None:
-            observer.after(num_finished < quota, rewards, terminations, truncations, infos)
+            observer.on_step_end(num_finished < quota, rewards, terminations, truncations, infos)
         ended_slots = np.flatnonzero(np.asarray(terminations) | np.asarray(truncations))
         has_failed = env_failed(infos, len(quota))
         failures += has_failed

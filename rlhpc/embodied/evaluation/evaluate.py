@@ -174,8 +174,8 @@ class VideoRecorder(StepObserver):
         self.frames: list[np.ndarray] = []
         self.available = True
 
-    def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Renders the slots (`StepObserver.before`)."""
+    def on_step_start(self, obs: Any, actions: np.ndarray) -> None:
+        """Renders the slots (`StepObserver.on_step_start`)."""
         if not self.available or len(self._last_pictures) == len(self._slots) or len(self.frames) >= MAX_FRAMES:
             return
         frames = self._env.render(self._slots)
@@ -191,11 +191,11 @@ class VideoRecorder(StepObserver):
             )
         )
 
-    def after(
+    def on_step_end(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the last image of each slot in which an episode ended, with a border (`StepObserver.after`)."""
+        """Stores the last image of each slot in which an episode ended, with a border (`StepObserver.on_step_end`)."""
         episode = infos.get("episode", {})
         success = next((episode[name] for name in ("success_once", "success") if name in episode), None)
         has_ended = (terminations | truncations) & ~env_failed(infos, len(slots))
@@ -245,7 +245,7 @@ def evaluate_checkpoint(
     require_valid(folder, hint="or evaluate another checkpoint")
     cfg = _load_config(folder, Trust(trust_code)) if cfg is None else cfg
     env_cfg, seed = cfg.env.eval, cfg.runner.seed
-    policy = place_policy(load_policy(folder, Trust.of(plain(cfg), trust_code)), evaluation_device(cfg))
+    policy = place_policy(load_policy(folder, Trust.from_config(plain(cfg), trust_code)), evaluation_device(cfg))
     recorders: list[VideoRecorder] = []
 
     def build_recorder(env: VectorEnv) -> VideoRecorder:
@@ -331,7 +331,7 @@ def record_episodes(
     Raises:
         ConfigError: Both a teacher and an intervention source are given, or the environment does not fit the policy.
     """
-    code_trust = Trust.of(plain(cfg), trust_code)
+    code_trust = Trust.from_config(plain(cfg), trust_code)
     actor = _place_actor(
         load_actor(policy_source, "--expert" if ":" in policy_source else "--checkpoint", code_trust), cfg
     )

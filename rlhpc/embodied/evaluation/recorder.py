@@ -82,8 +82,8 @@ class EpisodeRecorder(StepObserver):
         """Number of episodes that must still be played."""
         return self._num_episodes - len(self._recording)
 
-    def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Stores observation and actions of the step (`StepObserver.before`).
+    def on_step_start(self, obs: Any, actions: np.ndarray) -> None:
+        """Stores observation and actions of the step (`StepObserver.on_step_start`).
 
         Raises:
             ConfigError: The policy acts in chunks of several actions.
@@ -103,12 +103,12 @@ class EpisodeRecorder(StepObserver):
         self._is_in_step = True
         self._recording.prepare_step(num_rows * _count_bytes(self._last_inputs) // len(self._open_steps))
 
-    def after(
+    def on_step_end(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the step's result (`StepObserver.after`). If the simulator or robot failed, the step is dropped, and its
-        episode ended early.
+        """Stores the step's result (`StepObserver.on_step_end`). If the simulator or robot failed, the step is dropped, and
+        its episode ended early.
         """
         has_failed = env_failed(infos, len(slots))
         for slot in np.flatnonzero(slots).tolist():
@@ -199,12 +199,12 @@ class InterventionRecorder(EpisodeRecorder):
         """Number of episodes that must still be watched."""
         return self._num_episodes - self.num_played
 
-    def after(
+    def on_step_end(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Stores the steps of interventions (`StepObserver.after`). If the simulator or robot fails, the step is dropped,
-        and the earlier steps of the intervention are written.
+        """Stores the steps of interventions (`StepObserver.on_step_end`). If the simulator or robot fails, the step is
+        dropped, and the earlier steps of the intervention are written.
         """
         is_done, has_failed = terminations | truncations, env_failed(infos, len(slots))
         is_intervened = infos["intervened"].any(1) & ~has_failed

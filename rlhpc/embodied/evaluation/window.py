@@ -54,19 +54,19 @@ class EnvWindow(StepObserver):
         self._next_frame_time, self._return, self._episode = 0.0, 0.0, 1
         self.available = True
 
-    def before(self, obs: Any, actions: np.ndarray) -> None:
-        """Draws the current state (`StepObserver.before`)."""
+    def on_step_start(self, obs: Any, actions: np.ndarray) -> None:
+        """Draws the current state (`StepObserver.on_step_start`)."""
         frames = self._env.render([0]) if self.available else None
         self.available = frames is not None
         if frames is None:
             return
         self._show(np.asarray(frames)[0])
 
-    def after(
+    def on_step_end(
         self, slots: np.ndarray, rewards: np.ndarray, terminations: np.ndarray, truncations: np.ndarray,
         infos: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Updates return and episode number in the title (`StepObserver.after`)."""
+        """Updates return and episode number in the title (`StepObserver.on_step_end`)."""
         self._return += float(np.asarray(rewards)[0].sum())
         if bool(np.asarray(terminations)[0] | np.asarray(truncations)[0]):
             self._episode, self._return = self._episode + 1, 0.0
@@ -128,7 +128,9 @@ def play_checkpoint(checkpoint: str | Path, cfg: EmbodiedConfig, options: PlayOp
         ConfigError: The environment cannot be built or rendered, or does not fit the policy.
     """
     folder = expand_home(checkpoint).absolute()
-    policy = place_policy(load_policy(folder, Trust.of(plain(cfg), options.trust_code)), evaluation_device(cfg))
+    policy = place_policy(
+        load_policy(folder, Trust.from_config(plain(cfg), options.trust_code)), evaluation_device(cfg)
+    )
     episodes = _DEFAULT_EPISODES if options.episodes is None else options.episodes
     in_window = has_display()
     if not in_window:

@@ -1,4 +1,4 @@
-"""Input devices read from hidraw: a device's report descriptor says where its axes and buttons are in its reports.
+"""Input devices read from hidraw: a device's report descriptor has the positions of its axes and buttons in its reports.
 
 Nothing but the device file is needed, neither a driver library nor a daemon. Source of the format: Device Class Definition
 for Human Interface Devices 1.11, sections 5 and 6.2.2, and HID Usage Tables, pages 1 (Generic Desktop) and 9 (Button).
@@ -36,7 +36,7 @@ _MAX_READ = 4096
 
 
 class DeviceLost(Exception):
-    """Error raised when an input device is gone."""
+    """Error raised when an input device was unplugged."""
 
 
 @dataclass(frozen=True)

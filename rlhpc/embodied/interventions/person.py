@@ -49,7 +49,7 @@ _SCREEN = "a person needs one: log in with it (ssh -X), or take scripted"
 
 
 def has_screen() -> bool:
-    """Returns whether a window can be opened, as far as the environment says."""
+    """Returns whether a window can be opened; on Linux, an environment variable must name a display."""
     # SDL would try all its drivers, and the libraries of some abort the process if there is no screen.
     return sys.platform != "linux" or any(os.environ.get(name) for name in _SCREENS)
 

@@ -84,7 +84,7 @@ class Intervention(ABC):
 
     @property
     def gives_signals(self) -> bool:
-        """True if its class gives signals, so that an episode may be marked."""
+        """True if the source sends signals, by which a person marks episodes as success or failure."""
         return type(self).signals is not Intervention.signals
 
     def begin(self, slots: range, seed: int) -> None:  # noqa: B027 (most need not know)

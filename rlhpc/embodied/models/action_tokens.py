@@ -258,7 +258,7 @@ class VLAPolicy(TokenPolicy):
         self.inputs = VlmInputs(
             space,
             tokenizer,
-            ImagePreprocessing.of(config, settings),
+            ImagePreprocessing.from_settings(config, settings),
             image,
             count_image_tokens(self.vlm, config),
             prompt,

@@ -54,9 +54,9 @@ class ConditionedPolicy(Policy):
         self.mixed_precision = self.inner.mixed_precision
 
     @property
-    def imitated(self) -> range:
-        """Offsets of the actions that behaviour cloning learns (`Policy.imitated`)."""
-        return self.inner.imitated
+    def imitated_offsets(self) -> range:
+        """Offsets of the actions that behaviour cloning learns (`Policy.imitated_offsets`)."""
+        return self.inner.imitated_offsets
 
     def set_logprob_type(self, level: str) -> None:
         """Sets the level of both policies (`Policy.set_logprob_type`)."""

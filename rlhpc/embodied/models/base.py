@@ -18,6 +18,7 @@ from rlhpc.embodied.envs.observations import count_rows, space_to_json
 from rlhpc.embodied.models.action_heads import CategoricalHead, GaussianHead, make_head
 from rlhpc.embodied.models.normalization import ObservationNormaliser
 from rlhpc.runtime.env_references import to_plain
+from rlhpc.runtime.former_names import former_members
 
 #: Number of slots whose noise one generator draws; limits the surplus noise drawn at both ends of a rank's slots.
 BLOCK = 16
@@ -124,6 +125,7 @@ def _disable_gradient(method: Method) -> Method:
     return cast(Method, call)
 
 
+@former_members(imitated="imitated_offsets", played="decode_plan")
 class Policy(nn.Module):
     """Actor-critic. A subclass builds its networks and implements `features`.
 
@@ -193,7 +195,7 @@ class Policy(nn.Module):
         return False
 
     @property
-    def imitated(self) -> range:
+    def imitated_offsets(self) -> range:
         """Offsets of the actions that behaviour cloning learns, relative to the observation; by default, the offsets of
         the chunk's actions.
         """
@@ -286,7 +288,7 @@ class Policy(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 
-    def played(self, plan: Tensor, part: slice) -> Tensor:
+    def decode_plan(self, plan: Tensor, part: slice) -> Tensor:
         """Returns the actions `[B, n, dim]` in slice `part` of the result of `plan`, in the environment's units."""
         raise NotImplementedError(f"{type(self).__name__} does not act by a flow")
 

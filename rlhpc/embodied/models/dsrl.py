@@ -75,7 +75,7 @@ class DSRLPolicy(SACPolicy):
         velocity, _ = self.base.prepare(obs, True, False)
         assert velocity is not None
         flow_start = actions.reshape(-1, *self.base.state_shape)
-        return self.base.played(self.base.flow.act(velocity, None, flow_start)[0][:, -1], slice(self.base.chunk))
+        return self.base.decode_plan(self.base.flow.act(velocity, None, flow_start)[0][:, -1], slice(self.base.chunk))
 
     def predict_action_batch(
         self, obs: Obs, mode: str = "train", noise: Tensor | None = None

@@ -272,7 +272,7 @@ class BaseFlowPolicy(Policy):
         else:
             noise = self.noise_for(obs, noise, predicted_values.device)
             chain, logprobs = self.flow.act(velocity, noise[:, 1:], noise[:, 0])
-        actions = self.played(chain[:, -1], slice(self.chunk))
+        actions = self.decode_plan(chain[:, -1], slice(self.chunk))
         return actions, {
             "prev_logprobs": self._sum_components(logprobs),
             "prev_values": predicted_values,
@@ -300,8 +300,8 @@ class BaseFlowPolicy(Policy):
         """Shape of x_1 (`Policy.start_shape`)."""
         return self.state_shape
 
-    def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Returns the environment's actions for a slice of a plan (`Policy.played`)."""
+    def decode_plan(self, plan: Tensor, part: slice) -> Tensor:
+        """Returns the environment's actions for a slice of a plan (`Policy.decode_plan`)."""
         return self.unscaled(plan[:, part, : self.dim])
 
     def sample_noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -72,7 +72,10 @@ class Pi0Policy(BaseFlowPolicy):
                 raise ConfigError(f"{key}: {needed_size} is more than this model's {max_size}")
         tokens = count_image_tokens(self.model.model.vlm, config.vlm_config)
         prompt = self.options.prompt or "{instruction}\n"
-        preprocessing, image = ImagePreprocessing.of(config.vlm_config, settings), int(config.vlm_config.image_token_id)
+        preprocessing, image = (
+            ImagePreprocessing.from_settings(config.vlm_config, settings),
+            int(config.vlm_config.image_token_id),
+        )
         self.inputs = VlmInputs(observation_space, tokenizer, preprocessing, image, tokens, prompt, image_first=True)
         if self.options.lora:
             inject_lora(self.model, PolicyAdapterConfig(**self.options.lora))

@@ -237,7 +237,7 @@ class ImagePreprocessing:
     crop_fraction: float = 1.0
 
     @classmethod
-    def of(cls, config: Any, settings: dict[str, Any]) -> ImagePreprocessing:
+    def from_settings(cls, config: Any, settings: dict[str, Any]) -> ImagePreprocessing:
         """Builds the preprocessing of a transformers model with the settings of its image processor."""
         means, stds = (settings.get(name, (0.5,) * 3) for name in ("image_mean", "image_std"))
         return cls(int(config.vision_config.image_size), (means,), (stds,))

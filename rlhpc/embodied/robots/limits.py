@@ -37,7 +37,7 @@ class CommandLimits(NamedTuple):
     resume: str = "person"
 
 
-def why_no_max_change(driver: Robot) -> str:
+def explain_no_max_change(driver: Robot) -> str:
     """Returns the reason why `max_change` cannot be enforced with a driver; empty if it can be enforced."""
     driver_name = f"{type(driver).__module__}:{type(driver).__name__}"
     if driver.control_mode not in CONTROL_MODES:

@@ -38,7 +38,7 @@ _EPISODE = ("return", "length", "success_once", "success_at_end")
 _POLL_S = 0.2
 
 
-class DistantRobotVectorEnv(OneRobotEnv):
+class RemoteRobotVectorEnv(OneRobotEnv):
     """Vector environment of one remote robot (`rlhpc robot serve`); `env_id` is the name in messages. Episodes cannot be
     resumed.
 
@@ -69,7 +69,7 @@ class DistantRobotVectorEnv(OneRobotEnv):
             raise ConfigError(
                 "env.train.kwargs.resume: who ends a stop for safety is said at the robot: rlhpc robot serve --resume"
             )
-        pace = Pace.of(num_envs, kwargs)
+        pace = Pace.pop_from(num_envs, kwargs)
         self._max_change = pace.max_change
         self.control_hz = pace.hz
         self._wait_s = positive_number("wait_s", kwargs.pop("wait_s", 600.0))

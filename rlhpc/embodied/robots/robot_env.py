@@ -13,7 +13,7 @@ from rlhpc.embodied.envs.base import Step, Timing, VectorEnv
 from rlhpc.embodied.envs.episode_tracker import EpisodeTracker
 from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 from rlhpc.embodied.robots.limits import RESUME_MODES, CommandLimits, RobotStopped, StaleObservation
-from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
+from rlhpc.embodied.robots.safety import SafetyCore, build_safe_robot
 from rlhpc.runtime.comm.context import check_run
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 
@@ -77,11 +77,11 @@ class RobotVectorEnv(OneRobotEnv):
         self, cfg: EnvSideConfig, num_envs: int, slot_offset: int, seed: int, robot: Robot | SafetyCore | None = None
     ) -> None:
         kwargs = {str(name): value for name, value in (cfg.kwargs or {}).items()}
-        pace = Pace.of(num_envs, kwargs)
+        pace = Pace.pop_from(num_envs, kwargs)
         self.control_hz = pace.hz
         self._period, self._stops_on_late_action = 1.0 / pace.hz, pace.late_action == "stop"
         if robot is None:
-            self._core = safe_robot(cfg.env_id, "env.env_id", kwargs, pace.limits)
+            self._core = build_safe_robot(cfg.env_id, "env.env_id", kwargs, pace.limits)
         elif isinstance(robot, SafetyCore):
             self._core = robot
         else:
@@ -216,7 +216,7 @@ class Pace(NamedTuple):
         return CommandLimits(self.stale_s, self.max_change, self.resume)
 
     @classmethod
-    def of(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
+    def pop_from(cls, num_envs: int, kwargs: dict[str, Any]) -> Pace:
         """Removes rate and limits from `kwargs` and returns them.
 
         Raises:

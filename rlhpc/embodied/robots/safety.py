@@ -27,9 +27,9 @@ from rlhpc.embodied.robots.driver import Observation, Robot, Verdict
 from rlhpc.embodied.robots.limits import (
     CommandLimits,
     StaleObservation,
+    explain_no_max_change,
     nearest_command,
     observation_fault,
-    why_no_max_change,
 )
 from rlhpc.embodied.robots.notices import Notice, robot_name
 from rlhpc.embodied.robots.states import LIVE, State, StateMachine
@@ -100,13 +100,13 @@ class SafetyCore:
         Raises:
             ConfigError: `max_change` is set, but cannot be enforced with this driver.
         """
-        if limits.max_change is not None and (reason := self.why_no_max_change()):
+        if limits.max_change is not None and (reason := self.explain_no_max_change()):
             raise ConfigError(f"max_change is {limits.max_change:g}; {reason}")
         self.limits = limits
 
-    def why_no_max_change(self) -> str:
+    def explain_no_max_change(self) -> str:
         """Returns the reason why `max_change` cannot be enforced with this driver; empty if it can be enforced."""
-        return why_no_max_change(self.__driver)
+        return explain_no_max_change(self.__driver)
 
     # -- episodes and commands ------------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class SafetyCore:
             self._post_notice()
 
     def _log_stop(self, reason: str) -> None:
-        """Says that the robot is stopped, and who may let it move again."""
+        """Writes a log message that the robot is stopped, and who may release the stop."""
         hint = ""
         if self.limits.resume == "person":
             resume_hint = f"rlhpc robot resume {self.name}" if self._notice is not None else "its ready() says so"
@@ -418,7 +418,7 @@ class SafetyCore:
             self._stop_driver()
 
 
-def safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: CommandLimits) -> SafetyCore:
+def build_safe_robot(path: str, key: str, kwargs: dict[str, Any], limits: CommandLimits) -> SafetyCore:
     """Builds a robot's driver from its class (`module:Class`), and returns the driver's safety core.
 
     Raises:

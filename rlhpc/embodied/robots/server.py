@@ -143,7 +143,7 @@ class RobotServer:
             RlhpcError: The run is gone or cannot be reached, or the robot's code failed.
         """
         spaces = describe_spaces(self._core.observation_space, self._core.action_space)
-        description = json.dumps({**spaces, "no_max_change": self._core.why_no_max_change()})
+        description = json.dumps({**spaces, "no_max_change": self._core.explain_no_max_change()})
         name, secret, has_joined = key.id, key.secret, False
         deadline, reason, pause = time.monotonic() + patience_s, "", _RETRY_PAUSES_S[0]
         try:

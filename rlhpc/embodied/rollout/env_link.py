@@ -47,7 +47,7 @@ def leave_check(group: str, rank: int) -> Callable[[], None]:
     left.
     """
     context = current()
-    context.member(group, rank)  # fixes the incarnation
+    context.rank_record(group, rank)  # fixes the incarnation
     last_check = time.monotonic()
 
     def check() -> None:
@@ -97,7 +97,7 @@ def put_until_left(channel: Any, sent_item: Any, key: str, peer: Peer) -> None:
 
 @contextlib.contextmanager
 def _raise_peer_left(peer: Peer) -> Iterator[None]:
-    """Converts errors of an exchange with a rank that has gone to `PeerLeft`."""
+    """Converts errors of an exchange with a lost rank to `PeerLeft`."""
     try:
         yield
     except (ChannelError, SegmentGone) as error:
@@ -178,11 +178,11 @@ class EnvLinks:
         return ready_peers
 
     def has_gone(self, stage: int, index: int) -> bool:
-        """Returns whether a peer, by its index in the stage, has gone."""
+        """Returns whether a peer, by its index in the stage, has left or was lost."""
         return isinstance(self._stages[stage][index][2], ClosedLink)
 
     def lose(self, stage: int, index: int) -> None:
-        """Marks a peer as gone. Messages to the peer are dropped from then on, and no messages are expected from it."""
+        """Marks a peer as lost. Messages to the peer are dropped from then on, and no messages are expected from it."""
         rank, peer_slots, link = self._stages[stage][index]
         if not isinstance(link, ClosedLink):
             self._log.warning("%s-%d has gone: its slots %s bring nothing", self._group, rank, peer_slots)
@@ -216,7 +216,7 @@ class ChannelLink:
 
 
 class ClosedLink:
-    """Link to a rank that has gone."""
+    """Link to a rank that has left or was lost."""
 
     def put(self, array: Any) -> None:
         """Drops the array."""
@@ -370,7 +370,7 @@ def _open_mailboxes(
     peer = (slots.rollout_name, rollout_rank) if is_env else (slots.env_name, env_rank)
     if (
         not available()
-        or context.member(*peer)["host"] != context.host
+        or context.rank_record(*peer)["host"] != context.host
         or num_slot_bytes * sum(bytes_a_slot.values()) > _MAX_MAILBOX_BYTES
     ):
         return None

@@ -75,7 +75,7 @@ def dagger(
             "actions: allowed is 1"
         )
     name = base_cfg.runner.name
-    folder = RunPaths.of(base_cfg.runner.run_dir, f"{name}-dagger").root
+    folder = RunPaths.from_run_dir(base_cfg.runner.run_dir, f"{name}-dagger").root
     demos_path = _load_demos_path(config, overrides)
     dataset_paths = [demos_path] if isinstance(demos_path, str) else [str(demo_path) for demo_path in demos_path or ()]
     if not dataset_paths:
@@ -94,7 +94,7 @@ def dagger(
             *init_overrides,
         ]
         cfg = _load(config, round_overrides)
-        paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+        paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
         checkpoint = newest_valid(paths)
         if checkpoint.path is None or checkpoint.step < total_steps(cfg):
             if checkpoint.path is not None:
@@ -178,5 +178,5 @@ def _record_round(
 
 
 def _list_early_data(output: Path) -> list[str]:
-    """Returns the paths of what was recorded of a round before it ended early."""
+    """Returns the paths of the data that a round recorded before it ended early."""
     return [str(dataset) for dataset in incomplete_datasets(output)]

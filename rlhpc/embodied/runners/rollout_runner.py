@@ -572,7 +572,7 @@ class PlayingRunner(RolloutRunner[Cfg]):
         self.loop.build_policies(self.sources.build())
         self.sources.connect()
 
-    def restored(self, answers: dict[str, list[Any]]) -> None:
+    def check_restored(self, answers: dict[str, list[Any]]) -> None:
         """Writes a note if some simulators could not be restored and have lost their episodes in progress."""
         if not all(answers["env"]):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")
@@ -660,7 +660,7 @@ class TensorRunner(RolloutRunner[Cfg]):
         """Builds environments and policy on all ranks."""
         self.actor.build(self.slots).wait(self.timeout)
 
-    def restored(self, answers: dict[str, list[Any]]) -> None:
+    def check_restored(self, answers: dict[str, list[Any]]) -> None:
         """Writes a note if some episodes in progress could not be restored."""
         if not all(self.actor.has_restored_episodes().wait(self.timeout)):
             note("the simulators cannot be restored; their episodes start anew, so this resume is not bit for bit")

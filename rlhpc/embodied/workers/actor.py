@@ -16,7 +16,7 @@ import torch
 
 from rlhpc.algorithms.nonfinite import nonfinite, require_finite, skips
 from rlhpc.checkpoint.async_writer import SavingWorker
-from rlhpc.checkpoint.start import WEIGHTS, weights_that_fit
+from rlhpc.checkpoint.start import WEIGHTS, load_fitting_weights
 from rlhpc.checkpoint.state import load_state, load_tensors, rng_state, save_state, save_tensors, set_rng_state
 from rlhpc.embodied.config import BcConfig, PpoConfig, SacConfig
 from rlhpc.embodied.data.batches import RolloutBatch
@@ -216,7 +216,7 @@ class PolicyTrainer(SavingWorker, Generic[Cfg]):
     def start_from(self, folder: str) -> None:
         """Loads the weights of a checkpoint or an export; optimizer and counters keep their initial state."""
         shapes = {name: tensor.shape for name, tensor in self.learner.named_weights()}
-        self.learner.replace_weights(weights_that_fit(shapes, Path(folder)))
+        self.learner.replace_weights(load_fitting_weights(shapes, Path(folder)))
         self._reset_syncs()
 
     def _gather_weights(self) -> dict[str, torch.Tensor]:
@@ -430,7 +430,7 @@ class TrajectoryReceiver:
             raise ChannelError(
                 "all rollout ranks of this actor rank's slots ended in the first step of the run's start"
             )
-        return RolloutBatch.blank(self._empty_columns, num_slots, num_decisions)
+        return RolloutBatch.zeros(self._empty_columns, num_slots, num_decisions)
 
     def _receive_unit(self, slots: SlotMap, shard_keys: Sequence[int], step: int) -> RolloutBatch[np.ndarray]:
         """Receives and concatenates the shards of a unit for this rank's slots."""

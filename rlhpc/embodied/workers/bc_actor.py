@@ -216,7 +216,7 @@ class BcActor(PolicyTrainer[BcConfig]):
         self.extra_columns = ([IMPROVEMENT] if labels else []) + (["success"] if is_classifier else [])
         options = RowOptions(
             observation_space,
-            self.policy.imitated,
+            self.policy.imitated_offsets,
             obs_offset=int(is_classifier),
             columns=("success",) if is_classifier else (),
             gamma=self.cfg.algorithm.gamma if self.has_returns else None,

@@ -25,7 +25,7 @@ from rlhpc.embodied.rollout.env_link import PeerLeft, agree_on_device, open_link
 from rlhpc.embodied.rollout.slot_map import OUTCOMES, SlotMap, UnitMap, relative_slice
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, Outcomes, OutcomeShape, ppo_shape
 from rlhpc.embodied.rollout.work_sharing import PARTS, PLAYED, DeliveredShard, FullRollout, RolloutShard
-from rlhpc.embodied.workers.env_states import FILE, env_seed, episode_seed, restore_env, save_envs, saved_units
+from rlhpc.embodied.workers.env_states import FILE, env_seed, episode_seed, read_saved_units, restore_env, save_envs
 from rlhpc.runs.device import set_up_process, worker_device
 from rlhpc.runtime.comm.context import current
 from rlhpc.runtime.devices import empty_cache
@@ -271,7 +271,7 @@ class SimulatingWorker(SavingWorker, Generic[Cfg]):
         Returns:
             False if some simulators cannot be restored; their episodes start again.
         """
-        unit_states = saved_units(Path(folder))
+        unit_states = read_saved_units(Path(folder))
         rank_file = Path(folder) / FILE.format(rank=self.rank)
         if rank_file.is_file():
             set_rng_state(load_state(rank_file)["rng"])

@@ -51,7 +51,7 @@ def save_envs(folder: Path, rank: int, envs: Sequence[tuple[range, Obs, VectorEn
     save_state(folder / FILE.format(rank=rank), {"rng": rng_state(), "units": unit_states})
 
 
-def saved_units(folder: Path) -> list[dict[str, Any]]:
+def read_saved_units(folder: Path) -> list[dict[str, Any]]:
     """Reads the vector environments that all ranks wrote to a checkpoint (`save_envs`)."""
     return [
         unit_state for file in sorted(folder.glob(FILE.format(rank="*"))) for unit_state in load_state(file)["units"]
@@ -59,12 +59,12 @@ def saved_units(folder: Path) -> list[dict[str, Any]]:
 
 
 def restore_env(env: VectorEnv, slots: range, unit_states: Sequence[dict[str, Any]], folder: Path) -> Obs | None:
-    """Restores a vector environment from a checkpoint, in which the slots may be divided otherwise.
+    """Restores a vector environment from a checkpoint, whose slots may be distributed over other ranks.
 
     Args:
         env: Vector environment of `slots`.
         slots: Global slots.
-        unit_states: Result of `saved_units`.
+        unit_states: Result of `read_saved_units`.
         folder: The checkpoint, for messages.
 
     Returns:

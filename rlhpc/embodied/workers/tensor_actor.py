@@ -30,7 +30,7 @@ from rlhpc.embodied.models.off_policy import ActorCritic
 from rlhpc.embodied.rollout.slot_map import SlotMap
 from rlhpc.embodied.rollout.step_outcomes import EpisodeLog, OutcomeShape, next_values, ppo_shape
 from rlhpc.embodied.workers.actor import PolicyTrainer, mark_nonfinite
-from rlhpc.embodied.workers.env_states import env_seed, episode_seed, restore_env, save_envs, saved_units
+from rlhpc.embodied.workers.env_states import env_seed, episode_seed, read_saved_units, restore_env, save_envs
 from rlhpc.embodied.workers.off_policy import OffPolicyActor, choose_actions, num_random_left
 from rlhpc.embodied.workers.ppo_actor import EmbodiedActor
 from rlhpc.embodied.workers.rollout import build_acting_policy
@@ -443,7 +443,7 @@ class SimulatingActor(PolicyTrainer[Cfg]):
     def load(self, folder: str) -> None:
         """Restores a checkpoint (`PolicyTrainer.load`), which env ranks may have written, too."""
         super().load(folder)
-        obs = restore_env(self.env, self._share, saved_units(Path(folder)), Path(folder))
+        obs = restore_env(self.env, self._share, read_saved_units(Path(folder)), Path(folder))
         self._restored_episodes = obs is not None
         if obs is not None:
             self.rollout.restore(obs)

@@ -35,7 +35,7 @@ def examine(section: SectionSource, folder: Path, *, start_s: float = 60.0, max_
         start_s: Maximum seconds to wait for the probe jobs to start.
         max_nodes: Maximum number of nodes to examine in each partition; 0 submits no probe jobs.
     """
-    site = Site.of(section)
+    site = Site.from_config(section)
     folder = nodes.nearest_folder(expand_home(folder).absolute())
     commands = slurm_checks.commands(shutil.which)
     findings = [commands, *_check_machine(folder)]

@@ -169,7 +169,7 @@ def vulkan() -> dict[str, Any]:
 
 
 def physx() -> bool:
-    """Returns whether SAPIEN's library for simulation on GPUs is where `sapien.physx.enable_gpu` looks for it."""
+    """Returns whether SAPIEN's library for GPU simulation is in the folder that `sapien.physx.enable_gpu` searches."""
     return bool(glob.glob(os.path.expanduser("~/.sapien/physx/*/libPhysXGpu_64.so")))
 
 

@@ -27,7 +27,7 @@ from rlhpc.runtime.devices import VIRTUAL
 from rlhpc.runtime.imports import LEAVE_FOLDER
 from rlhpc.runtime.interrupts import Interrupts
 from rlhpc.runtime.launchers.srun_commands import step_environment, with_default_options
-from rlhpc.runtime.network import node_addresses
+from rlhpc.runtime.network import query_node_addresses
 from rlhpc.runtime.slurm import ask
 
 PACKAGES = ("rlhpc", "torch", "zmq", "submitit")
@@ -526,7 +526,7 @@ def _check_node_files(results: Probed, canary_path: Path, token: str) -> None:
 def _exchange_addresses(steps: Sequence[_Step], site: Site, canary_path: Path, token: str) -> None:
     """Sends every node the addresses of all nodes, and writes a second file that each node must find."""
     hellos = {node: report for step in steps for node, report in step.job.hello.items()}
-    addresses = node_addresses(list(hellos)) if hellos else {}
+    addresses = query_node_addresses(list(hellos)) if hellos else {}
     address_by_node = {
         node: (report["interfaces"].get(site.interface or "", addresses.get(node, node)), report["port"])
         for node, report in hellos.items()

@@ -84,7 +84,7 @@ class Site:
     signal_lead_s: int = 120
 
     @classmethod
-    def of(cls, section: SectionSource) -> Site:
+    def from_config(cls, section: SectionSource) -> Site:
         """Reads the section `cluster` of a configuration."""
 
         def make_group(raw_group: SectionSource) -> SiteNodeGroup:

@@ -165,7 +165,7 @@ JOINED, WORKS, DEPARTED = "joined", "works", "left"
 
 @dataclass
 class Stay:
-    """Stay of a joined rank in the run. Times are Unix times; None for events that have not happened.
+    """Period in which a joined rank took part in the run. Times are Unix times; None for events that have not happened.
 
     Attributes:
         job: Slurm's id of the job; "" outside of a job.
@@ -250,12 +250,12 @@ def _has_finite_numbers(event: Mapping[str, Any]) -> bool:
 
 
 def read_stays(paths: RunPaths) -> list[Stay]:
-    """Returns the stays of all ranks that have joined a run, in order of joining."""
+    """Returns the period of each rank that has joined a run, in order of joining."""
     return list(_parse_stays(paths.attendance).values())
 
 
 def _parse_stays(path: Path) -> dict[str, Stay]:
-    """Returns the stays of ranks, by incarnation."""
+    """Returns the periods of ranks, by incarnation."""
     stays_by_incarnation: dict[str, Stay] = {}
     for event in _events(path):
         key, event_time = str(event["incarnation"]), float(event.get("time") or 0.0)

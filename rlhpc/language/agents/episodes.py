@@ -318,7 +318,7 @@ class EpisodeRunner:
         return episodes
 
     def delayed_rewards(self) -> list[tuple[Episode, Episode]]:
-        """Returns an empty list: the rewards of these agents are not delayed; see `OutsideEpisodes.delayed_rewards`."""
+        """Returns an empty list: the rewards of these agents are not delayed; see `ExternalEpisodes.delayed_rewards`."""
         return []
 
     def unfinished(self) -> int:

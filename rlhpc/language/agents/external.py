@@ -1,6 +1,6 @@
 """Episodes of external agents: programs that call the model over the gateway.
 
-Rollout ranks use `OutsideEpisodes` like `EpisodeRunner`: they add requests, and each step returns the episodes that ended.
+Rollout ranks use `ExternalEpisodes` like `EpisodeRunner`: they add requests, and each step returns the episodes that ended.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AgentRanks:
     rank: int
 
 
-class OutsideEpisodes:
+class ExternalEpisodes:
     """Runner of the episodes of external agents on an engine. Not thread-safe, like the engine.
 
     Args:

@@ -25,13 +25,13 @@ from rlhpc.runtime.plugins import Registry, require_package
 
 if TYPE_CHECKING:
     from rlhpc.language.agents.agent_processes import Program
-    from rlhpc.language.agents.external import AgentOptions, AgentRanks, OutsideEpisodes
+    from rlhpc.language.agents.external import AgentOptions, AgentRanks, ExternalEpisodes
     from rlhpc.language.agents.gateway.output_parsers import Parsers
     from rlhpc.language.agents.inline_agents import InlineEnvironment
     from rlhpc.language.config.run import LanguageConfig
 
 #: Runner of episodes on an engine, with an inline or an external agent.
-Generation: TypeAlias = Union[EpisodeRunner, "OutsideEpisodes"]
+Generation: TypeAlias = Union[EpisodeRunner, "ExternalEpisodes"]
 #: Kind of agent that runs in the rollout rank.
 INLINE = "inline"
 
@@ -125,11 +125,11 @@ def make_generation(
     inline_agent = configured_agent(cfg)
     if cfg.agent.kind == INLINE:
         return EpisodeRunner(backend, tokenizer, inline_agent, cfg.rollout.max_turns)
-    from rlhpc.language.agents.external import OutsideEpisodes
+    from rlhpc.language.agents.external import ExternalEpisodes
 
     parsers, options = build_external_agent(cfg, tokenizer)
     context = int(getattr(backend, "context", sys.maxsize))
-    build_episodes = partial(OutsideEpisodes, backend, tokenizer, parsers, context, options=options)
+    build_episodes = partial(ExternalEpisodes, backend, tokenizer, parsers, context, options=options)
     if agent_ranks is not None:
         return build_episodes(agent_ranks, address=address)
     if cfg.agent.kind == ENVIRONMENT:

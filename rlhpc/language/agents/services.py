@@ -24,7 +24,7 @@ from rlhpc.language.config.agents import ServiceConfig
 from rlhpc.runtime.errors import ConfigError
 from rlhpc.runtime.imports import run_module
 from rlhpc.runtime.proxies import without_proxy
-from rlhpc.runtime.scratch import folder_for_sockets, make_temporary_folder
+from rlhpc.runtime.scratch import make_socket_folder, make_temporary_folder
 from rlhpc.runtime.tcp_sockets import loopback_listeners, socket_inodes
 
 log = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class Relays:
     """UNIX sockets that relay connections to gateways on other nodes, with one socket per gateway."""
 
     def __init__(self) -> None:
-        self._folder = folder_for_sockets("agents")
+        self._folder = make_socket_folder("agents")
         self._sockets: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rlhpc-relays", daemon=True)

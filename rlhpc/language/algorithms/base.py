@@ -23,7 +23,7 @@ from rlhpc.language.models.logprobs import TokenScores
 from rlhpc.language.models.token_batch import TokenBatch
 from rlhpc.language.rewards.pool import Scored
 from rlhpc.language.scoring.registry import Column, LogitReader
-from rlhpc.runtime.former_names import former_attributes
+from rlhpc.runtime.former_names import former_attributes, former_members
 
 if not TYPE_CHECKING:
     __getattr__ = former_attributes(__name__)
@@ -45,6 +45,7 @@ VALUES = "values"
 ROLLOUT, ACTOR, VALUE_HEAD, REFERENCE = "rollout", "actor", "value_head", "reference"
 
 
+@former_members(of="from_batch")
 @dataclass(frozen=True)
 class MinibatchCounts:
     """Counts of the minibatch over all ranks, by which the losses and metrics of its micro-batches are divided.
@@ -61,7 +62,7 @@ class MinibatchCounts:
     length: float = 1.0
 
     @classmethod
-    def of(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> MinibatchCounts:
+    def from_batch(cls, batch: TokenBatch, length: float = 1.0, all_reduce: Reduce | None = None) -> MinibatchCounts:
         """Counts a minibatch, and adds the column `sequence_tokens` to it. The trainer calls this before samples change ranks
         and are split into micro-batches, while a rank has all samples of its sequences.
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: the model samples, and a teacher scores each sampled token or gives its distribution there.
+"""On-policy distillation: the model samples, and a teacher returns each sampled token's log-prob, or its distribution there.
 
 The model learns in states that it reaches by itself (Agarwal et al., "On-Policy Distillation of Language Models", 2023). The
 loss of a token is the divergence at that token. It ignores the token's effect on later tokens, as with a discount of 0.

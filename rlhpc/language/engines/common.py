@@ -213,7 +213,7 @@ class WeightUpdateError(RlhpcError):
 
 
 class EngineBase(RolloutBackend):
-    """Base class of the engines hf and vllm, which checks requests and tracks unfinished ones.
+    """Base class of the engines hf and vllm, which checks requests and tracks unfinished requests.
 
     Completions of other requests that end during `generate` are returned by the next `step`. A subclass sets `context` and
     `vocabulary`, and implements `_queue`, `_advance`, `_abort` and `_drop`.

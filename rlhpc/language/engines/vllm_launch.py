@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlhpc.jobs.lease import Lease
-from rlhpc.jobs.shared_files import look_again
+from rlhpc.jobs.shared_files import revalidate_folder
 from rlhpc.language.data.images import has_vision
 from rlhpc.language.engines.batch_invariance import has_states
 from rlhpc.language.engines.vllm_adapter import (
@@ -244,7 +244,7 @@ def compiling_in_order(cache_root: Path, key: str, max_wait_s: float = _MAX_WAIT
 
 def _exists(path: Path) -> bool:
     """Returns whether a file exists; a network filesystem answers this from its cache unless the folder is opened first."""
-    look_again(path.parent)
+    revalidate_folder(path.parent)
     return path.exists()
 
 
@@ -286,7 +286,7 @@ def import_vllm() -> None:
 
 
 def import_vllm_worker() -> None:
-    """Imports what vLLM imports while it builds an engine, except the model's class.
+    """Imports the modules that vLLM imports while it builds an engine, except the model's class.
 
     Separate from `import_vllm`, because vLLM itself never forks a process that has these modules: if one opens an accelerator,
     the ranks import them and still share the larger part.

@@ -131,7 +131,9 @@ def compare_texts(trainer: TokenTrainer, engine: RolloutBackend, requests: Seque
             (completion,) = engine.generate([request])
         text = torch.tensor([*request.prompt_ids, *completion.token_ids])
         num_prompt_tokens = len(request.prompt_ids)
-        batch = TokenBatch.of([text], [torch.arange(len(text)) >= num_prompt_tokens]).read_by(trainer.packed)
+        batch = TokenBatch.from_sequences([text], [torch.arange(len(text)) >= num_prompt_tokens]).read_by(
+            trainer.packed
+        )
         trainer_passes, record_trainer = _make_recorder()
         with observed_outputs(layers, record_trainer):
             logprobs = trainer.forward(batch, temperature=request.sampling.temperature or 1.0).logprobs.cpu()[

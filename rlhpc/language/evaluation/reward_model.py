@@ -122,7 +122,7 @@ def batch_of(rows: Sequence[PreferenceRow], encoder: PromptTokenizer, max_length
         assert response_ids is not None, "those that do not fit are dropped at the start"
         samples += response_ids
         target_rewards += [row.target] * len(response_ids)
-    batch = TokenBatch.of(samples, [[True] * len(ids) for ids in samples], pad_id=pad)
+    batch = TokenBatch.from_sequences(samples, [[True] * len(ids) for ids in samples], pad_id=pad)
     return dataclasses.replace(batch, reward=torch.tensor(target_rewards, dtype=torch.float32))
 
 

@@ -35,7 +35,7 @@ class RowShare:
     group: Any
 
     @classmethod
-    def of(cls, mesh: Mesh | None) -> RowShare | None:
+    def from_mesh(cls, mesh: Mesh | None) -> RowShare | None:
         """Returns this rank's part according to the mesh; None if there is no context parallelism."""
         if mesh is None or mesh.context is None:
             return None
@@ -59,7 +59,7 @@ class RowShare:
             ids = nn.functional.pad(ids, (0, padding), value=batch.pad_id)
             positions = torch.cat([positions, torch.arange(padding, device=positions.device)[None]], 1)
             lengths = [length for count, length in segments.runs for _ in range(count)]
-            segments = Segments.of([*lengths, padding], ids.device)
+            segments = Segments.from_lengths([*lengths, padding], ids.device)
         start, end = self.bounds(batch)
         local_tokens = slice(start, end)
         return {

@@ -69,7 +69,7 @@ class LogitRows:
     make: Callable[[slice], Tensor]
 
     @classmethod
-    def of(cls, logits: Tensor, positions: Tensor) -> LogitRows:
+    def from_logits(cls, logits: Tensor, positions: Tensor) -> LogitRows:
         """Selects the rows at flat indices `positions` `[M]` of complete logits `[N, W, V]`."""
         flat_logits = logits.detach().flatten(0, -2)
         return cls(len(positions), flat_logits.shape[1], flat_logits.device, lambda part: flat_logits[positions[part]])
@@ -692,4 +692,4 @@ def logit_rows(model: nn.Module, batch: TokenBatch) -> LogitRows:
         return logits
 
     head = linear_head(model)
-    return LogitRows.of(call(), places) if head is None else head.rows(call, places)
+    return LogitRows.from_logits(call(), places) if head is None else head.rows(call, places)

@@ -117,7 +117,7 @@ def reads_rows(model: nn.Module, device: torch.device, dtype: torch.dtype, share
     """
     first_ids, second_ids = torch.arange(2, 7), torch.arange(3, 12) % 5 + 1
     row, second_alone = (
-        TokenBatch.of(samples, [torch.ones(len(sample)) for sample in samples]).read_by(True).to(device)
+        TokenBatch.from_sequences(samples, [torch.ones(len(sample)) for sample in samples]).read_by(True).to(device)
         for samples in ([first_ids, second_ids], [second_ids])
     )
     calls = list[tuple[bool, bool]]()
@@ -191,7 +191,7 @@ def _tree_of_samples() -> TokenBatch:
     ids = torch.arange(4 * prefix) % 5 + 1
     for index, length in enumerate((2 * prefix, 2 * prefix, prefix)):
         samples.append(torch.cat([ids[:length], (ids[: index + 4] + index) % 5 + 1]))
-    batch = TokenBatch.of(samples, [torch.ones(len(sample)) for sample in samples]).read_by(True)
+    batch = TokenBatch.from_sequences(samples, [torch.ones(len(sample)) for sample in samples]).read_by(True)
     return replace(batch, group=torch.zeros_like(batch.group))
 
 

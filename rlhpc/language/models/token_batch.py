@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class SharedPrefixes:
     longest: tuple[int, int]
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[range, range]], device: torch.device) -> SharedPrefixes:
+    def from_spans(cls, spans: Sequence[tuple[range, range]], device: torch.device) -> SharedPrefixes:
         """Creates the prefixes from the row positions of each prefix's (attending tokens, tokens)."""
         sides = list(zip(*spans, strict=True))  # attending tokens, and tokens
         queries, keys = (torch.cat([torch.arange(r.start, r.stop) for r in side]) for side in sides)
@@ -72,12 +72,12 @@ class Segments:
     prefixes: tuple[SharedPrefixes, ...] = ()
 
     @classmethod
-    def of(cls, lengths: list[int], device: torch.device, prefixes: tuple[SharedPrefixes, ...] = ()) -> Segments:
+    def from_lengths(cls, lengths: list[int], device: torch.device, prefixes: Sequence[SharedPrefixes] = ()) -> Self:
         """Creates the segments of consecutive samples of these lengths; omits empty samples."""
         nonzero_lengths = [length for length in lengths if length]
         ends = torch.tensor([0, *nonzero_lengths]).cumsum(0).to(device, torch.int32, non_blocking=True)
         runs = tuple((len(list(group)), length) for length, group in groupby(nonzero_lengths))
-        return cls(runs, ends, max(nonzero_lengths), prefixes=prefixes)
+        return cls(runs, ends, max(nonzero_lengths), prefixes=tuple(prefixes))
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class PackedRow:
     prefixes: tuple[SharedPrefixes, ...] = ()
 
     @classmethod
-    def of(cls, lengths: list[int], common_lengths: list[int], device: torch.device) -> PackedRow:
+    def from_lengths(cls, lengths: list[int], common_lengths: list[int], device: torch.device) -> PackedRow:
         """Creates the row of consecutive samples.
 
         Args:
@@ -118,9 +118,8 @@ class PackedRow:
             positions.append(torch.arange(num_shared, length))
             batch_start += length
         columns = [torch.cat(parts).to(device, non_blocking=True) for parts in (tokens, places, positions)]
-        prefixes = tuple(
-            SharedPrefixes.of(spans, device) for spans in _disjoint(_prefix_spans(lengths, common_lengths, starts))
-        )
+        spans_by_level = _disjoint(_prefix_spans(lengths, common_lengths, starts))
+        prefixes = tuple(SharedPrefixes.from_spans(spans, device) for spans in spans_by_level)
         return cls(columns[0], columns[1], columns[2], new_lengths, prefixes)
 
     def to(self, device: torch.device) -> PackedRow:
@@ -178,7 +177,7 @@ def _disjoint(spans: list[tuple[range, range]]) -> list[list[tuple[range, range]
     return levels
 
 
-@former_members(nothing="empty_sample")
+@former_members(nothing="empty_sample", of="from_sequences")
 @dataclass
 class TokenBatch:
     """N samples with T tokens in total, concatenated without padding.
@@ -219,7 +218,7 @@ class TokenBatch:
     shares_prefixes: bool = False
 
     @classmethod
-    def of(
+    def from_sequences(
         cls,
         ids: Sequence[Sequence[int] | Tensor],
         mask: Sequence[Sequence[bool] | Tensor],
@@ -340,7 +339,7 @@ class TokenBatch:
     def row(self) -> PackedRow:
         """Row in which a model reads the samples if it packs them."""
         common_lengths = self.common_prefixes(range(len(self))) if self.shares_prefixes else [0] * len(self)
-        return PackedRow.of(self.lengths.tolist(), branch_points(common_lengths), self.ids.device)
+        return PackedRow.from_lengths(self.lengths.tolist(), branch_points(common_lengths), self.ids.device)
 
     def common_prefixes(self, samples: Sequence[int]) -> list[int]:
         """Returns the number of first tokens that each of the given samples shares with the one before it in `samples`.
@@ -383,7 +382,7 @@ class TokenBatch:
                 nn.functional.pad(ids, (0, padding), value=self.pad_id),
                 nn.functional.pad(positions, (0, padding)),
             )
-        segments = Segments.of([*row.lengths, *[1] * padding], device, row.prefixes)
+        segments = Segments.from_lengths([*row.lengths, *[1] * padding], device, row.prefixes)
         return {"input_ids": ids[None], "position_ids": positions[None], "segments": segments, **image_inputs}
 
     def of_tokens(self, outputs: Tensor) -> Tensor:
@@ -583,7 +582,7 @@ class Pictures:
     merge: int
 
     @classmethod
-    def of(cls, images: Sequence[PromptImages | None]) -> Pictures | None:
+    def from_images(cls, images: Sequence[PromptImages | None]) -> Pictures | None:
         """Collects the images of samples and stores equal images once; returns None if no sample has images."""
         sample_images = [images_of_sample for images_of_sample in images if images_of_sample is not None]
         if not sample_images:

@@ -343,10 +343,10 @@ def training_of(
     parallel_config = select(section, "parallel")
     if backend != "fsdp":
         mesh_sizes = MeshSizes(replicate=ranks.number)
+    elif parallel_config is None:
+        mesh_sizes = MeshSizes(shard=ranks.number)
     else:
-        mesh_sizes = (
-            MeshSizes(shard=ranks.number) if parallel_config is None else MeshSizes.of(parallel_config, ranks.number)
-        )
+        mesh_sizes = MeshSizes.from_config(parallel_config, ranks.number)
     prompt, response = max_lengths(cfg)
     grpo = typed(GrpoConfig, cfg) if _generates_training_responses(cfg) else None
     worker_classes = group_worker_classes(grpo) if grpo is not None else {}

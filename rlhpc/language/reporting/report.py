@@ -13,7 +13,7 @@ from rlhpc.jobs.paths import RunPaths, model_name
 from rlhpc.language.reporting.eval_metrics import level_order
 from rlhpc.language.reporting.sample_pages import write_episodes_page, write_samples_page
 from rlhpc.metrics.charts import CHART, TALL, Line, Size, is_constant, line_chart, number, stacked_bar_chart
-from rlhpc.metrics.curves import Metric, evaluation_chart, hollow_points, metric_charts
+from rlhpc.metrics.curves import Metric, draw_metric_charts, evaluation_chart, hollow_points
 from rlhpc.metrics.logger import series
 from rlhpc.metrics.page import Cell, card, render_figures, render_placeholder, table
 from rlhpc.metrics.phase_times import STAGES, Rows, bin_rows, phase_columns
@@ -81,7 +81,7 @@ def learning_curves(rows: Rows, shown_metrics: Container[str]) -> dict[str, str]
         if not is_constant(series(rows, name)[1])
     ]
     extra_metrics = [Metric(name.replace("/", "_"), name, name, "") for name in unknown_names if name.count("/") == 1]
-    charts = metric_charts(rows, [*titled_metrics, *extra_metrics], shown_metrics)
+    charts = draw_metric_charts(rows, [*titled_metrics, *extra_metrics], shown_metrics)
     # `train/mismatch_abs/<class>` of all classes in one chart, and so `train/policy/<policy>/tokens` of all policies.
     families: dict[tuple[str, ...], dict[str, str]] = {}
     for name in unknown_names:

@@ -136,7 +136,7 @@ def samples_path(result: Path) -> Path:
 
 
 def previews_path(result: Path) -> Path:
-    """Returns the folder with small copies of the prompts' images of an evaluation: `<suite>.images` beside its JSON file."""
+    """Returns the folder with small copies of the prompts' images of an evaluation: `<suite>.images` next to its JSON file."""
     return result.with_name(f"{result.stem}.images")
 
 

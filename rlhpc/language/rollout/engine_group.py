@@ -70,9 +70,9 @@ class RunLink:
         self.rank = worker.rank - leader_rank
         self.device_index = worker.device_index
         self._leader_name = f"{self._group}-{leader_rank}"
-        member_context = current()
-        records = [member_context.member(self._group, rank) for rank in self.ranks]
-        self.ident = f"{member_context.host}-{self._leader_name}-{records[0]['incarnation']}"
+        current_context = current()
+        records = [current_context.rank_record(self._group, rank) for rank in self.ranks]
+        self.ident = f"{current_context.host}-{self._leader_name}-{records[0]['incarnation']}"
         self.call = 0
 
     def begin_call(self) -> None:
@@ -114,11 +114,11 @@ class RunLink:
         """Waits until the driver ends this process if another rank of the engine has ended (`EngineLink.handle_failure`)."""
         if isinstance(error, CallAborted):
             return
-        member_context, deadline = current(), time.monotonic() + _NOTICE_S
+        current_context, deadline = current(), time.monotonic() + _NOTICE_S
         peers = [rank for rank in self.ranks if rank != self._worker.rank]
         with contextlib.suppress(RlhpcError):
             while time.monotonic() < deadline:
-                if any(member_context.has_left(self._group, rank) for rank in peers):
+                if any(current_context.has_left(self._group, rank) for rank in peers):
                     self._worker.log.info("a rank of this engine has ended, and so must this one")
                     time.sleep(_TERMINATION_S)  # the driver ends this process
                 time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Engine probe of `rlhpc doctor`: starts one vLLM engine of several ranks, as a run does, and lets it generate.
+"""Engine probe of `rlhpc doctor`: starts one vLLM engine of several ranks, as a run does, and generates with it.
 
 The doctor calls `main` in a process on a node. The process prints a line of JSON after each stage, so that the last line shows
 the last completed stage if the engine hangs or dies.

@@ -66,7 +66,7 @@ TRANSITIONS: Mapping[GroupState, frozenset[GroupState]] = {
 
 @dataclass(frozen=True)
 class PartialGroup:
-    """Prompt with the partial answers of a rank that was told to leave.
+    """Prompt with the partial answers of a rank that got a notice to leave.
 
     Attributes:
         position: Position of the prompt in its step.

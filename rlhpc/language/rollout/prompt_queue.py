@@ -94,7 +94,7 @@ class PromptTracker:
         """Returns whether the queue has prompts of a step."""
         return not self._open_channels[0].empty(key=str(step))
 
-    def missing(self, step: int) -> list[int]:
+    def list_missing_positions(self, step: int) -> list[int]:
         """Returns the positions of a step whose groups were not delivered."""
         return sorted({*range(self._prompts)} - self._delivery_channel.get(step, {}).keys())
 

@@ -146,7 +146,7 @@ def build_sample_group(
         position * size + members_of_samples, role, torch.full_like(members_of_samples, position),
         torch.from_numpy(np.asarray(rewards, np.float32)[episode_indices] + role_rewards),
         {name: _concatenate(column) for name, column in arrays_by_column.items()},
-        pictures=Pictures.of([sample.images for _, _, sample in samples]),
+        pictures=Pictures.from_images([sample.images for _, _, sample in samples]),
     )  # fmt: skip
     return SampleGroup(step, position, batch, torch.from_numpy(members[episode_indices]))
 
@@ -227,7 +227,7 @@ class Arrivals:
             group = SampleGroup.unpack(dict(message))
             self._groups.setdefault(step_position, {}).setdefault(group.answers_digest, group)
 
-    def missing(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
+    def find_missing_positions(self, step: int, positions: Sequence[int]) -> dict[str, list[int]]:
         """Returns the positions with missing messages, by name of the sending worker group; "" for missing sample groups."""
         positions_by_source: dict[str, list[int]] = {}
         for prompt_position in positions:

@@ -81,11 +81,12 @@ class ReasoningRunner(Runner[GrpoConfig]):
             name: group.world_size for name, group in optional_groups.items() if name not in self.auxiliary.rating
         }
         if self.critic:
-            scoring[CRITIC] = MeshSizes.of(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
+            scoring[CRITIC] = MeshSizes.from_config(cfg.critic.parallel, self.critic.world_size, "critic.parallel").data
         can_share = cfg.rollout.weight_sync in STAY_ON_ACCELERATORS and not cfg.algorithm.max_staleness
         source_ranks = weight_sources(actor.accelerators, rollout.accelerators) if can_share else ()
         self.prompts = PromptMap.from_config(
-            cfg, rollout=rollout.world_size, actor=MeshSizes.of(cfg.actor.parallel, actor.world_size).data, scoring=scoring,
+            cfg, rollout=rollout.world_size, scoring=scoring,
+            actor=MeshSizes.from_config(cfg.actor.parallel, actor.world_size).data,
             rating={name: group.world_size for name, group in self.auxiliary.rating.items()}, sources=source_ranks,
             num_shards=weight_shards(cfg.actor, actor.world_size), **group_names,
         )  # fmt: skip
@@ -138,7 +139,7 @@ class ReasoningRunner(Runner[GrpoConfig]):
         """Connects rollout ranks that have loaded an engine, and sends them the current weights."""
         self.rollout.execute_on(*ranks).connect().wait(self.timeout)
         self.rollout.execute_on(*ranks).begin(self.step).wait(self.timeout)
-        handles = self.actor.welcome(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
+        handles = self.actor.send_all_weights(self.step, ranks), self.rollout.execute_on(*ranks).take_weights(self.step)
         for join_call in handles:
             join_call.wait(self.timeout)
 

@@ -299,7 +299,7 @@ class StepRollout:
             if tracker.has_returned_prompts(self.step):  # prompts of a lost rank
                 rank_metrics += self._generate().wait(timeout)
             elif time.monotonic() > deadline:
-                missing_positions = format_names(tracker.missing(self.step), limit=8)
+                missing_positions = format_names(tracker.list_missing_positions(self.step), limit=8)
                 raise DeadlineExceeded(
                     f"step {self.step}: the answers to prompts {missing_positions} were not delivered within "
                     f"runner.step_timeout_s "

@@ -68,7 +68,7 @@ class SupervisedRunner(Runner[Cfg]):
         self.dropped = int(self.actor.init_worker(self.folder.total).wait(self.timeout)[0]["dropped"])
         if self.rollout is None:
             return
-        actors = MeshSizes.of(self.cfg.actor.parallel, self.actor.world_size).data
+        actors = MeshSizes.from_config(self.cfg.actor.parallel, self.actor.world_size).data
         prompts = PromptMap(
             self.cfg.data.prompts_per_step, 1, self.rollout.world_size, actors, self.rollout.name, self.actor.name,
             num_shards=weight_shards(self.cfg.actor, self.actor.world_size),

@@ -46,7 +46,7 @@ class Classifier(Rater):
         if not indices:
             return ratings
         ids = [encoded_samples[sample_index] for sample_index in indices]
-        batch = TokenBatch.of(ids, [[True] * len(sample_ids) for sample_ids in ids], pad_id=self.pad)
+        batch = TokenBatch.from_sequences(ids, [[True] * len(sample_ids) for sample_ids in ids], pad_id=self.pad)
         for indices_in_batch in micro_batches(batch.lengths, self.group.max_tokens):
             micro_batch = batch.select(indices_in_batch).to(self.device)
             with torch.no_grad():

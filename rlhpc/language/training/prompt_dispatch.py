@@ -139,4 +139,4 @@ def weight_shards(actor: LanguageActorConfig, num_ranks: int) -> int:
         num_ranks: Ranks of the group.
     """
     is_sharded = actor.training_backend == "fsdp"
-    return num_ranks // MeshSizes.of(actor.parallel, num_ranks).replicate if is_sharded else 1
+    return num_ranks // MeshSizes.from_config(actor.parallel, num_ranks).replicate if is_sharded else 1

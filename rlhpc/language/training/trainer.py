@@ -197,7 +197,7 @@ class LanguageBlueprint(Blueprint):
 
     def slices(self) -> Slices | None:
         """Returns a reader of slices of the safetensors files of `model_path` (`Blueprint.slices`)."""
-        return Slices.of(partial(model_file, str(self.actor.model.model_path)))
+        return Slices.from_model(partial(model_file, str(self.actor.model.model_path)))
 
     def is_exported(self, name: str) -> bool:
         """Returns whether a weight is exported, which is false for the value head (`Blueprint.is_exported`)."""
@@ -340,7 +340,7 @@ class ModelTrainer:
                 "routers that transformers knows: set it to 0"
             )
         self.hidden = hidden_size(self.backend.module)
-        self.share = RowShare.of(self.backend.mesh)
+        self.share = RowShare.from_mesh(self.backend.mesh)
         check_rows = partial(reads_rows, dtype=blueprint.dtype, share=self.share)
         self.packed = packs(self.backend.module) and self.backend.evaluate(check_rows, self.device)
         if self.share is not None and not self.packed:

@@ -279,7 +279,7 @@ class Prober:
 
     def _logprobs(self, token_ids: Sequence[int], role: int) -> list[float]:
         """Returns the log-probs of tokens except the first, at temperature 1."""
-        batch = TokenBatch.of([list(token_ids)], [[True] * len(token_ids)], pad_id=self._pad)
+        batch = TokenBatch.from_sequences([list(token_ids)], [[True] * len(token_ids)], pad_id=self._pad)
         batch.role += role
         logprobs: list[float] = self._trainer.forward(batch, temperature=1.0).logprobs.double().cpu().tolist()
         return logprobs[1:]
@@ -483,7 +483,7 @@ class ActorWeights:
         self._send_to_engines(self._sync, version, self._sent_names, frozen_names)
         self._sent_names = frozen_names
 
-    def welcome(self, version: int, ranks: Sequence[int]) -> None:
+    def send_all_weights(self, version: int, ranks: Sequence[int]) -> None:
         """Sends all weights to rollout ranks that have just joined, without a probe."""
         self._announce(ranks, None)
         self._send_to_engines(self._make_sync(list(ranks), "off"), version)

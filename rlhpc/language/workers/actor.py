@@ -70,7 +70,7 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         self.total = total_steps
         self.seed = cfg.runner.seed
         self.version = 0
-        self.sizes = MeshSizes.of(section.parallel, self.world_size, f"{self.section_name}.parallel")
+        self.sizes = MeshSizes.from_config(section.parallel, self.world_size, f"{self.section_name}.parallel")
         self.data = self.sizes.data_of(self.rank)
         self._balances_load = section.enable_dp_load_balance and self.sizes.data > 1
         # Tensor-parallel ranks drop the same elements of their shared activations.
@@ -156,8 +156,8 @@ class LanguageActor(SavingWorker, Generic[Cfg]):
         return self.all_reduce(tensor if self.is_leader else tensor.zero_())
 
     def _count_minibatch(self, batch: TokenBatch, length: float = 1.0) -> MinibatchCounts:
-        """Counts a minibatch over all ranks (`MinibatchCounts.of`); called before `_balance_load`."""
-        return MinibatchCounts.of(batch, length, self._sum_over_ranks)
+        """Counts a minibatch over all ranks (`MinibatchCounts.from_batch`); called before `_balance_load`."""
+        return MinibatchCounts.from_batch(batch, length, self._sum_over_ranks)
 
     def _iter_held_out_indices(self, num_rows: int, of_step: int) -> Iterator[range]:
         """Yields this rank's indices of held-out rows, in chunks of the rows of `_HELD_OUT_STEPS` training steps.

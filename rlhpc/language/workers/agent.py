@@ -183,7 +183,7 @@ class AgentWorker(Worker):
             address_record = registry.wait_for(SERVICES, self.node, timeout_s, waited_for, current().check)
             return dict(address_record["addresses"])
         previous_record = registry.get(SERVICES, self.node) or {"addresses": {}}
-        folder = Path(current().member(self.group_name, self.rank)["log_err"]).parent
+        folder = Path(current().rank_record(self.group_name, self.rank)["log_err"]).parent
         self._services = Services(sections, folder, previous_record["addresses"])
         registry.put(SERVICES, self.node, {"addresses": self._services.addresses})
         return self._services.addresses
@@ -329,4 +329,4 @@ class AgentWorker(Worker):
                 self._drop_episode(local_number)
 
     def _incarnation(self, rollout: int) -> str:
-        return str(current().member(self.prompts.rollout_name, rollout)["incarnation"])
+        return str(current().rank_record(self.prompts.rollout_name, rollout)["incarnation"])

@@ -246,7 +246,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
     def _perturb_weights(self, is_perturbed: bool) -> AbstractContextManager[None]:
         return self.backend.backend.perturbed() if is_perturbed else self.backend.keep_on_device()
 
-    def welcome(self, version: int, ranks: Sequence[int]) -> None:
+    def send_all_weights(self, version: int, ranks: Sequence[int]) -> None:
         """Sends the current weights in full to rollout ranks that have just joined.
 
         Raises:
@@ -255,7 +255,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         if version != self.version:
             raise RlhpcError(f"weights of version {version} are not there: the actor has {self.version}")
         with self.backend.keep_on_device():
-            self.weights.welcome(version, ranks)
+            self.weights.send_all_weights(version, ranks)
 
     @property
     def weights(self) -> ActorWeights:
@@ -317,7 +317,7 @@ class GrpoActor(LanguageActor[GrpoConfig]):
         deadline = time.monotonic() + self.cfg.runner.step_timeout_s
         position_groups = np.array_split(np.asarray(prompt_positions), min(NUM_BATCHES, len(prompt_positions)))
         for group_positions in position_groups:
-            while missing_by_source := self._arrivals.missing(step, group_positions.tolist()):
+            while missing_by_source := self._arrivals.find_missing_positions(step, group_positions.tolist()):
                 start_time = time.perf_counter()
                 try:
                     self._arrivals.add(self._groups.get(max(0.0, deadline - time.monotonic())))

@@ -197,7 +197,7 @@ class SftActor(EvaluatedActor[SftConfig]):
             samples.append(ids)
             masks.append(mask)
             pictures.append(encoder.prompt_images(prompt, image_offsets))
-        return TokenBatch.of(samples, masks, pad_id=self.pad, pictures=Pictures.of(pictures))
+        return TokenBatch.from_sequences(samples, masks, pad_id=self.pad, pictures=Pictures.from_images(pictures))
 
 
 #: Column of the reference's log-probs.
@@ -280,7 +280,7 @@ class DpoActor(EvaluatedActor[DpoConfig]):
             assert completions is not None, "those that do not fit are dropped at the start"
             samples += [ids for ids, _ in completions]
             masks += [mask for _, mask in completions]
-        return TokenBatch.of(samples, masks, pad_id=self.pad)
+        return TokenBatch.from_sequences(samples, masks, pad_id=self.pad)
 
     def _add_reference_logprobs(self, batch: TokenBatch) -> Iterator[TokenBatch]:
         """Yields micro-batches of complete pairs with the reference's log-probs, the same number on each rank."""

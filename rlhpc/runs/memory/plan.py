@@ -205,7 +205,7 @@ class MemoryPlan:
         return [_describe_overflow(self, pool) for pool in self.pools if pool.fits is False and not pool.is_refused]
 
 
-def memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
+def compute_memory_plan(cfg: RunConfig, plan: JobPlan, *, build: bool = True, measure: bool = False) -> MemoryPlan:
     """Computes the memory of each group's ranks, and the totals of each memory pool.
 
     Args:
@@ -267,7 +267,7 @@ def memory_at_start(cfg: RunConfig, launcher: str) -> MemoryPlan | None:
     except PlacementError:  # the configuration leaves the accelerators open, so that only a job knows them
         return None
     # Does not build models of unknown families, which takes too long for a submission; `rlhpc plan` does.
-    return memory_plan(cfg, plan, build=False)
+    return compute_memory_plan(cfg, plan, build=False)
 
 
 def refuse_overfull(cfg: RunConfig, source_name: str, launcher: str) -> None:

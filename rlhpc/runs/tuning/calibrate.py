@@ -93,7 +93,7 @@ class ShortRuns:
         command = [sys.executable, "-P", "-m", "rlhpc.cli", "train", str(self.config), *override_words]
         if cores:
             command = [sys.executable, "-P", "-c", _RUN_ON_CORES, repr(set(cores)), *command]
-        paths = RunPaths.of(self.folder / "runs", name)
+        paths = RunPaths.from_run_dir(self.folder / "runs", name)
         try:
             with log.open("wb") as output:
                 observation = _observe_run(command, output, paths, self.deadline_s)
@@ -386,7 +386,7 @@ class Calibration:
         if (short_run := self._try_run("one_thread", (), frozenset(cpus[: max(1, num_ranks)]))) is None:
             return exponents
         for phase in self.workload.phases:
-            plain_s = costs.curves[phase.name].at(1.0 / self.plain.ranks(phase.group))
+            plain_s = costs.curves[phase.name].seconds_at(1.0 / self.plain.ranks(phase.group))
             one_thread_s, threads = short_run.metrics.get(phase.metric, 0.0), costs.threads[phase.group]
             if plain_s > 0 and one_thread_s > plain_s and threads > 1:
                 exponents[phase.name] = min(1.0, math.log(one_thread_s / plain_s) / math.log(threads))
@@ -404,9 +404,9 @@ class Calibration:
                 continue
             node = pool.resources[0][0]
             if pool.by_node and self.shape.cores[node] > 1:
-                placements[group] = GroupPlacement.of(placement.label, 0, 1, 2)
+                placements[group] = GroupPlacement.from_range(placement.label, 0, 1, 2)
             elif not pool.by_node and len(pool.resources) >= 2 * num_resources:
-                placements[group] = GroupPlacement.of(placement.label, 0, 2)
+                placements[group] = GroupPlacement.from_range(placement.label, 0, 2)
         if not placements:
             return {}
         doubled_candidate = dataclasses.replace(self.plain, placements={**self.plain.placements, **placements})

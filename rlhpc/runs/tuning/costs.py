@@ -35,7 +35,7 @@ class Curve:
             curve_points.append((fraction, max(median_s, curve_points[-1][1] if curve_points else 0.0)))
         return cls(tuple(curve_points))
 
-    def at(self, share: float) -> float:
+    def seconds_at(self, share: float) -> float:
         """Returns the seconds for a share of the work."""
         if len(self.points) == 1:  # with one measured share, the time is assumed to be proportional to the share
             return self.points[0][1] * share / self.points[0][0]

@@ -98,7 +98,7 @@ class QueueingModel:
         for phase in self.workload.phases:
             ranks, name = candidate.ranks(phase.group), phase.name
             stages = self.stages(candidate) if phase.turn else 1
-            phase_s = stages * costs.curves[name].at(1.0 / ranks / stages)
+            phase_s = stages * costs.curves[name].seconds_at(1.0 / ranks / stages)
             phase_s += costs.together_s.get(name, 0.0) * 2.0 * (ranks - 1) / ranks
             phase_s *= math.prod(factors_by_phase.get(name, 1.0) for factors_by_phase in setting_factors)
             measured_threads, candidate_threads = costs.threads.get(phase.group, 1), threads[phase.group]

@@ -87,7 +87,7 @@ class Space:
         settings = list(self.settings())
         for size_choices in itertools.product(*(self.sizes(group) for group in groups)):
             placements = {
-                group: GroupPlacement.of(self.pool(group).label, 0, num_resources, ranks_per_resource)
+                group: GroupPlacement.from_range(self.pool(group).label, 0, num_resources, ranks_per_resource)
                 for group, (num_resources, ranks_per_resource) in zip(groups, size_choices, strict=True)
             }
             for chosen_settings in settings:
@@ -113,7 +113,7 @@ class Space:
             for group, first_resource in zip(groups, first_resources, strict=True):
                 placement = base_candidate.placements[group]
                 num_group_resources = len(placement.resources)
-                placements[group] = GroupPlacement.of(
+                placements[group] = GroupPlacement.from_range(
                     placement.label,
                     first_resource,
                     num_group_resources,

@@ -45,7 +45,7 @@ class GroupPlacement:
     processes: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, label: str, first_resource: int, count: int, ranks_per_resource: int = 1) -> GroupPlacement:
+    def from_range(cls, label: str, first_resource: int, count: int, ranks_per_resource: int = 1) -> GroupPlacement:
         """Returns the placement on `count` consecutive resources from `first_resource` on.
 
         Each resource gets `ranks_per_resource` ranks.
@@ -82,7 +82,9 @@ class ClusterShape:
     device_memory: int = 0
 
     @classmethod
-    def of(cls, cfg: RunConfig, labels: Iterable[str], memory: int = 0, device_memory: int = 0) -> ClusterShape:
+    def from_config(
+        cls, cfg: RunConfig, labels: Iterable[str], memory: int = 0, device_memory: int = 0
+    ) -> ClusterShape:
         """Returns the machines that a configuration requests, with pools for these node groups."""
         cluster = Cluster.planned(cfg.cluster)
         pools = {}

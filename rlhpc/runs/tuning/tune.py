@@ -107,7 +107,7 @@ def space_of(request: TuneRequest, workload: Workload, costs: Costs, cfg: RunCon
     configured_placement = configured_candidate(cfg, workload)
     labels = {placement.label for placement in configured_placement.placements.values()}
     memory = total_memory() if is_local else 0
-    shape = ClusterShape.of(target, labels, memory, device_size() if is_local else 0)
+    shape = ClusterShape.from_config(target, labels, memory, device_size() if is_local else 0)
     return Space(QueueingModel(workload, costs, shape), configured_placement)
 
 
@@ -141,7 +141,7 @@ def tune(request: TuneRequest, report: Callable[[str], None]) -> dict[str, Any]:
         )
     workload = workload_of(cfg, request.max_staleness)
     configured_start = configured_candidate(cfg, workload)
-    paths = RunPaths.of(cfg.runner.run_dir, cfg.runner.name)
+    paths = RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name)
     require_own_run_folder(paths.root)
     try:
         paths.tuning.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _tune(
 ) -> dict[str, Any]:
     """Measures the costs, searches, and verifies the best candidates; returns the content of tune.json."""
     labels = {placement.label for placement in configured_start.placements.values()}
-    calibration = Calibration(workload, ClusterShape.of(cfg, labels), configured_start, runs, report)
+    calibration = Calibration(workload, ClusterShape.from_config(cfg, labels), configured_start, runs, report)
     costs = calibration.costs()
     workload = dataclasses.replace(workload, knobs=calibration.knobs())
     space = space_of(request, workload, costs, cfg, is_local=True)

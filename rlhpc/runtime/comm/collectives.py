@@ -55,7 +55,7 @@ class Collectives:
             name = (
                 self._spec.incarnation
                 if self._first_rank is None
-                else context.member(self.group, first_rank)["incarnation"]
+                else context.rank_record(self.group, first_rank)["incarnation"]
             )
             dist.init_process_group(
                 collective_backends(torch_device(self._spec.accelerators)),

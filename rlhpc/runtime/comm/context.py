@@ -107,7 +107,7 @@ class Context:
     graceful_leave: GracefulLeave = field(default_factory=GracefulLeave)
     tell_driver: Callable[[str, str, str], None] = lambda event, name, incarnation: None
     _check_times: dict[str, float] = field(default_factory=dict)
-    _members: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    _rank_records: dict[tuple[str, int], tuple[int, dict[str, Any]]] = field(default_factory=dict)
 
     def group_names(self) -> list[str]:
         """Returns the names of the groups that have been launched."""
@@ -122,7 +122,7 @@ class Context:
         record = self.registry.wait_for("groups", group, timeout, f"group {group!r} to be launched", self.check)
         return int(record["world_size"])
 
-    def member(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
+    def rank_record(self, group: str, rank: int, timeout: float | None = None) -> dict[str, Any]:
         """Returns the record of a rank (endpoints, node, pid, log files); waits until the rank has published it.
 
         Records are cached until the run's membership changes (`Service.epoch`). This method opens the record's file instead
@@ -137,16 +137,16 @@ class Context:
         deadline = time.monotonic() + (300.0 if timeout is None else timeout)
         pause_s = 0.002
         while True:
-            epoch, cached_member = self.service.epoch, self._members.get((group, rank))
-            if cached_member and cached_member[0] == epoch:
-                return cached_member[1]
+            epoch, cached_record = self.service.epoch, self._rank_records.get((group, rank))
+            if cached_record and cached_record[0] == epoch:
+                return cached_record[1]
             if record := self.registry.get(MEMBERS, name):
-                self._members[group, rank] = (epoch, record)
+                self._rank_records[group, rank] = (epoch, record)
                 return record
             if not (self.registry.root / MEMBERS).is_dir():
                 self.registry.check_current()  # if the whole registry is gone, no rank can publish a record
-                if cached_member:
-                    return cached_member[1]  # this generation's folder was removed, but it is still the current one
+                if cached_record:
+                    return cached_record[1]  # this generation's folder was removed, but it is still the current one
                 raise StaleGeneration(self.registry.removal_message())
             self.check()
             if time.monotonic() > deadline:
@@ -161,16 +161,16 @@ class Context:
         """
         name, deadline = f"{group}-{rank}", time.monotonic() + patience_s
         while True:
-            cached_member = self._members.get((group, rank))
+            cached_record = self._rank_records.get((group, rank))
             departure = self.registry.get(DEPARTED, name)
             if (
                 departure is not None
-                and cached_member is not None
-                and departure["incarnation"] == cached_member[1]["incarnation"]
+                and cached_record is not None
+                and departure["incarnation"] == cached_record[1]["incarnation"]
             ):
                 return True
-            if cached_member is not None:
-                self._report_if_ended(name, cached_member[1])
+            if cached_record is not None:
+                self._report_if_ended(name, cached_record[1])
             if time.monotonic() >= deadline:
                 return False
             self.check()

@@ -95,7 +95,7 @@ class _Device(Protocol):
         """
 
     def empty(self, size: int) -> torch.Tensor:
-        """Allocates memory for this process alone; returns a uint8 tensor."""
+        """Allocates private memory of this process; returns a uint8 tensor."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueues a copy of `source` into `target`."""
@@ -427,7 +427,7 @@ class DevicePool:
             self._endpoint, buffer.path, device.address, buffer.exported_handle, event_handle, num_bytes, tensor_views
         )
 
-    def awaited(self, path: str) -> list[bool]:
+    def list_pending_readers(self, path: str) -> list[bool]:
         """Returns for each reader whether it still has to open the buffer; empty for an unknown buffer."""
         buffer = self._buffers.get(path)
         return [] if buffer is None else awaited_readers(buffer.lease, buffer.num_readers)

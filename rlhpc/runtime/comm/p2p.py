@@ -67,7 +67,7 @@ class _Transfer:
     def _begin(self, payload: Packed, key: str, frames: list[Any]) -> None:
         context, service = self._context, self._context.service
         wait_purpose = "{}-{} to take a message from {}".format(*self._target, context.name)
-        receiver = context.member(*self._target)["data"]
+        receiver = context.rank_record(*self._target)["data"]
         service.device_channel.free_read_buffers()
         if receiver["ipc"] == service.endpoint["ipc"]:
             frames = copy_shared(frames)
@@ -109,7 +109,7 @@ class _Transfer:
 def _find_consumer(context: Context, group: str, rank: int) -> ConsumerLocation:
     """Returns the last known location of a rank; an empty one if the rank was restarted on another host."""
     consumer = context.service.device_channel.consumers.get((group, rank), ConsumerLocation())
-    return consumer if consumer.host == context.member(group, rank)["host"] else ConsumerLocation()
+    return consumer if consumer.host == context.rank_record(group, rank)["host"] else ConsumerLocation()
 
 
 def send(
@@ -117,9 +117,9 @@ def send(
 ) -> AsyncWork | None:
     """Sends an object to one rank; `Worker.send` describes the arguments."""
     context = current()
-    is_remote = context.member(dst_group, dst_rank)["host"] != context.host
+    is_remote = context.rank_record(dst_group, dst_rank)["host"] != context.host
     consumer = _find_consumer(context, dst_group, dst_rank)
-    holders = [process_key(context.member(dst_group, dst_rank)["data"])]
+    holders = [process_key(context.rank_record(dst_group, dst_rank)["data"])]
     name = f"to {dst_group}-{dst_rank}"
     started_ns = time.monotonic_ns()
     lend = is_remote and not async_op
@@ -288,10 +288,12 @@ def begin_broadcast(
     readers = readers_of(context, targets)
     if not readers:
         return lambda: None
-    is_remote = all(context.member(*sharers[0])["host"] != context.host for sharers in readers)
+    is_remote = all(context.rank_record(*sharers[0])["host"] != context.host for sharers in readers)
     consumers = [_find_consumer(context, *target) for target in targets]
     # Ranks of another host that share a copy count as one reader, so the end of one rank must not free the data.
-    holders = [process_key(context.member(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers]
+    holders = [
+        process_key(context.rank_record(*on_host[0])["data"]) if len(on_host) == 1 else "" for on_host in readers
+    ]
     payload = context.service.pack(
         obj, len(readers), lend=is_remote, consumers=consumers, holders=holders, about="broadcast"
     )
@@ -313,7 +315,7 @@ def begin_broadcast(
         # Send to all receivers before waiting for any: waking them one after the other would take twice as long.
         for reader, sharers in enumerate(readers):
             name = secrets.token_hex(8) if len(sharers) > 1 else ""
-            sharer_keys = tuple(process_key(context.member(*target)["data"]) for target in sharers) if name else ()
+            sharer_keys = tuple(process_key(context.rank_record(*target)["data"]) for target in sharers) if name else ()
             for index, target in enumerate(sharers):
                 host_reader = HostReader(name, index, len(sharers), sharer_keys) if name else None
                 broadcast_transfers.append(_Transfer(context, target, payload, key, reader, host_reader))
@@ -353,7 +355,7 @@ def readers_of(context: Context, targets: list[tuple[str, int]]) -> list[list[tu
     """
     local_readers, by_host = [], dict[str, list[tuple[str, int]]]()
     for target in targets:
-        host = context.member(*target)["host"]
+        host = context.rank_record(*target)["host"]
         if host == context.host:
             local_readers.append([target])
         else:

@@ -104,7 +104,7 @@ class Service:
         self._resumed_recovery = 0
         #: By connection: reason for refusing an item that was sent without waiting for an answer.
         self._refusals: dict[str, bytes] = {}
-        #: Latest known number of membership changes. A change makes `Context.member` read the records again.
+        #: Latest known number of membership changes. A change makes `Context.rank_record` read the records again.
         self.epoch = 0
         zap = ZapAuthenticator(self.context, keys)
         path = scratch.sockets / f"d-{process_id()}-{next(_numbers)}"

@@ -159,7 +159,7 @@ class ShmSegment:
         """Returns whether all readers have finished with the data."""
         return self.memory[: self.readers] == FREE * self.readers
 
-    def awaited(self) -> bool:
+    def has_pending_readers(self) -> bool:
         """Returns whether any reader has not mapped the segment yet."""
         return WRITTEN in self.memory[: self.readers]
 
@@ -478,7 +478,7 @@ class SegmentPool:
             segment = self._by_path.get(path)
         return None if segment is None else segment.memory
 
-    def awaited(self, path: str) -> list[bool]:
+    def list_pending_readers(self, path: str) -> list[bool]:
         """Returns for each reader whether it still has to map the segment; empty if the segment is not in use."""
         with self._lock:
             segment = self._by_path.get(path)
@@ -554,7 +554,7 @@ class SegmentPool:
         if segment.free():
             self._make_idle(segment)
             return
-        has_awaited = segment.awaited()
+        has_awaited = segment.has_pending_readers()
         is_expired = segment.readers > 1 and now - segment.write_time > self._patience
         if (
             (len(self._busy_segments) >= _MAX_BUSY and not has_awaited)

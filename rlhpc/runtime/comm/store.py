@@ -63,7 +63,7 @@ class ServiceStore(dist.Store):
 
     def _find_holder_endpoint(self) -> str | None:
         """Returns the endpoint of the process that stores the keys; None if this process stores them."""
-        record = self._context.member(self._group, self._holder_rank)["data"]
+        record = self._context.rank_record(self._group, self._holder_rank)["data"]
         return None if record["ipc"] == self._context.service.endpoint["ipc"] else choose(record)
 
     def _make_full_key(self, key: str) -> bytes:
@@ -91,11 +91,11 @@ class ServiceStore(dist.Store):
                     break
         missing_keys = list(value_keys)
         with contextlib.suppress(DeadlineExceeded):  # the rank that stores the keys may have ended
-            missing_keys = self.missing(value_keys, _CHECK_S) or missing_keys
+            missing_keys = self.find_missing_keys(value_keys, _CHECK_S) or missing_keys
         raise DeadlineExceeded(f"{self._context.name} waited {limit:.0f} s for the ranks of {self._group!r} "
                                f"to form their process group (key {format_names(missing_keys, limit=1)})")  # fmt: skip
 
-    def missing(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
+    def find_missing_keys(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
         """Returns the keys that are not set, with one request.
 
         Raises:
@@ -131,7 +131,7 @@ class ServiceStore(dist.Store):
         return self._request(b"swap", self._make_full_key(key), _as_bytes(expected_value), _as_bytes(desired_value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return not self.missing(keys)
+        return not self.find_missing_keys(keys)
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()

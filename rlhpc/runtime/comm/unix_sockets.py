@@ -172,7 +172,7 @@ def connect(path: str, keys: CurveKeys, timeout: float = CONNECT_S) -> UnixConne
         OSError: No process listens, or the listener belongs to another user; `BlockingIOError` if its queue stayed full.
     """
     connection = UnixConnection(_open_socket(path, keys, timeout), token_of(keys))
-    connection.welcome = True  # only the side that connects sends a token
+    connection.accepts_messages = True  # only the side that connects sends a token
     return connection
 
 
@@ -255,7 +255,7 @@ class UnixConnection:
     A service uses this class for the connections that it accepts; remote calls (`rpc`) use it at both ends.
 
     Attributes:
-        welcome: Whether messages are accepted: the peer has sent the token, or this side has connected.
+        accepts_messages: Whether messages are accepted: the peer has sent the token, or this side has connected.
         closed: Whether the connection has ended.
         name: Unique name of the connection in this process.
     """
@@ -264,7 +264,7 @@ class UnixConnection:
         self.sock, self._token = sock, token
         self._decoder = Decoder()
         self._unsent: deque[memoryview] = deque()
-        self.welcome = self.closed = False
+        self.accepts_messages = self.closed = False
         self.name = f"fd{sock.fileno()}-{id(self):x}"
 
     def receive(self) -> list[list[bytes]]:
@@ -280,12 +280,12 @@ class UnixConnection:
         except OSError:
             received_bytes, messages = b"", []
         self.closed = self.closed or not received_bytes
-        if not self.welcome and messages:
+        if not self.accepts_messages and messages:
             hello = messages.pop(0)
             if len(hello) != 2 or hello[0] != b"hello" or not hmac.compare_digest(hello[1], self._token):
                 self.closed = True
                 return []
-            self.welcome = True
+            self.accepts_messages = True
         return messages
 
     def send(self, frames: list[Any]) -> bool:

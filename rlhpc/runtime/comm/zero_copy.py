@@ -202,7 +202,7 @@ class ForwardedData:
             return self._offers[name][0]
 
     def finish_read(self, name: str) -> None:
-        """Registers that a reader has read all data of an offer."""
+        """Registers that a reader has read all data of a lent buffer."""
         memory: memoryview | None  # keeps the memory until the lock is released, as in `put`
         with self._condition:
             memory, num_reads = self._offers.get(name, (None, 0))
@@ -212,6 +212,6 @@ class ForwardedData:
                 self._end_offer(name)
 
     def _end_offer(self, name: str) -> memoryview:
-        """Ends an offer; returns its memory."""
+        """Withdraws a lent buffer; returns its memory."""
         self._withdrawn_names.append(name)
         return self._offers.pop(name)[0]

@@ -36,7 +36,7 @@ def rank_environment(environ: Mapping[str, str], num_threads: int, *, foreign: b
 
 
 def node_imports(worker_spec: WorkerSpec, session_items: Sequence[str], fork: bool) -> list[str]:
-    """Returns what a node imports once for ranks of a group; [] if they cannot be forked.
+    """Returns the modules that a node imports once for ranks of a group; [] if they cannot be forked.
 
     Args:
         worker_spec: Specification of a rank; `preload` has the group's imports (`Worker.preloads`).
@@ -57,7 +57,7 @@ Usage = tuple[float, float, float | None, float | None]
 
 
 @dataclass(eq=False)
-class Member:
+class RankProcess:
     """Record of a rank on the driver.
 
     Attributes:
@@ -136,19 +136,19 @@ class Launcher(Protocol):
             SubmitError: The launcher cannot start a rank on this node.
         """
 
-    def start(self, members: Sequence[Member], cluster: Cluster) -> None:
+    def start(self, processes: Sequence[RankProcess], cluster: Cluster) -> None:
         """Starts ranks of a group; reports their events to `Reports`."""
 
-    def end(self, members: Sequence[Member]) -> None:
+    def end(self, processes: Sequence[RankProcess]) -> None:
         """Asks ranks to end at once."""
 
-    def kill(self, members: Sequence[Member]) -> None:
+    def kill(self, processes: Sequence[RankProcess]) -> None:
         """Kills the processes of ranks, including abandoned ranks; reports the end of each process."""
 
-    def early_output(self, member: Member) -> str:
+    def early_output(self, process: RankProcess) -> str:
         """Returns the output of a rank that has not opened its log; "" if the rank has printed nothing."""
 
-    def arrival_report(self, members: Sequence[Member]) -> list[str]:
+    def arrival_report(self, processes: Sequence[RankProcess]) -> list[str]:
         """Returns information about ranks that do not become ready, one line per item."""
 
     def close(self, clears_folders: bool) -> None:
@@ -162,13 +162,13 @@ class Launcher(Protocol):
 class Reports(Protocol):
     """Interface of the receiver of a launcher's reports, which arrive on the launcher's threads."""
 
-    def record_start(self, member: Member, pid: int) -> None:
+    def record_start(self, process: RankProcess, pid: int) -> None:
         """Registers that a rank's process has started."""
 
-    def record_exit(self, member: Member, status: int) -> None:
+    def record_exit(self, process: RankProcess, status: int) -> None:
         """Registers that a rank's process has ended with this wait status."""
 
-    def record_ends(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, processes: Sequence[RankProcess]) -> list[RankProcess]:
         """Registers that all these ranks have ended; returns the ranks that ended unexpectedly."""
 
     def fail(self, failure: RlhpcError) -> None:
@@ -187,20 +187,20 @@ class JoinedLauncher:
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
         """Does nothing, because the specification of a joined rank is complete."""
 
-    def start(self, members: Sequence[Member], cluster: Cluster) -> None:
+    def start(self, processes: Sequence[RankProcess], cluster: Cluster) -> None:
         """Does nothing, because another process starts the ranks."""
 
-    def end(self, members: Sequence[Member]) -> None:
+    def end(self, processes: Sequence[RankProcess]) -> None:
         """Does nothing, because the process that started the ranks ends them."""
 
-    def kill(self, members: Sequence[Member]) -> None:
+    def kill(self, processes: Sequence[RankProcess]) -> None:
         """Does nothing, because the process that started the ranks ends them."""
 
-    def early_output(self, member: Member) -> str:
+    def early_output(self, process: RankProcess) -> str:
         """Returns "", because only the process that started the rank has its output."""
         return ""
 
-    def arrival_report(self, members: Sequence[Member]) -> list[str]:
+    def arrival_report(self, processes: Sequence[RankProcess]) -> list[str]:
         """Returns an empty list, because this launcher has no information about joined ranks."""
         return []
 

@@ -80,7 +80,7 @@ def run_imports(items: Sequence[str]) -> tuple[str, str] | None:
 
 
 def unforkable_text(item: str, reason: str) -> str:
-    """Returns the message that the ranks of a node make an import by themselves."""
+    """Returns the message that each rank of a node performs an import separately."""
     return f"rlhpc: each rank of this node makes the import {item} by itself, because {reason}"
 
 
@@ -196,7 +196,7 @@ class ForkServer:
         pickle_stream.send(self.control, {"event": "started", "rank": worker_spec.identity, "pid": pid})
 
     def _start_with_imports(self, worker_spec: WorkerSpec, body: bytes, items: list[str]) -> None:
-        """Gives a rank to the import server of its group; starts that server for the first rank."""
+        """Passes a rank to the import server of its group; starts that server for the first rank."""
         key = (*items, *sorted(import_variables(worker_spec).items()))
         server = self._import_servers.get(key)
         if server is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import SubmitError, WorkerFailed
 from rlhpc.runtime.imports import run_module
-from rlhpc.runtime.launchers import Member, Reports, node_imports, rank_environment
+from rlhpc.runtime.launchers import RankProcess, Reports, node_imports, rank_environment
 from rlhpc.runtime.os_resources import raise_limit
 from rlhpc.runtime.scratch import Scratch
 from rlhpc.runtime.text import tail
@@ -107,7 +107,7 @@ class ForkLauncher:
         self._preload = tuple(preload)
         self.server, self._log_dir, self._reports = server, log_dir, reports
         self._lock = threading.Lock()
-        self._members: dict[tuple[str, str], Member] = {}
+        self._processes: dict[tuple[str, str], RankProcess] = {}
         #: State of the server: "importing", "serving" or "ended".
         self._state = "importing"
         threading.Thread(target=self._receive_events, name="rlhpc-monitor", daemon=True).start()
@@ -124,33 +124,33 @@ class ForkLauncher:
             else:
                 self._handle_event(event)
         was_serving, self._state = self._state == "serving", "ended"
-        unexpected_members = self._reports.record_ends(list(self._members.values()))
-        if unexpected_members:
+        unexpected_ends = self._reports.record_ends(list(self._processes.values()))
+        if unexpected_ends:
             self._report_server_lost(
-                unexpected_members[0], "and its workers with it" if was_serving else "before it had started a rank"
+                unexpected_ends[0], "and its workers with it" if was_serving else "before it had started a rank"
             )
 
     def _handle_event(self, event: dict[str, Any]) -> None:
         """Reports an event of a rank. The event has the rank's incarnation, so that it never affects a successor."""
-        member = self._members.get(event["rank"])
-        if member is None:
+        process = self._processes.get(event["rank"])
+        if process is None:
             return
         if event["event"] == "started":
-            self._reports.record_start(member, event["pid"])
+            self._reports.record_start(process, event["pid"])
         elif event["event"] == "refused":
-            worker_spec = member.spec
+            worker_spec = process.spec
             self._reports.fail(SubmitError(f"cannot start {worker_spec.name} on {worker_spec.node}: {event['error']}"))
         elif event["event"] == "exit":
-            self._reports.record_exit(member, event["status"])
+            self._reports.record_exit(process, event["status"])
 
-    def _report_server_lost(self, member: Member, moment_text: str) -> None:
+    def _report_server_lost(self, process: RankProcess, moment_text: str) -> None:
         """Reports the end of the server as a failure that no rank has caused."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.server.process.wait(1.0)  # the output is complete after the end of the process
-        path, output = self._log_dir / "forkserver.err", self.early_output(member)
+        path, output = self._log_dir / "forkserver.err", self.early_output(process)
         with contextlib.suppress(OSError):
             path.write_text(output)
-        node = member.spec.node
+        node = process.spec.node
         self._reports.fail(WorkerFailed(
             f"the fork server of node {node} died, {moment_text} (log {path}){tail(str(self.server.output_file))}", node=node,
             log_path=str(path),
@@ -168,33 +168,35 @@ class ForkLauncher:
         if (not fork or spec.command_prefix) and not spec.interpreter:
             spec.interpreter = sys.executable
 
-    def start(self, members: Sequence[Member], cluster: Cluster) -> None:
-        self._members = {identity: m for identity, m in self._members.items() if not m.has_exited}
-        self._members.update({member.spec.identity: member for member in members})
+    def start(self, processes: Sequence[RankProcess], cluster: Cluster) -> None:
+        self._processes = {identity: m for identity, m in self._processes.items() if not m.has_exited}
+        self._processes.update({process.spec.identity: process for process in processes})
         if self._state == "ended":
-            self._reports.record_ends(members)
-            self._report_server_lost(members[0], "and can start no more ranks")
+            self._reports.record_ends(processes)
+            self._report_server_lost(processes[0], "and can start no more ranks")
             return
-        for member in members:
-            self._send_request(op="start", spec=pickle.dumps(member.spec))
+        for process in processes:
+            self._send_request(op="start", spec=pickle.dumps(process.spec))
 
-    def _send_signal(self, members: Sequence[Member], signal_number: int) -> None:
+    def _send_signal(self, processes: Sequence[RankProcess], signal_number: int) -> None:
         self._send_request(
-            op="kill", ranks=[member.spec.identity for member in members if not member.has_exited], signal=signal_number
+            op="kill",
+            ranks=[process.spec.identity for process in processes if not process.has_exited],
+            signal=signal_number,
         )
 
-    def end(self, members: Sequence[Member]) -> None:
-        self._send_signal(members, signal.SIGTERM)
+    def end(self, processes: Sequence[RankProcess]) -> None:
+        self._send_signal(processes, signal.SIGTERM)
 
-    def kill(self, members: Sequence[Member]) -> None:
-        self._send_signal(members, signal.SIGKILL)
+    def kill(self, processes: Sequence[RankProcess]) -> None:
+        self._send_signal(processes, signal.SIGKILL)
 
-    def early_output(self, member: Member) -> str:
+    def early_output(self, process: RankProcess) -> str:
         with contextlib.suppress(OSError):
             return self.server.output_file.read_text(errors="replace")
         return ""
 
-    def arrival_report(self, members: Sequence[Member]) -> list[str]:
+    def arrival_report(self, processes: Sequence[RankProcess]) -> list[str]:
         return []
 
     def cut_short(self) -> bool:

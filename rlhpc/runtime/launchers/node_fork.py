@@ -166,7 +166,7 @@ def _connect(worker_spec: WorkerSpec, entry_point: str, is_joined: bool) -> sock
 
 
 def _start_missing_server(worker_spec: WorkerSpec, entry_point: str, path: Path) -> None:
-    """Starts the node's server unless there is one, which holds the lock as long as it lives."""
+    """Starts the node's server unless one runs; the server holds the lock until it ends."""
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with contextlib.suppress(BlockingIOError):
@@ -375,7 +375,7 @@ class _NodeServer:
         rank.kill_at = time.monotonic() + _GRACE_S
 
     def _reap(self) -> None:
-        """Reaps ended ranks and tells their tasks."""
+        """Reaps ended ranks and notifies their tasks."""
         for pid, status in reaped_children():
             for descriptor, rank in list(self._ranks.items()):
                 if rank.pid == pid:

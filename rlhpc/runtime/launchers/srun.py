@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from rlhpc.runtime.allocation import expand_range
 from rlhpc.runtime.errors import ConfigError, PlacementError, StepFailed, WorkerFailed, log_errors
-from rlhpc.runtime.launchers import Member, Reports, node_imports, rank_environment
+from rlhpc.runtime.launchers import RankProcess, Reports, node_imports, rank_environment
 from rlhpc.runtime.launchers.srun_commands import SrunStep, clearing_step, job_steps, killing_step, step_environment
 from rlhpc.runtime.os_resources import start_bound_to_parent
 from rlhpc.runtime.slurm import ask
@@ -75,32 +75,32 @@ class SrunLauncher:
         self._num_components = 1
         self._srun_options: tuple[str, ...] = ()
         #: Ranks that are being killed one by one; the value is True once srun has reported the end of the rank's task.
-        self._being_killed: dict[Member, bool] = {}
+        self._being_killed: dict[RankProcess, bool] = {}
         self._being_killed_lock = threading.Lock()
 
     def prepare(self, spec: WorkerSpec, node: Node, fork: bool) -> None:
         """Sets the modules that a node imports once; a task reads its device mask from its environment."""
         spec.preload = node_imports(spec, self._preload, fork)
 
-    def start(self, members: Sequence[Member], cluster: Cluster) -> None:
+    def start(self, processes: Sequence[RankProcess], cluster: Cluster) -> None:
         components = [node.het_group or 0 for node in cluster.nodes]
         self._num_components, self._srun_options = len(set(components)), cluster.srun
-        member_by_rank = {member.spec.rank: member for member in members}
-        worker_spec, steps = members[0].spec, []
-        if len(interpreters := sorted({member.spec.interpreter for member in members})) > 1:
+        process_by_rank = {process.spec.rank: process for process in processes}
+        worker_spec, steps = processes[0].spec, []
+        if len(interpreters := sorted({process.spec.interpreter for process in processes})) > 1:
             raise PlacementError(
                 f"{worker_spec.group}: its node groups have different Pythons ({', '.join(filter(None, interpreters))}), "
                 "and a job step has one; launch a group for each"
             )
         try:
             for step_plan in job_steps(
-                worker_spec.group, [member.spec for member in members], cluster, components,
+                worker_spec.group, [process.spec for process in processes], cluster, components,
                 [node.name for node in cluster.nodes], worker_spec.interpreter or None,
                 worker_spec.command_prefix,
             ):  # fmt: skip
                 name = f"{worker_spec.group}-{step_plan.component}" if self._num_components > 1 else worker_spec.group
                 steps.append(JobStep(
-                    step_plan, [member_by_rank[rank] for rank in step_plan.ranks], self._log_dir / f"{name}.step.err",
+                    step_plan, [process_by_rank[rank] for rank in step_plan.ranks], self._log_dir / f"{name}.step.err",
                     self._report_exit, self._on_step_end,
                 ))  # fmt: skip
         except OSError as error:
@@ -108,76 +108,75 @@ class SrunLauncher:
             return
         self._steps = {name: step for name, step in self._steps.items() if step.running}
         for step in steps:
-            self._steps.update({member.spec.name: step for member in step.members})
+            self._steps.update({process.spec.name: step for process in step.processes})
         for step in steps:  # `_steps` must be complete before a step reports an event
             step.listen()
 
-    def _report_exit(self, member: Member, status: int) -> None:
+    def _report_exit(self, process: RankProcess, status: int) -> None:
         """Reports the end of a task, but not of a rank that `_kill_task` is killing, because its children may still run."""
         with self._being_killed_lock:
-            if member in self._being_killed:
-                self._being_killed[member] = True
+            if process in self._being_killed:
+                self._being_killed[process] = True
                 return
-        self._reports.record_exit(member, status)
+        self._reports.record_exit(process, status)
 
     def _on_step_end(self, step: JobStep, exit_code: int) -> None:
         """Registers that srun and thus all ranks of its step have ended; reports ranks that ended unexpectedly."""
-        unexpected_members = self._reports.record_ends(step.members)
-        if not unexpected_members:
+        unexpected_ends = self._reports.record_ends(step.processes)
+        if not unexpected_ends:
             return
-        worker_spec, srun_output = unexpected_members[0].spec, step.last_output or "(it said nothing)"
-        ranks_text = f"{worker_spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected_members)})"
+        worker_spec, srun_output = unexpected_ends[0].spec, step.last_output or "(it said nothing)"
+        ranks_text = f"{worker_spec.group} (ranks {', '.join(str(m.spec.rank) for m in unexpected_ends)})"
         exit_text = f"with exit code {exit_code}" if exit_code else "before its ranks had"
         message = f"srun ended {exit_text}:\n{srun_output}\n  log: {step.log_err}"
-        if unexpected_members[0].record:
+        if unexpected_ends[0].record:
             self._reports.fail(WorkerFailed(
                 f"the job step of {ranks_text} on node {worker_spec.node} ended; {message}{tail(worker_spec.log_err)}",
                 group=worker_spec.group, rank=worker_spec.rank, node=worker_spec.node, log_path=worker_spec.log_err,
             ))  # fmt: skip
         else:
             srun_output = f"the job step of {ranks_text} did not start on node {worker_spec.node}: {message}"
-            for (
-                member
-            ) in unexpected_members:  # an elastic group may continue without ranks that cannot be started again
+            for process in unexpected_ends:  # an elastic group may continue without ranks that cannot be started again
                 self._reports.fail(
-                    StepFailed(srun_output, group=worker_spec.group, rank=member.spec.rank, node=worker_spec.node)
+                    StepFailed(srun_output, group=worker_spec.group, rank=process.spec.rank, node=worker_spec.node)
                 )
 
-    def _list_steps_only_of(self, members: Sequence[Member]) -> set[JobStep]:
-        """Returns the running steps whose ranks are all in `members` or have ended. These steps can end as a whole."""
-        ending_members = set(members)
+    def _list_steps_only_of(self, processes: Sequence[RankProcess]) -> set[JobStep]:
+        """Returns the running steps whose ranks are all in `processes` or have ended. These steps can end as a whole."""
+        ending_processes = set(processes)
         return {
             step
-            for member in members
-            if (step := self._step_of(member)) and all(o in ending_members or o.state == "ended" for o in step.members)
+            for process in processes
+            if (step := self._step_of(process))
+            and all(o in ending_processes or o.state == "ended" for o in step.processes)
         }
 
-    def _step_of(self, member: Member) -> JobStep | None:
+    def _step_of(self, process: RankProcess) -> JobStep | None:
         """Returns the running step of a rank; None if the step has ended, even if a successor of the rank runs."""
-        step = self._steps.get(member.spec.name)
-        return step if step is not None and step.running and member in step.members else None
+        step = self._steps.get(process.spec.name)
+        return step if step is not None and step.running and process in step.processes else None
 
-    def end(self, members: Sequence[Member]) -> None:
-        for step in self._list_steps_only_of(members):
+    def end(self, processes: Sequence[RankProcess]) -> None:
+        for step in self._list_steps_only_of(processes):
             step.end()
 
-    def kill(self, members: Sequence[Member]) -> None:
+    def kill(self, processes: Sequence[RankProcess]) -> None:
         """Kills complete steps if all their ranks have to end; otherwise kills each rank's processes on its node."""
-        steps = self._list_steps_only_of(members)
+        steps = self._list_steps_only_of(processes)
         for whole_step in steps:
             whole_step.kill()
-        for member in members:
-            step = self._step_of(member)
+        for process in processes:
+            step = self._step_of(process)
             with self._being_killed_lock:
-                if member.has_exited or step is None or step in steps or member in self._being_killed:
+                if process.has_exited or step is None or step in steps or process in self._being_killed:
                     continue
-                self._being_killed[member] = False
-            name = f"rlhpc-kill-{member.spec.name}"
-            threading.Thread(target=self._kill_task, args=(step, member), name=name, daemon=True).start()
+                self._being_killed[process] = False
+            name = f"rlhpc-kill-{process.spec.name}"
+            threading.Thread(target=self._kill_task, args=(step, process), name=name, daemon=True).start()
 
-    def _kill_task(self, step: JobStep, member: Member) -> None:
+    def _kill_task(self, step: JobStep, process: RankProcess) -> None:
         """Kills a single rank of a step and reports its end. Runs on a separate thread, because a node may not answer."""
-        task, worker_spec = step.members.index(member), member.spec
+        task, worker_spec = step.processes.index(process), process.spec
         node = step.planned.hosts[task]
         argv = killing_step(step.planned.component, self._num_components, node, step.mark, task, self._scratch.sockets,
                             self._srun_options)  # fmt: skip
@@ -191,17 +190,17 @@ class SrunLauncher:
             )
             time.sleep(_RETRY_S)
         with self._being_killed_lock:
-            has_exited = self._being_killed.pop(member)
+            has_exited = self._being_killed.pop(process)
         if has_exited or srun_output.ok:
-            self._reports.record_exit(member, int(signal.SIGKILL))
+            self._reports.record_exit(process, int(signal.SIGKILL))
 
-    def early_output(self, member: Member) -> str:
-        step = self._steps.get(member.spec.name)
+    def early_output(self, process: RankProcess) -> str:
+        step = self._steps.get(process.spec.name)
         return step.last_output if step is not None else ""
 
-    def arrival_report(self, members: Sequence[Member]) -> list[str]:
+    def arrival_report(self, processes: Sequence[RankProcess]) -> list[str]:
         return [
-            f"srun said: {output}" for output in sorted({self.early_output(member) for member in members}) if output
+            f"srun said: {output}" for output in sorted({self.early_output(process) for process in processes}) if output
         ]
 
     def close(self, clears_folders: bool) -> None:
@@ -220,7 +219,7 @@ class JobStep:
 
     Args:
         planned_step: Command and nodes of the step.
-        members: The ranks, in the order of the tasks.
+        processes: The ranks, in the order of the tasks.
         log_err: File for the output of srun, and of ranks that have not opened their logs.
         on_exit: Called with the rank and its wait status when a task ended with another exit code than 0.
         on_end: Called with this step and srun's exit code when the step has ended.
@@ -229,12 +228,12 @@ class JobStep:
     def __init__(
         self,
         planned_step: SrunStep,
-        members: Sequence[Member],
+        processes: Sequence[RankProcess],
         log_err: Path,
-        on_exit: Callable[[Member, int], None],
+        on_exit: Callable[[RankProcess, int], None],
         on_end: Callable[[JobStep, int], None],
     ) -> None:
-        self.planned, self.members, self.log_err = planned_step, list(members), log_err
+        self.planned, self.processes, self.log_err = planned_step, list(processes), log_err
         self._on_exit, self._on_end = on_exit, on_end
         self._output_lines: list[str] = []
         self._is_killed = False
@@ -245,7 +244,7 @@ class JobStep:
         step_mark = f"{planned_step.group}-{time.time_ns():x}"
         #: Environment variable that only the processes of this step have.
         self.mark = f"RLHPC_STEP={step_mark}"
-        worker_spec = members[0].spec
+        worker_spec = processes[0].spec
         environment = rank_environment(
             step_environment(os.environ), worker_spec.threads, foreign=bool(worker_spec.interpreter)
         )
@@ -264,7 +263,7 @@ class JobStep:
         """Sends the ranks their specifications; the pipe stays open afterwards."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
-            self.process.stdin.write(for_input([member.spec for member in self.members]))
+            self.process.stdin.write(for_input([process.spec for process in self.processes]))
             self.process.stdin.flush()
 
     def _read_output(self) -> None:
@@ -295,8 +294,8 @@ class JobStep:
         with contextlib.suppress(ConfigError):
             for range_text in end_match[2].replace(" ", "").split(","):
                 for task in expand_range(range_text, line):
-                    if int(task) < len(self.members):
-                        self._on_exit(self.members[int(task)], status)
+                    if int(task) < len(self.processes):
+                        self._on_exit(self.processes[int(task)], status)
 
     def _await_end_of_step(self) -> None:
         """Waits until Slurm reports the end of the step, because a killed srun cannot report it."""
@@ -312,7 +311,7 @@ class JobStep:
     @property
     def _step_id(self) -> str:
         """Id of the step, `<job>.<step>`, which ranks report when they are ready; "" before."""
-        return next((step_id for member in self.members if (step_id := member.record.get("step"))), "")
+        return next((step_id for process in self.processes if (step_id := process.record.get("step"))), "")
 
     @property
     def running(self) -> bool:

@@ -18,5 +18,5 @@ def test_an_imported_run_trains(family: str, tmp_path: Path, monkeypatch: pytest
     source = put(tmp_path, f"{family}.yaml", FAMILIES[family])
     assert cli.main(["config", "import", str(source), "-o", "ours.yaml", "cluster.accelerators_per_node=0"]) == 0
     assert cli.main(["train", "ours.yaml", "runner.name=swing"]) == 0
-    paths = RunPaths.of("runs", "swing")
+    paths = RunPaths.from_run_dir("runs", "swing")
     assert (paths.root / "checkpoints" / "global_step_2").is_dir()

@@ -235,7 +235,7 @@ def test_waiting_ends_with_who_asked(run: Run) -> None:
     reaper = threading.Thread(target=engine.wait)
     reaper.start()
     with pytest.raises(WaitInterrupted, match=r"local job .* goes on"):
-        run.submit(60.0, requester=ProcessId.of(engine.pid))
+        run.submit(60.0, requester=ProcessId.from_pid(engine.pid))
     reaper.join()
     assert run.claim().alive_here()
 

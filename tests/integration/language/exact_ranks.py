@@ -57,7 +57,7 @@ def agree(worker: Worker, cfg: Any, steps: int) -> dict[str, Any]:
             ]
         answers = worker.all_gather_object(answers)[0] if worker.world_size > 1 else answers
         mine = answers[sizes.data_of(worker.rank) :: sizes.data]
-        batch = TokenBatch.of(
+        batch = TokenBatch.from_sequences(
             [[*prompt, *response] for prompt, response, _ in mine],
             [[False] * len(prompt) + [True] * len(response) for prompt, response, _ in mine],
             {"rollout": [[0.0] * len(prompt) + logprobs for prompt, _, logprobs in mine]},

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from rlhpc.language.agents.agent_processes import Program
-from rlhpc.language.agents.external import AgentOptions, OutsideEpisodes
+from rlhpc.language.agents.external import AgentOptions, ExternalEpisodes
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.server import EngineRequest, Gateway
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits, GatewaySession
@@ -273,13 +273,13 @@ def episodes_of(
     parsers: tuple[str | None, str | None] = ("hermes", "think"), roles: tuple[str, ...] = (), kind: str = "",
     options: dict[str, Any] | None = None, sandbox: str | None = None, untrained: tuple[str, ...] = (),
     feedback_s: float = 0.0, **kwargs: Any,
-) -> Iterator[OutsideEpisodes]:  # fmt: skip
+) -> Iterator[ExternalEpisodes]:  # fmt: skip
     """Episodes of an agent of this folder."""
     tokenizer = chat_tokenizer()
     kind = kind or ("command" if command else "python")
     program = Program(kind, target or None, command, python, processes, options or {}, {}, sandbox)
     options = AgentOptions(EpisodeLimits(*limits, roles, untrained), timeout_s, kwargs, feedback_s)
-    found = OutsideEpisodes(engine, tokenizer, Parsers(tokenizer, *parsers), engine.context, program, options)
+    found = ExternalEpisodes(engine, tokenizer, Parsers(tokenizer, *parsers), engine.context, program, options)
     try:
         yield found
     finally:
@@ -287,7 +287,7 @@ def episodes_of(
 
 
 def run_all(
-    generation: OutsideEpisodes, count: int, *, most: int = 200, prompt: Prompt = QUESTION, seconds: float = 100.0,
+    generation: ExternalEpisodes, count: int, *, most: int = 200, prompt: Prompt = QUESTION, seconds: float = 100.0,
     between: Callable[[], None] = lambda: None,
 ) -> list[Any]:  # fmt: skip
     """Episodes of a prompt, by number."""

@@ -103,7 +103,9 @@ def share(worker: Worker, step: int, max_tokens: int = 32) -> list[TokenBatch]:
 
 def batch_of(sequences: list[dict[str, Any]]) -> TokenBatch:
     ids, weights = ([sequence[name] for sequence in sequences] for name in ("ids", "weights"))
-    return TokenBatch.of(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids], {"weights": weights})
+    return TokenBatch.from_sequences(
+        ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids], {"weights": weights}
+    )
 
 
 def probe_batch() -> TokenBatch:

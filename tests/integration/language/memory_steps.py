@@ -63,7 +63,7 @@ def steps(rank: Rank, changes: dict[str, Any], tokens: int, samples: int) -> dic
 
     def batch_of(length: int) -> TokenBatch:
         ids = [torch.randint(3, 1000, (length,)) for _ in range(samples)]
-        return TokenBatch.of(ids, [torch.ones(length, dtype=torch.bool) for _ in ids], {})
+        return TokenBatch.from_sequences(ids, [torch.ones(length, dtype=torch.bool) for _ in ids], {})
 
     def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return -scores.logprobs.sum() / batch.tokens, {}

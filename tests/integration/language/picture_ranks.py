@@ -22,7 +22,9 @@ DEALT: tuple[tuple[int | None, int | None], ...] = ((1, 0), (0, 2), (2, None), (
 def batch_of(samples: list[Sample]) -> TokenBatch:
     ids, seen = zip(*samples, strict=True)
     weights = [torch.linspace(-1, 1, len(one)) for one in ids]
-    return TokenBatch.of(ids, [[True] * len(one) for one in ids], {"weights": weights}, pictures=Pictures.of(seen))
+    return TokenBatch.from_sequences(
+        ids, [[True] * len(one) for one in ids], {"weights": weights}, pictures=Pictures.from_images(seen)
+    )
 
 
 def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

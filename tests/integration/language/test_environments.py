@@ -24,7 +24,7 @@ from test_reasoning import LanguageRun
 
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.language.agents.episodes import sample_of
-from rlhpc.language.agents.external import AgentOptions, OutsideEpisodes
+from rlhpc.language.agents.external import AgentOptions, ExternalEpisodes
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits
 from rlhpc.language.agents.inline_agents import InlineEnvironment
@@ -44,7 +44,7 @@ def played(
 ) -> Any:
     tokenizer = chat_tokenizer()
     options = AgentOptions(EpisodeLimits(turns, 4000, roles), timeout_s, {})
-    found = OutsideEpisodes(
+    found = ExternalEpisodes(
         engine,
         tokenizer,
         Parsers(tokenizer, "hermes", "think"),

@@ -124,7 +124,7 @@ def test_no_row_is_lost_or_mixed_up(model: Path, suite: Path, tmp_path: Path) ->
 
 
 def test_step_and_report(model: Path, suite: Path, tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     paths.root.mkdir()
     paths.config.write_text(f"runner: {{task_type: reasoning}}\nactor: {{model: {{model_path: {model}}}}}\n")
     for step in (0, 7):

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gateway_things import Scripted, episodes_of, run_all
 from test_reasoning import LanguageRun
 
-from rlhpc.language.agents.external import OutsideEpisodes
+from rlhpc.language.agents.external import ExternalEpisodes
 
 TARGET = "outside_agents:awaits_feedback"
 
@@ -47,7 +47,7 @@ def give(url: str, key: str, body: Any) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def paid(generation: OutsideEpisodes, count: int) -> list[tuple[Any, Any]]:
+def paid(generation: ExternalEpisodes, count: int) -> list[tuple[Any, Any]]:
     found, deadline = list[tuple[Any, Any]](), time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < deadline

@@ -105,7 +105,7 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
 
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     place_by_token_type(model)
-    batch = TokenBatch.of(ids, [[True] * len(one) for one in ids], pictures=Pictures.of(seen))
+    batch = TokenBatch.from_sequences(ids, [[True] * len(one) for one in ids], pictures=Pictures.from_images(seen))
     batch = TokenBatch.joined(batch.split([1, 2]))
     with torch.no_grad():
         rectangle = batch.of_tokens(model(**batch.inputs()).logits)
@@ -181,7 +181,7 @@ def far(
 ) -> float:
     """How far the log-probs of some of the tokens are from what the model says."""
     ids = [*prompt, *done.token_ids]
-    batch = TokenBatch.of([ids], [[True] * len(ids)], pictures=Pictures.of([seen]))
+    batch = TokenBatch.from_sequences([ids], [[True] * len(ids)], pictures=Pictures.from_images([seen]))
     with torch.no_grad():
         found = batch.of_tokens(model(**batch.inputs()).logits).log_softmax(-1)[len(prompt) - 1 : -1]
     theirs = found.gather(1, torch.tensor(done.token_ids)[:, None]).squeeze(1)

@@ -128,7 +128,7 @@ def test_an_engine_of_several_policies(model: Path) -> None:
     found = engine.generate(requests)
     for request, completion in zip(requests, found, strict=True):
         ids = [*request.prompt_ids, *completion.token_ids]
-        batch = TokenBatch.of([ids], [[False] * 3 + [True] * len(completion.token_ids)])
+        batch = TokenBatch.from_sequences([ids], [[False] * 3 + [True] * len(completion.token_ids)])
         batch.role += TWO.by_role.index(request.sampling.policy)
         logprobs = trainer.forward(batch).logprobs[3:]
         assert torch.allclose(logprobs, torch.tensor(completion.logprobs), atol=1e-5)

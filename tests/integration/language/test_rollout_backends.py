@@ -681,7 +681,7 @@ def answers(seed: int = 0) -> TokenBatch:
     turns = [[(3, False), (4, True)], [(20, False), (7, True), (5, False), (9, True)], [(12, False)], [(1, True)],
              [(60, False), (8, True), (2, False), (30, True), (6, False)], [(1, False), (1, True)]]  # fmt: skip
     masks = [[mine for length, mine in sample for _ in range(length)] for sample in turns]
-    return TokenBatch.of([[rng.randrange(3, VOCABULARY - 4) for _ in mask] for mask in masks], masks)
+    return TokenBatch.from_sequences([[rng.randrange(3, VOCABULARY - 4) for _ in mask] for mask in masks], masks)
 
 
 def teacher_of(folder: Path, student: Path, mode: str, **teacher: Any) -> Any:
@@ -720,7 +720,7 @@ def test_a_teacher_in_vllm_says_what_it_says_in_transformers(mode: str, folder: 
     with pytest.raises(
         ConfigError, match=r"a sequence has 107 tokens, and this engine reads at most 106 \(teacher.max_model_l"
     ):
-        scorer.score(TokenBatch.of([[5] * 107], [[True] * 107]))
+        scorer.score(TokenBatch.from_sequences([[5] * 107], [[True] * 107]))
     scorer.close()
     for part, mine, theirs in zip((batch, answers(1)), *said, strict=True):
         assert mine.shape == ((batch.tokens, 9, 2) if mode == "topk" else (batch.tokens,))

@@ -23,7 +23,9 @@ def held(rank: int, case: str) -> TokenBatch:
     ids = [[1000 * rank + 100 * i + t for t in range(n)] for i, n in enumerate(lengths)]
     values = [torch.tensor(one, dtype=torch.float32) for one in ids]
     tables = [torch.stack([one, -one], -1) for one in values]
-    batch = TokenBatch.of(ids, [[t % 2 == 1 for t in range(len(one))] for one in ids], {"one": values}, pad_id=7)
+    batch = TokenBatch.from_sequences(
+        ids, [[t % 2 == 1 for t in range(len(one))] for one in ids], {"one": values}, pad_id=7
+    )
     batch.columns["two"] = torch.cat(tables) if tables else torch.zeros(0, 2)
     batch.reward = torch.tensor([float(10 * rank + i) for i in range(len(lengths))])
     return batch

@@ -449,7 +449,7 @@ def test_bad_input_is_one_message(models, changes: dict[str, Any], text: str) ->
 def test_out_of_memory_names_the_knobs(models) -> None:
     backend = TokenTrainer(make_config(models["untied"]), Worker())
     ids = torch.zeros(8192, 60, dtype=torch.int64)  # half a million tokens: 60 MB a layer's tensor
-    batch = TokenBatch.of(list(ids), list(torch.ones_like(ids, dtype=torch.bool)))
+    batch = TokenBatch.from_sequences(list(ids), list(torch.ones_like(ids, dtype=torch.bool)))
 
     def loss(scores: Any, batch: Any) -> Any:
         return scores.logprobs.sum(), {}

@@ -58,7 +58,8 @@ class Source(Worker):
 
         def awaited() -> bool:
             return any(
-                any(pool.awaited(path)) for path in {*pool._by_path} - (written if self.delta == "elements" else set())
+                any(pool.list_pending_readers(path))
+                for path in {*pool._by_path} - (written if self.delta == "elements" else set())
             )
 
         def gathering() -> Iterator[tuple[str, torch.Tensor]]:

@@ -52,7 +52,7 @@ def _reader() -> str:
         name = code.co_filename
         if name.startswith(OURS):
             function = code.co_name
-            looks = looks or name.endswith(LOOKS_ONLY) or function.startswith(("check", "missing", "require"))
+            looks = looks or name.endswith(LOOKS_ONLY) or function.startswith(("check", "find_missing", "require"))
             if function == "init_worker":  # a rank that builds with what checks by building
                 return found or f"{name.removeprefix(str(ROOT) + '/')}:{function}"
             if not found and not name.startswith(FOR_OTHERS) and function not in FUNCTIONS_FOR_OTHERS:
@@ -168,10 +168,10 @@ def beside_runs(config: str, overrides: list[str]) -> None:
     """Calls what a small run does not reach: the plan for Slurm, DeepSpeed's options, simulators' processes, networks."""
     from rlhpc.jobs.plan import build_plan
     from rlhpc.runs.configuration import load_config
-    from rlhpc.runs.memory.plan import memory_plan
+    from rlhpc.runs.memory.plan import compute_memory_plan
 
     cfg: Any = load_config(config, overrides, training=False)
-    memory_plan(cfg, build_plan(cfg, launcher="slurm"))
+    compute_memory_plan(cfg, build_plan(cfg, launcher="slurm"))
     if "deepspeed" in cfg.actor:
         import torch
 

@@ -34,7 +34,7 @@ class Run:
     """A run's folder and groups."""
 
     def __init__(self, folder: Path) -> None:
-        self.paths, self.gate = RunPaths.of(folder, "run"), folder / "gate"
+        self.paths, self.gate = RunPaths.from_run_dir(folder, "run"), folder / "gate"
         self.paths.root.mkdir(parents=True)
         cluster = Cluster.local(num_nodes=1, accelerators_per_node=0)
         token = folder.name

@@ -91,14 +91,14 @@ def test_a_death_in_the_middle_is_named_and_leaves_nothing(
     session: Session, launch: Callable[..., Any], victim: str
 ) -> None:
     near, far = launch(1, "near"), launch(1, "far", env_vars=ELSEWHERE)
-    receiver = psutil.Process(session.members["far-0"].pid)
+    receiver = psutil.Process(session.processes["far-0"].pid)
     for size in (1_000, 100_000_000):
         given, taken = near.give_and_change(size, 0.0, "far", None), far.take_twice(size, 0.0, "near", None)
         if size == 1_000:
             given.wait(), taken.wait()
             at_rest = receiver.memory_info().rss
     assert soon(lambda: receiver.memory_info().rss > at_rest + (30 << 20))  # of 400 MB
-    os.kill(session.members[f"{victim}-0"].pid, signal.SIGKILL)
+    os.kill(session.processes[f"{victim}-0"].pid, signal.SIGKILL)
     with pytest.raises(RlhpcError, match=victim):
         given.wait()
         taken.wait()
@@ -109,7 +109,7 @@ def test_a_home_that_has_gone_is_not_waited_for(session: Session, launch: Callab
     """Its end closes no connection; the driver knows of it all the same, and others keep the channel."""
     far = launch(2, "far", env_vars=ELSEWHERE)
     with session.training(SessionPolicies({"far": GroupPolicy(min_ranks=1)})):
-        os.kill(session.members["far-1"].pid, signal.SIGKILL)
+        os.kill(session.processes["far-1"].pid, signal.SIGKILL)
         assert soon(lambda: far.present == [0])
     with pytest.raises(ChannelError, match="died while this one waited for the home of channel 'kept'"):
         Channel.create("kept", home="far")

@@ -216,7 +216,9 @@ def test_one_that_leaves_as_told_is_not_lost(
         until(lambda: many.admit() == [3])
         leaving.set_reason("its time is over")
         until(lambda: many.present == [0, 1, 2])
-    assert many.why_left(3) == "its time is over" and not [r for r in caplog.records if r.levelname == "WARNING"]
+    assert many.find_leave_reason(3) == "its time is over" and not [
+        r for r in caplog.records if r.levelname == "WARNING"
+    ]
 
 
 @pytest.mark.parametrize("how", ["between calls", "in a call", "by a signal of its own"])
@@ -250,7 +252,7 @@ def test_what_it_does_first_must_not_take_long(
         many.execute_on(3).linger().wait()
         leaving.set_reason("its time is over")
         until(lambda: many.present == [0, 1, 2])
-    assert many.why_left(3) == "its time is over"
+    assert many.find_leave_reason(3) == "its time is over"
 
 
 def test_one_that_is_suspended_is_soon_done_without(
@@ -326,10 +328,10 @@ def test_one_that_never_arrives_is_given_up(
     session = Session.running()
     door = DriverConnection(session.registry.root.parent)
     spec = door.ask(join_request("many", 1, 0))
-    assert door.why_left(spec) == door.ask_leave_reason(spec) == ""
+    assert door.find_leave_reason(spec) == door.ask_leave_reason(spec) == ""
     monkeypatch.setattr(failure_detection, "ARRIVES_S", 1.0)
-    until(lambda: "gave no sign of life" in door.why_left(spec))
-    assert door.ask_leave_reason(spec) == door.why_left(spec), "the driver says the same as its file"
+    until(lambda: "gave no sign of life" in door.find_leave_reason(spec))
+    assert door.ask_leave_reason(spec) == door.find_leave_reason(spec), "the driver says the same as its file"
     door.close()
     assert session.failure is None and many.add(1).wait() == [1, 2, 3]
 
@@ -367,7 +369,7 @@ def test_who_may_not_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
         session.failures.enter(SessionPhase.CLOSING)
         with pytest.raises(NotYet, match="the ranks that the run starts with are starting or ending"):
             door.ask(wish)
-        assert len(session.members) == 4 and session.failure is None
+        assert len(session.processes) == 4 and session.failure is None
         (door.registry.root.parent / "current").write_text("local-77")
         assert not door.is_current, "who came through here is of an older generation"
         (door.registry.root.parent / "current").write_text(door.registry.generation)
@@ -394,7 +396,7 @@ def test_keys_of_an_earlier_driver_open_nothing(
         door.tell(note)  # nor can it end anybody
     finally:
         door.close()
-    assert len(session.members) == 4 and session.failure is None and many.present == [0, 1, 2]
+    assert len(session.processes) == 4 and session.failure is None and many.present == [0, 1, 2]
     assert many.add(1).wait() == [1, 2, 3] and other.add(1).wait() == [1]
 
 
@@ -414,4 +416,4 @@ def test_nobody_else_may_join(groups: tuple[WorkerGroup, WorkerGroup]) -> None:
     done = run_as(BOB, OF_BOB, session.registry.root.parent)
     (line,) = done.stdout.splitlines()
     assert line.startswith("ConfigError ") and "only the user whose run it is can join it" in line, done.stderr
-    assert len(session.members) == 4 and session.failure is None
+    assert len(session.processes) == 4 and session.failure is None

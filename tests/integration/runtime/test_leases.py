@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool], within: float = 20.0) -> None:
 def suspect(name: str) -> bool:
     session = Session.running()
     assert session is not None
-    return session.members[name].suspect
+    return session.processes[name].suspect
 
 
 def failure() -> Exception | None:
@@ -111,7 +111,7 @@ def test_a_job_that_was_suspended_loses_nobody(launch):
     group = launch(1, "paused")
     session = Session.running()
     assert session is not None
-    for member in session.members.values():
+    for member in session.processes.values():
         member.last_heartbeat -= 3600.0
     session.leases.last_check -= 3600.0
     time.sleep(HEARTBEAT_S)

@@ -133,7 +133,7 @@ def test_reporting_threads_outlive_what_they_report(
     monkeypatch.setattr(local.ForkLauncher, "kill", broken)
     actor = pid_of(other, 0)
     os.kill(pid_of(many, 1), signal.SIGKILL)
-    until(lambda: driver.members["many-1"].has_exited, "the exit is noted")
+    until(lambda: driver.processes["many-1"].has_exited, "the exit is noted")
     assert any(thread.name == reporter for thread in threading.enumerate())
     os.kill(actor, signal.SIGKILL)
     with pytest.raises(WorkerFailed, match=r"other\[0\]"):
@@ -150,7 +150,7 @@ def test_no_successor_is_started_beside_the_process_of_a_rank_that_was_given_up(
     old, late = pid_of(many, 1), list[dict[str, Any]]()
     hear = driver._fork_launcher._handle_event
     monkeypatch.setattr(driver._fork_launcher, "_handle_event", late.append)
-    driver.fail(_make_lost_rank_error(driver.members["many-1"].spec, "gave no sign of life for 180 s"))
+    driver.fail(_make_lost_rank_error(driver.processes["many-1"].spec, "gave no sign of life for 180 s"))
     until(lambda: late and not is_running(old), "the rank that was given up is killed")
     assert many.present == [0, 2] and many.restart() == [], "nobody has said that its process is gone"
 

@@ -58,7 +58,7 @@ def test_secrets_and_sockets_are_the_owners_alone(session):
 
 @pytest.mark.parametrize("door", ["data", "calls"])
 def test_a_unix_peer_without_the_secret_is_dropped_before_it_is_read(session, door):
-    calls = session.members["guarded-0"].record["rpc"]
+    calls = session.processes["guarded-0"].record["rpc"]
     path = (session.service.endpoint if door == "data" else calls)["ipc"][6:]
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(path)
@@ -76,7 +76,7 @@ def test_a_unix_peer_without_the_secret_is_dropped_before_it_is_read(session, do
 def test_a_zeromq_peer_with_another_key_gets_no_answer(launch):
     session = Session.start(tcp_address="127.0.0.1")
     launch(1, "reachable")
-    record = session.members["reachable-0"].record
+    record = session.processes["reachable-0"].record
     stranger, context = CurveKeys.fresh(), zmq.Context()
     for keys, answered in ((stranger, False), (session.service.keys, True)):
         sock = context.socket(zmq.DEALER)
@@ -91,7 +91,11 @@ def test_a_zeromq_peer_with_another_key_gets_no_answer(launch):
 
 
 def test_no_tcp_port_is_open_on_one_host(of_other_tests, session):
-    pids = [os.getpid(), session._fork_launcher.server.process.pid, *(m.pid for m in session.members.values() if m.pid)]
+    pids = [
+        os.getpid(),
+        session._fork_launcher.server.process.pid,
+        *(m.pid for m in session.processes.values() if m.pid),
+    ]
     assert listening(pids) <= of_other_tests
 
 

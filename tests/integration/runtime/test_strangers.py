@@ -22,7 +22,7 @@ def reachable(meet):
     """A rank that listens for other hosts, and the driver's session."""
     session = Session.start(tcp_address="127.0.0.1")
     meet(1, "reachable")
-    yield session, session.members["reachable-0"].record
+    yield session, session.processes["reachable-0"].record
     session.stop()
 
 

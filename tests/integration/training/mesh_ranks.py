@@ -41,7 +41,7 @@ def samples(step: int) -> TokenBatch:
     ids = [torch.randint(3, VOCABULARY, (n,), generator=generator) for n in LENGTHS]
     weights = [torch.randn(n, generator=generator) for n in LENGTHS]
     masks = [torch.rand(n, generator=generator) < 0.8 for n in LENGTHS]
-    return TokenBatch.of(ids, masks, {"weights": weights})
+    return TokenBatch.from_sequences(ids, masks, {"weights": weights})
 
 
 def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -61,7 +61,7 @@ def by_names(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[
     found = {}
     for name, tensor in tensors.items():
         for part in parts[name]:
-            found[plain(part.name)] = part.of(tensor)
+            found[plain(part.name)] = part.view_in(tensor)
     return found
 
 

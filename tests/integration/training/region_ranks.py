@@ -20,7 +20,7 @@ from tests.forked import Rank
 
 
 def mesh_of(rank: Rank, parallel: dict[str, Any]) -> Mesh:
-    return Mesh(MeshSizes.of(ParallelConfig(**parallel), rank.world_size), rank.rank, "cpu")
+    return Mesh(MeshSizes.from_config(ParallelConfig(**parallel), rank.world_size), rank.rank, "cpu")
 
 
 def placed(rank: Rank) -> list[tuple[str, bool]]:
@@ -69,6 +69,6 @@ def held(rank: Rank, parallel: dict[str, Any], model: str, experts: bool) -> lis
     fully_shard(module, mesh=mesh.fsdp)
     assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
     return [
-        (one.name, one.shape, one.tensor_slice, one.of(module).clone(), one.copy, one.copies)
+        (one.name, one.shape, one.tensor_slice, one.view_in(module).clone(), one.copy, one.copies)
         for one in held_slices(module, mesh)
     ]  # fmt: skip

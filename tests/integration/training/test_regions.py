@@ -70,6 +70,6 @@ def test_names_are_those_that_transformers_writes(model: str, tmp_path: Path) ->
     module = AutoModelForCausalLM.from_pretrained(tmp_path / model, dtype=torch.float32)
     tensors = dict(iter_tensors(module))
     parts = checkpoint_parts(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    seen = {part.name: part.of(tensors[name]) for name, all_ in parts.items() for part in all_}
+    seen = {part.name: part.view_in(tensors[name]) for name, all_ in parts.items() for part in all_}
     assert seen.keys() == written.keys()
     assert [name for name, tensor in written.items() if not torch.equal(tensor, seen[name])] == []

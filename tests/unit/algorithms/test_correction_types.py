@@ -133,7 +133,7 @@ def test_weights_loss_and_gradient_are_those_of_the_formula(name: str) -> None:
         (new, old, rollout, advantages), mask = drawn(seed)
         new.requires_grad_()
         per_token = -advantages * new
-        inputs = CorrectionInputs.of(new, old, rollout, advantages, mask)
+        inputs = CorrectionInputs.from_logprobs(new, old, rollout, advantages, mask)
         corrected, metrics = apply_corrections(per_token, [correction], inputs)
         corrected.masked_fill(~mask, 0).sum().backward()
         weights = torch.zeros_like(new)
@@ -161,7 +161,7 @@ def test_every_correction_of_the_registry_is_compared() -> None:
 @pytest.mark.parametrize("name", ["token_tis", "sequence_tis"])
 def test_the_share_of_limited_weights_is_counted(name: str) -> None:
     (new, old, rollout, advantages), mask = drawn(1)
-    inputs = CorrectionInputs.of(new, old, rollout, advantages, mask)
+    inputs = CorrectionInputs.from_logprobs(new, old, rollout, advantages, mask)
     _, metrics = apply_corrections(-advantages, [CASES[name][0]], inputs)
     raw = [
         ratio(float(old[row, column]), float(rollout[row, column]))

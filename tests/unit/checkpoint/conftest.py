@@ -11,4 +11,4 @@ from rlhpc.jobs.paths import RunPaths
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths.of(tmp_path, "run")
+    return RunPaths.from_run_dir(tmp_path, "run")

@@ -79,9 +79,9 @@ def test_what_is_small_is_written_at_once(tmp_path: Path) -> None:
 
 def test_memory_for_copies_is_taken_once(tmp_path: Path) -> None:
     copies, weights = HostBuffers(), torch.ones(LARGE)
-    first = copies.of("model", {"w": weights})
-    second = copies.of("model", {"w": weights + 1})
-    other = copies.of("model", {"w": torch.ones(LARGE + 1)})
+    first = copies.copy_value("model", {"w": weights})
+    second = copies.copy_value("model", {"w": weights + 1})
+    other = copies.copy_value("model", {"w": torch.ones(LARGE + 1)})
     assert first is not None and second is not None and other is not None
     assert first["w"] is second["w"] and float(first["w"][0]) == 2.0 and other["w"] is not second["w"]
 

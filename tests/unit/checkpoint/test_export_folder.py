@@ -11,10 +11,10 @@ import yaml
 
 from rlhpc.checkpoint import CheckpointWriter, verify
 from rlhpc.checkpoint.export_folder import (
-    accuracy_table,
     checkpoint_results,
     default_output,
     filled_folder,
+    format_accuracy_table,
     format_card_header,
     read_object,
     require_free,
@@ -135,11 +135,11 @@ def test_a_card_names_its_results_by_environment_and_suite() -> None:
 
 
 def test_a_table_has_a_row_for_each_suite_with_its_largest_k() -> None:
-    assert accuracy_table([]) == ""
+    assert format_accuracy_table([]) == ""
     results = [{"suite": "gsm", "n": 10, "accuracy": 0.5, "accuracy_ci95": [0.4, 0.6],
                 "pass_at_k": {"1": 0.5, "4": 0.75, "2": 0.6}},
                {"accuracy": 0.25}]  # fmt: skip
-    rows = accuracy_table(results).strip().splitlines()[2:]
+    rows = format_accuracy_table(results).strip().splitlines()[2:]
     assert (
         rows[0].startswith("| gsm | 10 problems | 50.0% |")
         and "40.0% to 60.0%" in rows[0]

@@ -121,7 +121,7 @@ def test_errors_in_the_block_that_are_not_the_filesystems_pass(paths: RunPaths) 
 def test_unwritable_folder_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the run folder should be")
     with pytest.raises(CheckpointError, match=r"could not be saved.*Not a directory"):
-        save(RunPaths.of(tmp_path, "run"), 1)
+        save(RunPaths.from_run_dir(tmp_path, "run"), 1)
 
 
 def test_failed_rename_puts_the_replaced_one_back(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

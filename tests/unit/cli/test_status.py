@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_of(name: str, value: float) -> RunPaths:
-    paths = RunPaths.of("runs", name)
+    paths = RunPaths.from_run_dir("runs", name)
     paths.root.mkdir(parents=True)
     paths.config.write_text(config_to_yaml(load_config(ROOT / "configs/quickstart.yaml", [f"runner.name={name}"])))
     rows = [{"step": step, "time/wall_s": float(step), "train/episode_return": value * step} for step in (1, 2)]

@@ -12,13 +12,13 @@ from rlhpc.runtime.errors import ConfigError
 
 
 def test_ranks_that_the_other_sizes_leave_are_shards() -> None:
-    assert MeshSizes.of(ParallelConfig(), 8) == MeshSizes(shard=8)
-    assert MeshSizes.of(ParallelConfig(), 8).plain
-    assert MeshSizes.of(ParallelConfig(replicate=2, tensor=2, expert=4), 8) == MeshSizes(2, 2, 1, 2, 4)
+    assert MeshSizes.from_config(ParallelConfig(), 8) == MeshSizes(shard=8)
+    assert MeshSizes.from_config(ParallelConfig(), 8).plain
+    assert MeshSizes.from_config(ParallelConfig(replicate=2, tensor=2, expert=4), 8) == MeshSizes(2, 2, 1, 2, 4)
 
 
 def test_neighbours_of_a_block_see_the_same_samples() -> None:
-    sizes = MeshSizes.of(ParallelConfig(replicate=2, context=2, tensor=2), 16)
+    sizes = MeshSizes.from_config(ParallelConfig(replicate=2, context=2, tensor=2), 16)
     assert (sizes.data, sizes.block, sizes.ranks) == (4, 4, 16)
     assert [sizes.data_of(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
     assert [sizes.lane_of(rank) for rank in range(4, 8)] == [0, 1, 2, 3]
@@ -43,5 +43,5 @@ def test_neighbours_of_a_block_see_the_same_samples() -> None:
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(given: dict[str, Any], ranks: int, told: str) -> None:
     with pytest.raises(ConfigError) as error:
-        MeshSizes.of(ParallelConfig(**given), ranks)
+        MeshSizes.from_config(ParallelConfig(**given), ranks)
     assert told in str(error.value)

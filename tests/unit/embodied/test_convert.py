@@ -20,7 +20,7 @@ from rlhpc.runtime.errors import CheckpointError
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    paths = RunPaths.of(tmp_path / "runs", "run")
+    paths = RunPaths.from_run_dir(tmp_path / "runs", "run")
     with CheckpointWriter(paths, 40) as writer:
         writer.add_bytes("model.safetensors", dump_tensors(torch.nn.Linear(4, 2).state_dict()))
         writer.add_bytes("model.json", json.dumps({"model_type": "linear", "inputs": 4}).encode())

@@ -319,7 +319,7 @@ class Returns(StepObserver):
     def __init__(self, rows: list[float]) -> None:
         self.rows, self.by_slot = rows, dict[int, float]()
 
-    def after(self, slots: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> None:
+    def on_step_end(self, slots: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> None:
         if "episode" in infos:
             for slot in np.flatnonzero(infos["episode"]["mask"] & slots).tolist():
                 self.by_slot[slot] = float(infos["episode"]["return"][slot])

@@ -36,7 +36,7 @@ CLONED = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     paths.root.mkdir()
     paths.config.write_text("env: {train: {env_id: Pendulum-v1}}\nworkflow: {eval_suites: [default]}\n")
     return paths

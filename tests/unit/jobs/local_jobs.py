@@ -77,14 +77,16 @@ from rlhpc.jobs.submit import Submission, SubmitRequest, WaitOptions
 submit.DYING_S = float(os.environ.get("DYING_S", submit.DYING_S))
 # as at a terminal, also where the tests run in the background of a shell that has SIGINT ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
-asked_by = ProcessId.of(int(os.environ["ASKED_BY"])) if "ASKED_BY" in os.environ else None
+asked_by = ProcessId.from_pid(int(os.environ["ASKED_BY"])) if "ASKED_BY" in os.environ else None
 if "KEY_OF_MINE" in os.environ:  # as a configuration would
     from omegaconf import OmegaConf
     env_references.watch()
     OmegaConf.create({"key": "${oc.env:KEY_OF_MINE}"}).key
 def main():
     request = SubmitRequest(Path(sys.argv[1]), sys.argv[2:], executor="local")
-    wait = WaitOptions(poll_s=0.1, requester=asked_by, hand_over=lambda waiter: hand_over(Wait.of(waiter, answers=True)))
+    wait = WaitOptions(
+        poll_s=0.1, requester=asked_by, hand_over=lambda waiter: hand_over(Wait.from_waiter(waiter, answers=True))
+    )
     print_outcome(Submission(request, wait).run(), as_json=True)
     return 0
 sys.exit(report_errors(main))

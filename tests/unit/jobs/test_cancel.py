@@ -63,7 +63,7 @@ def test_another_process_is_not_ended(
     tmp_path: Path, calls: Callable[..., list[str]], bystander: subprocess.Popen[bytes], place: str
 ) -> None:
     """A colleague on this host can write down what identifies any process of it."""
-    identity = ProcessId.of(bystander.pid)
+    identity = ProcessId.from_pid(bystander.pid)
     record = {"process": identity} if place == "record" else {}
     files = folder(tmp_path, executor="local", job_id=str(bystander.pid), **record)
     if place != "record":

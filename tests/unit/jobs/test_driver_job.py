@@ -177,7 +177,7 @@ def signal_when_ready(job: DriverJob, signum: int) -> None:
 
 def test_a_second_job_gives_way(job: Callable[..., DriverJob], bystander: subprocess.Popen[bytes]) -> None:
     second = job("finish")
-    owner = {"token": "t", "job_id": "7", "executor": "local", "job": ProcessId.of(bystander.pid).to_json()}
+    owner = {"token": "t", "job_id": "7", "executor": "local", "job": ProcessId.from_pid(bystander.pid).to_json()}
     second.files.claim(1).write_text(json.dumps(owner))
     assert second() == {"superseded": True} and not (second.files.paths.root / "starts").exists()
 

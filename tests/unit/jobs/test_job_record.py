@@ -60,7 +60,7 @@ def test_the_job_that_finished_it_ends_first(tmp_path: Path) -> None:
     job = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     JobRecord(
         segment=0, attempt=1, token="t", executor="local", command=[], job_name="j", job_id="1", phase="submitted",
-        process=ProcessId.of(job.pid),
+        process=ProcessId.from_pid(job.pid),
     ).write(files)  # fmt: skip
     with pytest.raises(SubmitError, match=r"has not ended 0\.1 s later.*rlhpc cancel"):
         wait_for_end(paths, 0, within_s=0.1)

@@ -217,7 +217,7 @@ def test_a_driver_of_another_host(files: SegmentJournal, manners: str) -> None:
         with sole_driver(files.paths):
             pass
     with sole_driver(files.paths):
-        assert json.loads(record.read_text())["process"] == ProcessId.of(os.getpid()).to_json()
+        assert json.loads(record.read_text())["process"] == ProcessId.from_pid(os.getpid()).to_json()
         with pytest.raises(UserError, match="is being trained by"), sole_driver(files.paths):
             pass
     assert not record.exists()
@@ -273,7 +273,7 @@ def take_over_at_once(path: Path, at_line: int) -> tuple[list[str], int]:
 
 def test_a_dead_holder_s_lease_is_removed_only_while_it_is_his(files: SegmentJournal) -> None:
     ended = subprocess.Popen(["true"])
-    dead = {"process": ProcessId.of(ended.pid).to_json(), "nonce": "of the dead"}
+    dead = {"process": ProcessId.from_pid(ended.pid).to_json(), "nonce": "of the dead"}
     ended.wait()
     for at_line in itertools.count(1):
         path = files.lease.with_name(f"line_{at_line}.lease")

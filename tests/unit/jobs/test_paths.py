@@ -59,7 +59,7 @@ def test_what_it_looks_for_is_found(text: str) -> None:
 
 
 def test_names_and_back(tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     checkpoint = paths.checkpoint(12)
     assert (checkpoint.name, step_of(checkpoint.name), step_of("global_step_x")) == (step_name(12), 12, None)
     assert (

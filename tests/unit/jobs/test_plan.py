@@ -16,7 +16,7 @@ from rlhpc.jobs.slurm import minutes_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runtime.cluster import Cluster
 from rlhpc.runtime.errors import ConfigError, PlacementError
-from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers import RankProcess
 from rlhpc.runtime.launchers.srun import SrunLauncher
 from rlhpc.runtime.launchers.srun_commands import SrunStep
 from rlhpc.runtime.worker_spec import spec_of
@@ -112,8 +112,8 @@ def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, mo
     class Recorded:
         running = True
 
-        def __init__(self, planned: SrunStep, members: list[Member], *more: Any) -> None:
-            self.members = members
+        def __init__(self, planned: SrunStep, processes: list[RankProcess], *more: Any) -> None:
+            self.processes = processes
             started.append(planned)
 
         def listen(self) -> None:
@@ -130,7 +130,7 @@ def test_what_is_planned_is_what_starts(more: dict[str, Any], tmp_path: Path, mo
             spec_of(group, rank, len(ranks), cluster, {}, 1, tmp_path, in_step=True, registry="", token="", body=b"")
             for rank in ranks
         ]
-        starter.start([Member(spec, starter) for spec in specs], cluster)
+        starter.start([RankProcess(spec, starter) for spec in specs], cluster)
     assert started == list(plan(section, cluster=cluster).steps)
     assert [step.argv for step in started] == [step.argv for step in plan(section).steps]
 

@@ -44,7 +44,7 @@ def test_every_state_says_what_it_means() -> None:
 
 def test_process_identity() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    me = ProcessId.of(child.pid)
+    me = ProcessId.from_pid(child.pid)
     assert me.alive() and ProcessId.from_json(me.to_json()) == me
     assert ProcessId(me.pid, me.start + 1, me.host).alive() is False  # the pid was given to another process
     name, _, namespace = process_space().split("/")

@@ -74,7 +74,7 @@ def test_one_process_submits_at_a_time(tmp_path: Path) -> None:
             pass
     assert not files.lease.exists()
     gone = subprocess.Popen(["true"])
-    identity = ProcessId.of(gone.pid)
+    identity = ProcessId.from_pid(gone.pid)
     gone.wait()
     files.lease.write_text(json.dumps({"process": identity.to_json()}))
     with files.submit_lock(timeout_s=5.0):

@@ -36,8 +36,8 @@ def test_a_driver_that_is_none_is_not_killed(
     tmp_path: Path, bystander: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = folder(tmp_path, executor="local")
-    gone = {**ProcessId.of(bystander.pid).to_json(), "start": 1}
-    claim_of(files, executor="local", job=gone, driver=ProcessId.of(bystander.pid).to_json())
+    gone = {**ProcessId.from_pid(bystander.pid).to_json(), "start": 1}
+    claim_of(files, executor="local", job=gone, driver=ProcessId.from_pid(bystander.pid).to_json())
     assert Claim.newest(files) is not None
     with pytest.raises(UserError, match="left alone"):
         submit_module._await_orphan(files, 0.0, open("/dev/null", "w"))  # noqa: SIM115
@@ -110,7 +110,7 @@ def test_a_submission_that_does_not_wait_names_the_job_and_the_next_one_attaches
     with pytest.raises(JobCancelled, match="was cancelled"):
         run.submit(enabled=False, attempt=2)
     gone = subprocess.Popen(["true"])
-    requester = ProcessId.of(gone.pid)
+    requester = ProcessId.from_pid(gone.pid)
     gone.wait()
     with pytest.raises(WaitInterrupted, match=r"who asked for segment 0 of .* is gone"):
         Submission(SubmitRequest(run.root, ["true"], executor="local"), WaitOptions(requester=requester)).run()

@@ -30,10 +30,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wait_for(root: Path) -> Wait:
-    record = JobRecord(0, 1, "token", "local", ["secret"], "name", job_id="12", process=ProcessId.of(os.getpid()))
+    record = JobRecord(0, 1, "token", "local", ["secret"], "name", job_id="12", process=ProcessId.from_pid(os.getpid()))
     files = SegmentJournal(RunPaths(root), 0)
-    waiter = Waiter(files, record, print, poll_s=0.1, deadline_s=9.0, asked_by=ProcessId.of(os.getpid()), began=3.0)
-    return Wait.of(waiter, answers=True)
+    waiter = Waiter(
+        files, record, print, poll_s=0.1, deadline_s=9.0, asked_by=ProcessId.from_pid(os.getpid()), began=3.0
+    )
+    return Wait.from_waiter(waiter, answers=True)
 
 
 def test_any_process_can_continue_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +46,7 @@ def test_any_process_can_continue_a_wait(tmp_path: Path, monkeypatch: pytest.Mon
     waiter = continued.waiter(print)
     assert (waiter.files.paths.root, waiter.files.segment, waiter.record.job_id) == (tmp_path, 0, "12")
     assert (waiter.deadline_s, waiter.poll_s, waiter.began) == (9.0, 0.1, 3.0)
-    assert waiter.asked_by == ProcessId.of(os.getpid()) and waiter.record.command == []
+    assert waiter.asked_by == ProcessId.from_pid(os.getpid()) and waiter.record.command == []
 
 
 class Listener:

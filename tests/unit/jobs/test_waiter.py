@@ -179,7 +179,7 @@ def test_a_silent_slurm_is_borne_for_a_while(
 
 
 def test_the_job_that_owns_the_segment_is_waited_for(files: SegmentJournal, waiter: Callable[..., Waiter]) -> None:
-    job = ProcessId.of(os.getpid())
+    job = ProcessId.from_pid(os.getpid())
     replace(waiter(Reports()).record, token="other", job_id="6").write(files)
     claimed(files, token="other", job_id="6", job=job.to_json())
     reports = Reports(job6=RUNNING)
@@ -216,7 +216,7 @@ def test_the_wait_ends_at_its_deadline_or_with_who_asked(waiter: Callable[..., W
     with pytest.raises(DeadlineExceeded, match=r"not finished within 0 s; Slurm job 5 goes on"):
         waiter(Reports(job5=RUNNING), deadline_s=0.0).wait()
     gone = subprocess.Popen(["true"])
-    asked_by = ProcessId.of(gone.pid)
+    asked_by = ProcessId.from_pid(gone.pid)
     gone.wait()
     with pytest.raises(WaitInterrupted, match=r"Slurm job 5 goes on with segment 0[^$]*rlhpc cancel"):
         waiter(Reports(job5=RUNNING), asked_by=asked_by).wait()

@@ -14,7 +14,7 @@ from rlhpc.jobs.plan import build_plan
 from rlhpc.language.config.run import GrpoConfig, minibatch_size
 from rlhpc.language.planning.workload import rl_workload
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.memory.plan import memory_plan
+from rlhpc.runs.memory.plan import compute_memory_plan
 from rlhpc.runtime.errors import ConfigError
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "reasoning" / "demo.yaml"
@@ -91,7 +91,7 @@ def test_a_batch_that_is_left_open_is_the_whole_step(prompts: int, group: int) -
     for section in (left_open.actor, left_open.critic):
         assert section.global_batch_size is None and minibatch_size(left_open, section) == prompts * group
     assert rl_workload(left_open, 0).smaller == rl_workload(explicit, 0).smaller
-    memory = [memory_plan(cfg, build_plan(cfg, launcher="local")) for cfg in (left_open, explicit)]
+    memory = [compute_memory_plan(cfg, build_plan(cfg, launcher="local")) for cfg in (left_open, explicit)]
     assert memory[0] == memory[1]
 
 

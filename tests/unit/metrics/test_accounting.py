@@ -162,7 +162,7 @@ def test_sizes_and_odd_lines() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     paths.submit.mkdir(parents=True)
     return paths
 

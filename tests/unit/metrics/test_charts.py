@@ -26,7 +26,7 @@ from rlhpc.metrics.charts import (
     tick_labels,
     ticks,
 )
-from rlhpc.metrics.curves import Metric, color_of, metric_charts
+from rlhpc.metrics.curves import Metric, color_of, draw_metric_charts
 
 #: DejaVu Sans at 13 px: the widest of the fonts that a page falls back to.
 MEASURED = {
@@ -184,7 +184,7 @@ def test_a_metric_is_drawn_once_and_in_one_colour() -> None:
     rows = [{"step": step, "train/policy_loss": 1 / step, "train/loss": 1 / step, "train/accuracy": step / 9,
              "train/lr": 1e-4} for step in range(1, 9)]  # fmt: skip
     names = ("policy_loss", "loss", "accuracy", "lr", "absent")
-    charts = metric_charts(rows, [Metric(name, f"train/{name}", name, "") for name in names], ("absent",))
+    charts = draw_metric_charts(rows, [Metric(name, f"train/{name}", name, "") for name in names], ("absent",))
     assert statement(charts["loss"]) == "loss: the same as policy_loss" and statement(charts["lr"]) == "lr: 1e-4"
     assert statement(charts["accuracy"]) is None and is_empty(charts["absent"])
     assert f"stroke:var(--c{color_of('eval/accuracy')})" in charts["accuracy"]

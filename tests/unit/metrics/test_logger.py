@@ -19,7 +19,7 @@ from rlhpc.runtime.errors import ConfigError, RlhpcError
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
-    return RunPaths.of(tmp_path, "run")
+    return RunPaths.from_run_dir(tmp_path, "run")
 
 
 def write(paths: RunPaths, first: int, last: int, resume: int | None = None) -> None:
@@ -62,7 +62,7 @@ def test_steps_do_not_go_back(paths: RunPaths) -> None:
 
 
 def test_resumed_rows_equal_uninterrupted_ones(paths: RunPaths, tmp_path: Path) -> None:
-    other = RunPaths.of(tmp_path, "uninterrupted")
+    other = RunPaths.from_run_dir(tmp_path, "uninterrupted")
     write(other, 1, 20)
     write(paths, 1, 13)
     write(paths, 9, 20, resume=8)
@@ -71,7 +71,7 @@ def test_resumed_rows_equal_uninterrupted_ones(paths: RunPaths, tmp_path: Path) 
 
 @pytest.mark.parametrize("cut", [1, 5, 30])
 def test_torn_last_line_is_repaired(paths: RunPaths, tmp_path: Path, cut: int) -> None:
-    other = RunPaths.of(tmp_path, "uninterrupted")
+    other = RunPaths.from_run_dir(tmp_path, "uninterrupted")
     write(other, 1, 9)
     write(paths, 1, 6)
     paths.metrics.write_bytes(paths.metrics.read_bytes()[:-cut])
@@ -121,7 +121,7 @@ def test_unknown_backend_names_the_nearest(paths: RunPaths) -> None:
 def test_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(RlhpcError, match="metrics could not be written"):
-        MetricLogger(RunPaths.of(tmp_path, "run"))
+        MetricLogger(RunPaths.from_run_dir(tmp_path, "run"))
 
 
 def test_tensorboard_hides_what_came_after_the_resumed_step(paths: RunPaths) -> None:

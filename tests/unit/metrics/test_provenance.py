@@ -18,7 +18,7 @@ from rlhpc.metrics.provenance import (
     interval_of,
     judging_suite,
     last_result,
-    left_out,
+    list_skipped_results,
     metric_title,
     placed_starts,
     read_all_results,
@@ -32,7 +32,7 @@ from rlhpc.runtime.errors import RlhpcError
 
 
 def test_segments_are_appended_and_the_rest_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     first = write_provenance(paths, OmegaConf.create({"a": 1}), ["rlhpc", "train", "a b.yaml"])
     assert first["command"] == "rlhpc train 'a b.yaml'" and first["slurm"]["JOB_ID"] == "77"
@@ -47,7 +47,7 @@ def test_segments_are_appended_and_the_rest_stays(tmp_path: Path, monkeypatch: p
 
 
 def test_damaged_record_is_replaced(tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     paths.root.mkdir()
     paths.provenance.write_text("{")
     assert read_provenance(paths) == {}
@@ -57,11 +57,11 @@ def test_damaged_record_is_replaced(tmp_path: Path) -> None:
 def test_unwritable(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(RlhpcError, match=r"provenance could not be written"):
-        write_provenance(RunPaths.of(tmp_path, "run"), None, "x")
+        write_provenance(RunPaths.from_run_dir(tmp_path, "run"), None, "x")
 
 
 def test_starts_in_slurm_jobs_have_their_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     for job, node in (("77", 0), ("78", 1)):
         monkeypatch.setenv("SLURM_JOB_ID", job)
         changes = {"step": 5, "changes": ["actor.lr: 0.1 → 0.2", "seed: 1 → 2"]} if job == "78" else None
@@ -75,7 +75,7 @@ def test_starts_in_slurm_jobs_have_their_placement(tmp_path: Path, monkeypatch: 
 
 
 def test_fields_of_another_type_are_left_out(tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     paths.root.mkdir()
     foreign = {"git": "main", "command": "x", "placement": {"actor": [{"rank": -1}]}, "segments": [3, {"slurm": []}]}
     paths.provenance.write_text(json.dumps(foreign))
@@ -108,7 +108,7 @@ def evaluated(paths: RunPaths, step: int, suite: str, **result: Any) -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> RunPaths:
     """A run that was evaluated on two suites, and one of whose results another program has damaged."""
-    paths = RunPaths.of(tmp_path, "run")
+    paths = RunPaths.from_run_dir(tmp_path, "run")
     evaluated(paths, 20, "gsm", accuracy=0.5, n=100, accuracy_ci95=[0.4, 0.6], pass_at_k={"1": 0.5, "4": 0.75})
     evaluated(paths, 10, "gsm", accuracy=0.25, n=100)
     evaluated(paths, 10, "hard", accuracy=0.1, n="many", levels={"1": {"accuracy": "x", "n": 3}})
@@ -121,7 +121,7 @@ def test_results_are_sorted_and_their_damaged_fields_named(results: RunPaths) ->
         ("gsm", 10), ("gsm", 20), ("hard", 10)
     ]  # fmt: skip
     assert [result["global_step"] for result in read_results(results, "gsm")] == [10, 20]
-    assert left_out(results) == ["global_step_10/hard.json: n, levels.1.accuracy"]
+    assert list_skipped_results(results) == ["global_step_10/hard.json: n, levels.1.accuracy"]
     [hard] = read_results(results, "hard")
     assert "n" not in hard and hard["levels"] == {"1": {"n": 3}}
 

@@ -72,7 +72,7 @@ class PlainGroup:
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     """Returns the paths of a run."""
-    return RunPaths.of(tmp_path, "run")
+    return RunPaths.from_run_dir(tmp_path, "run")
 
 
 @pytest.fixture(autouse=True)

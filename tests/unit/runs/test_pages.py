@@ -118,9 +118,9 @@ def robot_run(paths: RunPaths, gain: float) -> RunPaths:
 
 def write_pages(folder: Path) -> list[Path]:
     """Writes every page that people look at, of runs of both wings."""
-    words = language_run(RunPaths.of(folder, "words"), 0.5)
-    push = robot_run(RunPaths.of(folder, "push"), 0.9)
-    once = language_run(RunPaths.of(folder, "once"), 0.4)
+    words = language_run(RunPaths.from_run_dir(folder, "words"), 0.5)
+    push = robot_run(RunPaths.from_run_dir(folder, "push"), 0.9)
+    once = language_run(RunPaths.from_run_dir(folder, "once"), 0.4)
     once.eval_result(20, "held_out").unlink()
     rows = [json.loads(line) for line in once.metrics.read_text().splitlines()]
     plain = [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows]

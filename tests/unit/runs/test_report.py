@@ -17,7 +17,7 @@ from rlhpc.metrics import MetricLogger, update_provenance, write_provenance
 from rlhpc.metrics.charts import Line, line_chart, number, thin, ticks
 from rlhpc.metrics.phase_times import phase_columns
 from rlhpc.metrics.provenance import describe_result
-from rlhpc.runs.report import placement_grid, write_curves, write_report
+from rlhpc.runs.report import render_placement_grid, write_curves, write_report
 from rlhpc.runtime.errors import RlhpcError
 from rlhpc.runtime.registry import GenerationFolder
 from rlhpc.runtime.text import format_bytes, format_duration
@@ -52,7 +52,7 @@ def check(path: Path) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    paths = RunPaths.of(tmp_path, "a <run>")
+    paths = RunPaths.from_run_dir(tmp_path, "a <run>")
     write_provenance(paths, {}, "rlhpc train x.yaml")
     update_provenance(paths, placement={"actor": [{"rank": 0, "node": "n1", "accelerators": [0]}]})
     paths.config.write_text("env:\n  train:\n    env_id: CartPole-v1\n    note: <b>\n")
@@ -115,7 +115,7 @@ def test_the_weight_sync_is_reported_with_its_strategy_and_rate(run: RunPaths) -
 
 
 def test_empty_run_says_what_is_missing(tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "empty")
+    paths = RunPaths.from_run_dir(tmp_path, "empty")
     with pytest.raises(RlhpcError, match="no such run folder"):
         write_report(paths)
     assert not paths.root.exists()
@@ -194,7 +194,7 @@ def test_a_run_is_judged_by_its_first_suite(run: RunPaths, order: tuple[str, str
 
 
 def test_a_language_run_is_judged_by_its_first_suite(tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "words")
+    paths = RunPaths.from_run_dir(tmp_path, "words")
     paths.root.mkdir()
     paths.config.write_text(json.dumps({"runner": {"task_type": "reasoning"}, "workflow": {"eval_suites": ["hard"]}}))
     text = suites_of(paths, "accuracy", {"easy": {5: 0.99, 10: 0.98}, "hard": {5: 0.31, 10: 0.22}})
@@ -214,7 +214,7 @@ def test_curves_are_files_of_their_own(run: RunPaths, tmp_path: Path) -> None:
     }
     for path in files:
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-    empty = RunPaths.of(tmp_path, "nothing")
+    empty = RunPaths.from_run_dir(tmp_path, "nothing")
     assert "nothing logged yet" in write_curves(empty, tmp_path / "empty")[0].read_text()
 
 
@@ -284,12 +284,12 @@ def test_thinning_keeps_spikes() -> None:
 
 def test_placement_picture_joins_stretches_of_ranks() -> None:
     ranks = [{"rank": rank, "node_rank": 0, "accelerators": []} for rank in (*range(8), 12)]
-    grid = placement_grid({"env": ranks})
+    grid = render_placement_grid({"env": ranks})
     assert "env 0–7, 12" in grid and "CPU" in grid and "node 0" in grid and "9 processes" in grid
-    assert "No placement" in placement_grid(None) and "No placement" in placement_grid({})
-    assert "No placement" in placement_grid({"env": []})
-    assert "cannot be read" in placement_grid({"env": [{"rank": None}]})
-    twins = placement_grid({"env": [{"rank": rank, "node": "vm", "node_rank": rank} for rank in range(2)]})
+    assert "No placement" in render_placement_grid(None) and "No placement" in render_placement_grid({})
+    assert "No placement" in render_placement_grid({"env": []})
+    assert "cannot be read" in render_placement_grid({"env": [{"rank": None}]})
+    twins = render_placement_grid({"env": [{"rank": rank, "node": "vm", "node_rank": rank} for rank in range(2)]})
     assert "vm (0)" in twins and "vm (1)" in twins
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def test_source_and_overrides_are_read_back(tmp_path: Path) -> None:
     overrides = [f"runner.run_dir={tmp_path}", "runner.name=a", "data.x='two\nlines'"]
     cfg = load_config(ROOT / "configs" / "quickstart.yaml", overrides[:2], check=False)
-    files = SegmentJournal(RunPaths.of(tmp_path, "a"), 0)
+    files = SegmentJournal(RunPaths.from_run_dir(tmp_path, "a"), 0)
     submitted = SubmittedConfig(files, cfg, "configs/quickstart.yaml", overrides)
     submitted(is_live=False)
     assert read_source(submitted.path) == (str(Path("configs/quickstart.yaml").absolute()), overrides)

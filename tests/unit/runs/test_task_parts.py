@@ -32,7 +32,7 @@ def run_config(**runner: Any) -> RunConfig:
 def test_groups_that_define_nothing_end_the_run_at_any_failure() -> None:
     cfg, groups = run_config(), GroupSpec[RunConfig]({"actor": "module:Actor"}, preload=["torch"])
     assert groups.worker_classes_of(cfg) == {"actor": "module:Actor"} and groups.components(cfg) == ["actor"]
-    assert groups.preload == ("torch",) and groups.most_useful(cfg, {"actor": 1}) == {}
+    assert groups.preload == ("torch",) and groups.max_useful_ranks(cfg, {"actor": 1}) == {}
     policies = groups.policies(cfg, max_recoveries=2)
     assert policies.max_recoveries == 2 and not policies.restartable and not policies.elastic
     assert groups.placed(cfg, {"actor": 2}) is cfg
@@ -42,7 +42,7 @@ def test_groups_that_define_nothing_end_the_run_at_any_failure() -> None:
 def test_checks_that_define_nothing_accept_every_configuration(tmp_path: Path) -> None:
     cfg, checks = run_config(), ConfigChecks[RunConfig]()
     checks.check(cfg, lambda key, rule: ConfigError(key), training=True)
-    assert checks.missing(cfg) == [] and list(checks.preflight(cfg, {"actor": 1})) == []
+    assert checks.find_missing_keys(cfg) == [] and list(checks.preflight(cfg, {"actor": 1})) == []
     assert checks.differences(cfg, tmp_path) == [] and list(checks.evaluation_metrics(cfg)) == []
     assert checks.prepare(cfg, resumes=True) is cfg
     with checks.trial(cfg) as trial_cfg:

@@ -14,9 +14,9 @@ from rlhpc.runtime.allocation import (
     expand_counts,
     expand_hostlist,
     gpus_in,
-    gpus_of_job,
     gpus_per_node,
     granted_cpus,
+    query_gpus_of_job,
     slurm_nodes,
     steps_possible,
     visible_accelerators,
@@ -77,7 +77,7 @@ class TestNodes:
         scontrol.write_text(f"#!/bin/sh\ncat <<'END'\n{JOBS}END\n")
         scontrol.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        assert gpus_of_job("7") == {1: 2}
+        assert query_gpus_of_job("7") == {1: 2}
         job = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "far1",
                "SLURM_JOB_NODELIST_HET_GROUP_1": "far[2-3]"}  # fmt: skip
         assert [node.accelerators for node in slurm_nodes(job, asks_slurm=True)] == [(), (0, 1), (0, 1)]

@@ -101,6 +101,44 @@ def test_a_subclass_may_define_a_member_under_its_former_name() -> None:
     assert table.num_rows == 5
 
 
+@pytest.mark.parametrize(
+    ("path", "former", "current"),
+    [
+        ("rlhpc.runs.runner:Runner", "restored", "check_restored"),
+        ("rlhpc.runs.task_parts:ConfigChecks", "missing", "find_missing_keys"),
+        ("rlhpc.runs.task_parts:GroupSpec", "most_useful", "max_useful_ranks"),
+        ("rlhpc.runtime.worker_group:WorkerGroup", "why_left", "find_leave_reason"),
+        ("rlhpc.embodied.models.base:Policy", "imitated", "imitated_offsets"),
+        ("rlhpc.embodied.models.base:Policy", "played", "decode_plan"),
+        ("rlhpc.language.models.token_batch:TokenBatch", "of", "from_sequences"),
+        ("rlhpc.language.algorithms.base:MinibatchCounts", "of", "from_batch"),
+    ],
+)
+def test_a_former_member_of_a_plugin_interface_works(path: str, former: str, current: str) -> None:
+    """It can be read, and a subclass that defines it is called under its current name."""
+    need_extra(*{"embodied": ("embodied",), "language": ("llm",)}.get(path.split(".")[1], ()))
+    cls = load_attribute(path, "key")
+    with pytest.warns(FutureWarning, match=f"{cls.__name__}.{former} is now {current}"):
+        assert getattr(cls, former) == getattr(cls, current)
+    with pytest.warns(FutureWarning, match=f"Own.{former} is now {current}"):
+        own = type("Own", (cls,), {former: "own"})
+    assert getattr(own, current) == "own"
+
+
+def test_a_class_with_former_members_keeps_its_own_hook_for_subclasses() -> None:
+    defined = []
+
+    @former_members(grow="extend")
+    class Hooked:
+        def __init_subclass__(cls, **kwargs: object) -> None:
+            super().__init_subclass__()
+            defined.append((cls.__name__, "extend" in vars(cls), kwargs))
+
+    with pytest.warns(FutureWarning, match="Extended.grow is now extend"):
+        type("Extended", (Hooked,), {"grow": None}, size=2)
+    assert defined == [("Extended", True, {"size": 2})]
+
+
 def test_keywords_are_checked_by_todays_names() -> None:
     @former_keywords(size="num_rows")
     def rows(num_rows: int) -> int:

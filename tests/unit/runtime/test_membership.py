@@ -20,7 +20,7 @@ from rlhpc.runtime.comm.queues import TooEarly
 from rlhpc.runtime.errors import ChannelError, DeadlineExceeded, WorkerFailed
 from rlhpc.runtime.failure_detection import FailurePolicy
 from rlhpc.runtime.joining import join_request
-from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers import RankProcess
 from rlhpc.runtime.membership import Membership, RankTable, exit_failure, state_check
 from rlhpc.runtime.policies import GroupPolicy, SessionPhase, SessionPolicies
 from rlhpc.runtime.registry import DEPARTED, GenerationFolder
@@ -32,7 +32,7 @@ def test_who_is_starting_is_waited_for_before_anything_is_decided() -> None:
     """A rank that starts again, or joins, while another fails: it is ready, or has ended, by the time it counts."""
     launcher: Any = SimpleNamespace(limit_s=0.0)
     specs: list[Any] = [SimpleNamespace(name=f"many-{rank}", group="many") for rank in range(3)]
-    here, starting, ending = members = [Member(spec, launcher) for spec in specs]
+    here, starting, ending = members = [RankProcess(spec, launcher) for spec in specs]
     ranks = RankTable(lambda ended: None)
     ranks.add(members)
     ranks.record_arrival(here, 1, {})
@@ -60,7 +60,7 @@ def test_ranks_that_do_not_answer_are_waited_for_together(monkeypatch: pytest.Mo
 
     peers = SimpleNamespace(begin=lambda *arguments: 0, reply_to=reply_to)
     specs: list[Any] = [SimpleNamespace(name=f"many-{rank}", group="many", rank=rank) for rank in range(20)]
-    members = [Member(spec, SimpleNamespace(limit_s=0.0)) for spec in specs]  # type: ignore[arg-type]
+    members = [RankProcess(spec, SimpleNamespace(limit_s=0.0)) for spec in specs]  # type: ignore[arg-type]
     ranks = RankTable(lambda ended: None)
     ranks.add(members)
     for member in members:
@@ -85,7 +85,7 @@ class Launched:
     def __init__(self) -> None:
         self.killed: list[str] = []
 
-    def kill(self, members: list[Member]) -> None:
+    def kill(self, members: list[RankProcess]) -> None:
         self.killed += [member.spec.name for member in members]
 
 
@@ -104,7 +104,7 @@ class Run:
             lambda group, rank, why: self.lost.append((group, rank, why)),
         )  # fmt: skip
         specs = [spec_of("rollout", 0, folder), spec_of("rollout", 1, folder), spec_of("actor", 0, folder, 1)]
-        self.members = [Member(spec, self.launcher) for spec in specs]  # type: ignore[arg-type]
+        self.members = [RankProcess(spec, self.launcher) for spec in specs]  # type: ignore[arg-type]
         self.ranks.add(self.members)
         for member in self.members:
             self.arrive(member)
@@ -114,15 +114,15 @@ class Run:
     def begin(self) -> None:
         self.failures.enter(SessionPhase.RUNNING, self.policies)
 
-    def arrive(self, member: Member) -> None:
+    def arrive(self, member: RankProcess) -> None:
         spec = member.spec
         data = {"host": "here", "ipc": "", "tcp": ""}
         record = {"group": spec.group, "rank": spec.rank, "incarnation": spec.incarnation, "pid": 1, "data": data}
         self.ranks.record_arrival(member, 1, record)
 
-    def join(self, **changes: Any) -> Member:
+    def join(self, **changes: Any) -> RankProcess:
         spec = json.loads(self.membership.join(join_request("rollout", 2, 0) | changes))
-        return self.ranks.members[f"{spec['group']}-{spec['rank']}"]
+        return self.ranks.processes[f"{spec['group']}-{spec['rank']}"]
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_rank_joins_works_and_leaves(run: Run) -> None:
     assert run.membership.leaving("rollout") == [2]
     run.membership.register_departure(member, WorkerFailed("gone"), run.rpc)
     assert member.state == "ended" and member.has_departed and run.rpc.left == [member.spec.incarnation]
-    assert json.loads(run.membership.join(asked)) == "its job ends" == run.membership.why_left("rollout", 2)
+    assert json.loads(run.membership.join(asked)) == "its job ends" == run.membership.find_leave_reason("rollout", 2)
     assert run.membership.by_job() == {"7": 0} and run.membership.ranks_of_job("7") == []
     wait_until(lambda: len(run.events) == 3, 10.0)
     assert [event["event"] for event in run.events] == ["joined", "works", "left"]
@@ -169,7 +169,7 @@ def test_a_rank_that_is_lost_is_killed_reported_and_published(run: Run) -> None:
     published = run.registry.get(DEPARTED, "rollout-1")
     assert published is not None and (published["why"], published["incarnation"]) == ("silent for 9 s", "rollout1")
     assert run.launcher.killed == ["rollout-1"] and run.lost == [("rollout", 1, "silent for 9 s")]
-    assert run.membership.restartable("rollout") == [lost] and run.membership.why_left("rollout", 1) == ""
+    assert run.membership.restartable("rollout") == [lost] and run.membership.find_leave_reason("rollout", 1) == ""
     assert run.events == [], "those are of joined ranks"
 
 
@@ -206,7 +206,7 @@ def test_who_may_not_join(run: Run, changes: dict[str, Any], message: str) -> No
     run.begin()
     with pytest.raises(ChannelError) as refused:
         run.join(**changes)
-    assert message in str(refused.value) and len(run.ranks.members) == 3 and run.events == []
+    assert message in str(refused.value) and len(run.ranks.processes) == 3 and run.events == []
 
 
 def test_what_a_failed_rank_says(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_what_a_failed_rank_says(tmp_path: Path) -> None:
 def test_the_table_has_the_newest_rank_of_each_name(tmp_path: Path) -> None:
     changes: list[list[str]] = []
     table, launcher = RankTable(lambda ended: changes.append([*ended])), Launched()
-    old, other = (Member(spec_of("env", rank, tmp_path), launcher) for rank in range(2))  # type: ignore[arg-type]
-    new = Member(replace(old.spec, incarnation="later"), launcher)  # type: ignore[arg-type]
+    old, other = (RankProcess(spec_of("env", rank, tmp_path), launcher) for rank in range(2))  # type: ignore[arg-type]
+    new = RankProcess(replace(old.spec, incarnation="later"), launcher)  # type: ignore[arg-type]
     table.add([old, other])
     table.add([new])
     assert table.find("env-0", "later") is new and table.find("env-0", "env0") is None
@@ -232,6 +232,6 @@ def test_the_table_has_the_newest_rank_of_each_name(tmp_path: Path) -> None:
     table.mark_stopping([other])
     assert table.record_ends([other, new]) == [new], "the other was told to end"
     assert state_check("ended", [new, other])() and table.await_exit([new, old], 0.0) == [old]
-    assert table.await_ended([new, other], 0.0) and table.alive_members() == []
+    assert table.await_ended([new, other], 0.0) and table.alive_processes() == []
     table.forget_ended("nothing")
-    assert table.all_members() == [] and len(changes) == 3
+    assert table.all_processes() == [] and len(changes) == 3

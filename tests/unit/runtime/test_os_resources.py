@@ -64,7 +64,7 @@ try:
     group.barrier().wait()
     print("started", resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd")) - 1)
 except ConfigError as error:
-    print(len(Session.current().members), error)
+    print(len(Session.current().processes), error)
 Session.current().stop()
 """
 

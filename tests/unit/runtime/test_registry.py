@@ -31,19 +31,19 @@ def registry(tmp_path: Path) -> GenerationFolder:
 def context(registry: GenerationFolder) -> Context:
     registry.put("members", "env-0", {"group": "env", "rank": 0})
     made = Context("driver", registry, cast(Any, SimpleNamespace(epoch=0)))
-    assert made.member("env", 0)["group"] == "env"
+    assert made.rank_record("env", 0)["group"] == "env"
     return made
 
 
 def test_a_known_member_is_still_known_when_its_generations_folder_was_removed(context: Context) -> None:
     shutil.rmtree(context.registry.root)
-    assert context.member("env", 0)["rank"] == 0
+    assert context.rank_record("env", 0)["rank"] == 0
 
 
 def test_an_unknown_member_is_not_waited_for_where_it_cannot_arrive(context: Context) -> None:
     shutil.rmtree(context.registry.root)
     with pytest.raises(StaleGeneration, match=r"the registry folder .*/local-0 was removed while the run went on"):
-        context.member("env", 1)
+        context.rank_record("env", 1)
 
 
 def test_a_member_that_was_taken_out_is_waited_for(context: Context) -> None:
@@ -51,7 +51,7 @@ def test_a_member_that_was_taken_out_is_waited_for(context: Context) -> None:
     context.registry.remove("members", "env-0")
     context.service.epoch += 1
     with pytest.raises(RendezvousTimeout, match="env-0"):
-        context.member("env", 0, timeout=0.05)
+        context.rank_record("env", 0, timeout=0.05)
 
 
 @pytest.mark.parametrize(("folder", "name"), [("run/registry", "registry"), ("run", "run folder")])
@@ -59,7 +59,7 @@ def test_a_registry_that_is_gone_is_said_at_once(context: Context, tmp_path: Pat
     shutil.rmtree(tmp_path / folder)
     context.service.epoch += 1
     words = f"the {name} {tmp_path / folder} was removed while the run went on"
-    for attempt in (lambda: context.member("env", 0), lambda: context.registry.put("groups", "env", {})):
+    for attempt in (lambda: context.rank_record("env", 0), lambda: context.registry.put("groups", "env", {})):
         with pytest.raises(StaleGeneration, match=words):
             attempt()
     assert not (tmp_path / folder).exists()

@@ -23,8 +23,8 @@ from rlhpc.runtime.errors import ConfigError, OwnershipError, StorageError
 from rlhpc.runtime.scratch import (
     Scratch,
     cache_folder,
-    folder_for_sockets,
     live,
+    make_socket_folder,
     make_temporary_folder,
     remove_stale,
     temporary_folder,
@@ -323,10 +323,10 @@ def test_what_is_kept_for_the_next_run_is_private_and_no_sessions(
 
 def test_a_folder_for_sockets_goes_with_its_session(roots: tuple[Path, Path], monkeypatch) -> None:
     monkeypatch.setattr(scratch_module, "_held", {})  # those of tests before, in the same process
-    alone = folder_for_sockets("agents")
+    alone = make_socket_folder("agents")
     assert alone.parent == roots[0] and alone.stat().st_mode & 0o777 == 0o700
     scratch = Scratch.create()
-    assert folder_for_sockets("agents").parent == scratch.sockets != folder_for_sockets("agents")
+    assert make_socket_folder("agents").parent == scratch.sockets != make_socket_folder("agents")
     scratch.leave()
     assert list(roots[0].iterdir()) == [alone]
 
@@ -473,7 +473,7 @@ def test_a_temporary_folder_lies_in_the_session_and_goes_with_it(monkeypatch: py
     scratch = Scratch.create()
     try:
         folder = make_temporary_folder("x")
-        assert folder.parent == scratch.sockets == folder_for_sockets("y").parent
+        assert folder.parent == scratch.sockets == make_socket_folder("y").parent
         with temporary_folder("x") as inside:
             assert inside.parent == scratch.sockets
         assert not inside.exists()
@@ -513,7 +513,7 @@ def test_large_files_lie_below_the_sites_scratch_and_sockets_do_not(
     monkeypatch.setenv("RLHPC_SCRATCH", str(disk))
     scratch = Scratch.create()
     try:
-        files, sockets = make_temporary_folder("box"), folder_for_sockets("api")
+        files, sockets = make_temporary_folder("box"), make_socket_folder("api")
         (files / "large").write_text("x")
         assert files.parent == scratch.spill and disk in files.parents and sockets.parent == scratch.sockets
         scratch.free_memory()

@@ -237,7 +237,7 @@ def test_the_processor_time_and_memory_of_ranks_are_published_and_removed_at_the
     cores, memory, accelerator_memory, accelerator_use = usage()["used-1"]
     assert cores is not None and memory is not None and accelerator_memory is None and accelerator_use is None
     assert 0 <= cores <= 64 and 2**22 < memory < 2**36
-    (member,) = (member for member in running.ranks.all_members() if member.spec.name == "used-0")
+    (member,) = (member for member in running.ranks.all_processes() if member.spec.name == "used-0")
     for usage_now, is_due in ((7.0, False), (8.0, True)):
         if is_due:
             running._next_usage_at = 0.0

@@ -40,8 +40,8 @@ def test_phases_last_until_the_next_and_add_up() -> None:
 
 def test_a_start_ends_with_the_first_step() -> None:
     phases = rank(0, ("environment", 1.0), ("update", 3.0), (WAITING, 900.0), ("update", 950.0))
-    assert phases.until(5.0).durations() == {"environment": 2.0, "update": 2.0}
-    assert rank(0, ("environment", 7.0)).until(5.0).durations() == {}, "a rank that was started again later"
+    assert phases.truncate_at(5.0).durations() == {"environment": 2.0, "update": 2.0}
+    assert rank(0, ("environment", 7.0)).truncate_at(5.0).durations() == {}, "a rank that was started again later"
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_start_that_is_stuck_names_rank_and_phase(session: Session) -> None:
 
 
 def names_of(session: Session, rank: int) -> list[str]:
-    return [phase for phase, _ in session.ranks.members[f"slow-{rank}"].phases]
+    return [phase for phase, _ in session.ranks.processes[f"slow-{rank}"].phases]
 
 
 def wait_for(session: Session, rank: int, phases: list[str]) -> None:

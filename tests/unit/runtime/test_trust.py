@@ -52,7 +52,7 @@ def test_what_names_no_code_passes(content: Any) -> None:
 
 def test_names_and_switches_of_the_users_own_configuration_are_trusted() -> None:
     mine = {"env": {"env_id": "my.module:Env", "simulator_python": "/opt/python"}, "note": "no code"}
-    trust = Trust.of(mine)
+    trust = Trust.from_config(mine)
     assert trust.names == {"my.module:Env", "simulator_python"}
     trust.check({"env": {"env_id": "my.module:Env", "simulator_python": "/another"}}, "export")
     with pytest.raises(ConfigError, match=r"'my\.module:Other'"):
@@ -60,9 +60,9 @@ def test_names_and_switches_of_the_users_own_configuration_are_trusted() -> None
 
 
 def test_overrides_are_read_as_yaml_where_they_are() -> None:
-    trust = Trust.of_words(["env.env_id=a.b:C", "env.wrappers=[d:E, f]", "text={broken", "flag"])
+    trust = Trust.from_overrides(["env.env_id=a.b:C", "env.wrappers=[d:E, f]", "text={broken", "flag"])
     assert trust.names == {"a.b:C", "d:E"}
-    assert Trust.of_words([], everything=True).everything
+    assert Trust.from_overrides([], everything=True).everything
 
 
 def test_resolvers_of_a_foreign_file_become_text_or_are_refused() -> None:

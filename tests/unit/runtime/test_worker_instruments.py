@@ -29,7 +29,7 @@ def test_lines_are_in_the_rank_s_log_with_level_and_rank(group: WorkerGroup) -> 
     group.speak("hello").wait()
     session = Session.running()
     assert session is not None
-    first, last = (Path(session.members[f"tools-{rank}"].spec.log_err).read_text() for rank in (0, 1))
+    first, last = (Path(session.processes[f"tools-{rank}"].spec.log_err).read_text() for rank in (0, 1))
     for log, rank in ((first, 0), (last, 1)):
         for level, text in (("INFO", "info hello"), ("WARNING", "warning hello 100%"), ("ERROR", "error hello")):
             assert f"{level} [tools-{rank}] {text}\n" in log

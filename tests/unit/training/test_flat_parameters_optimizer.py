@@ -26,7 +26,7 @@ def test_the_optimizer_is_torchs(name, kind, decay):
     module, other = Tiny(), Tiny()
     other.load_state_dict(module.state_dict())
     options = SimpleNamespace(**{**vars(OPTIM), "name": name, "weight_decay": decay, "clip_grad": None})
-    backend = FlatModule(module, AdamOptions.of(options))
+    backend = FlatModule(module, AdamOptions.from_config(options))
     reference = kind(other.parameters(), lr=1e-2, eps=1e-5, weight_decay=decay)
     for _ in range(5):
         backend.zero_grad()
@@ -40,7 +40,10 @@ def test_the_optimizer_is_torchs(name, kind, decay):
 
 
 def test_optimizer_state_survives_a_round_trip():
-    backend, other = FlatModule(Tiny(), AdamOptions.of(OPTIM)), FlatModule(Tiny(), AdamOptions.of(OPTIM))
+    backend, other = (
+        FlatModule(Tiny(), AdamOptions.from_config(OPTIM)),
+        FlatModule(Tiny(), AdamOptions.from_config(OPTIM)),
+    )
     for b in (backend, other):
         if b is other:
             other.module.load_state_dict(backend.module.state_dict())
@@ -58,9 +61,9 @@ def test_optimizer_state_survives_a_round_trip():
 
 
 def test_the_optimizer_of_another_model_is_refused():
-    state = FlatModule(nn.Linear(2, 2), AdamOptions.of(OPTIM)).state_dict()
+    state = FlatModule(nn.Linear(2, 2), AdamOptions.from_config(OPTIM)).state_dict()
     with pytest.raises(CheckpointError, match="other parameters"):
-        FlatModule(nn.Linear(3, 2), AdamOptions.of(OPTIM)).load_state_dict(state)
+        FlatModule(nn.Linear(3, 2), AdamOptions.from_config(OPTIM)).load_state_dict(state)
 
 
 def critic(name):
@@ -80,7 +83,7 @@ def test_values_have_a_learning_rate_that_follows_the_schedule(name, kind):
     module, other = Tiny(), Tiny()
     other.load_state_dict(module.state_dict())
     options = SimpleNamespace(**vars(OPTIM) | {"name": name, "value_lr": 3e-2, "weight_decay": 0.1})
-    flat = FlatModule(module, AdamOptions.of(options), is_value=critic)
+    flat = FlatModule(module, AdamOptions.from_config(options), is_value=critic)
     groups = [{"params": other.body.parameters(), "lr": 1e-2}, {"params": other.critic.parameters(), "lr": 3e-2}]
     reference = kind(groups, eps=1e-5, weight_decay=0.1)
     for factor in (1.0, 0.5, 0.1):
@@ -97,7 +100,7 @@ def test_values_have_a_learning_rate_that_follows_the_schedule(name, kind):
 
 def test_a_critic_warm_up_ends_after_its_steps_and_goes_on_from_a_checkpoint():
     """The policy begins as a new optimizer would; its gradient is not in the norm by which the critic's is clipped."""
-    options = AdamOptions.of(SimpleNamespace(**vars(OPTIM) | {"critic_warmup_steps": 3}))
+    options = AdamOptions.from_config(SimpleNamespace(**vars(OPTIM) | {"critic_warmup_steps": 3}))
     flat = FlatModule(Tiny(), options, is_value=critic)
     start = {name: weight.clone() for name, weight in flat.named_weights().items()}
     flat.zero_grad()

@@ -43,7 +43,9 @@ def test_views_have_the_names_and_values_of_saved_files(build, tmp_path: Path) -
     assert sorted(view.name for parts in views.values() for view in parts) == sorted(saved)
     for name, parts in views.items():
         for view in parts:
-            assert view.shape == tuple(saved[view.name].shape) and torch.equal(view.of(state[name]), saved[view.name])
+            assert view.shape == tuple(saved[view.name].shape) and torch.equal(
+                view.view_in(state[name]), saved[view.name]
+            )
 
 
 def test_another_modules_names_are_kept_and_adapters_leave_none() -> None:

@@ -18,8 +18,8 @@ class GroupRank(Worker):
     """Rank that sends and receives bytes over a group of all ranks of its worker group."""
 
     def open(self, name: str) -> None:
-        members = tuple((self.group_name, rank) for rank in range(self.world_size))
-        self.group = WeightProcessGroup("gloo", members, (self.group_name, self.rank), name)
+        addresses = tuple((self.group_name, rank) for rank in range(self.world_size))
+        self.group = WeightProcessGroup("gloo", addresses, (self.group_name, self.rank), name)
 
     def broadcast(self, sizes: list[int]) -> list[list[int]]:
         """Passes buckets from the first rank to the others; returns what this rank has of each."""

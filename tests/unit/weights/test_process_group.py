@@ -25,8 +25,8 @@ def open_group(ranks: WorkerGroup, name: str) -> None:
 
 
 def test_ranks_are_listed_by_group() -> None:
-    members = [("trainer", 0), ("near", 1), ("far", 0), ("near", 0)]
-    assert group_ranks(members) == [("trainer", [0]), ("near", [1, 0]), ("far", [0])]
+    addresses = [("trainer", 0), ("near", 1), ("far", 0), ("near", 0)]
+    assert group_ranks(addresses) == [("trainer", [0]), ("near", [1, 0]), ("far", [0])]
 
 
 def test_every_bucket_reaches_every_rank(ranks: WorkerGroup) -> None:

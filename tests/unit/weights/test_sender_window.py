@@ -106,7 +106,7 @@ def test_a_few_parts_are_there_at_a_time(pool: SegmentPool, carried: bool) -> No
     """Both have begun, one is slower: the sender follows it."""
     loaders = [Loader(0), Loader(1)]
     threads = [started(loader) for loader in loaders]
-    sending = Sending(pool, ChunkWindow(pool.awaited, NAMES), loaders, carried=carried)
+    sending = Sending(pool, ChunkWindow(pool.list_pending_readers, NAMES), loaders, carried=carried)
     loaders[0].let.release(TENSORS)
     wait_until(lambda: sending.written >= MAX_UNREAD_CHUNKS, timeout=10)
     # Those that nobody has come for, one in use, and one that is written; a sender that ran ahead would leave more there.
@@ -123,7 +123,7 @@ def test_a_few_parts_are_there_at_a_time(pool: SegmentPool, carried: bool) -> No
 def test_who_has_not_begun_is_not_waited_for(pool: SegmentPool) -> None:
     """As where trainer and engine have an accelerator in turn: the version is there before anybody takes it."""
     loaders = [Loader(0), Loader(1)]
-    sending = Sending(pool, ChunkWindow(pool.awaited, NAMES), loaders, after=False)
+    sending = Sending(pool, ChunkWindow(pool.list_pending_readers, NAMES), loaders, after=False)
     sending.thread.join(20)
     assert sending.written == TENSORS == in_memory(pool)
     for loader in loaders:
@@ -137,7 +137,7 @@ def test_who_is_gone_is_named_or_if_it_was_started_again_left_alone(pool: Segmen
     loaders, there = [Loader(0), Loader(1)], {0: True, 1: True}
     threads = [started(loader) for loader in loaders]
     window = ChunkWindow(
-        pool.awaited, NAMES, is_present=lambda reader: there[reader], deadline=0.5 if not anew else 20.0
+        pool.list_pending_readers, NAMES, is_present=lambda reader: there[reader], deadline=0.5 if not anew else 20.0
     )
     sending = Sending(pool, window, loaders)
     loaders[0].let.release(TENSORS)

@@ -52,9 +52,9 @@ class LerobotPolicy(Policy):
         raise NotImplementedError
 
     @property
-    def imitated(self) -> range:
-        """Offsets of the actions that behaviour cloning learns (`Policy.imitated`): the offsets of all actions that the
-        network predicts, beginning at its oldest observation.
+    def imitated_offsets(self) -> range:
+        """Offsets of the actions that behaviour cloning learns (`Policy.imitated_offsets`): the offsets of all actions that
+        the network predicts, beginning at its oldest observation.
         """
         return range(
             self.oldest_obs_offset,
@@ -74,8 +74,8 @@ class LerobotPolicy(Policy):
 
         Args:
             obs: Observations of the environment; `[B, num_obs_steps, ...]` if the network takes several steps.
-            actions: `[B, imitated, dim]`, in the environment's units.
-            is_pad: `[B, imitated]`, true for actions outside the episode; by default, all actions are inside.
+            actions: `[B, offsets, dim]`, in the environment's units.
+            is_pad: `[B, offsets]`, true for actions outside the episode; by default, all actions are inside.
         """
         obs_arrays = obs if isinstance(obs, dict) else {"": obs}
         batch: dict[str, Any] = {}

@@ -180,7 +180,7 @@ class Processors:
 
 
 def _apply_prompt_options(preprocessor: Any, options: LerobotPiOptions) -> None:
-    """Gives a preprocessor of π0 or π0.5 the prompts of `discrete_state_input` and `prompt_tokens`.
+    """Sets the prompts of a preprocessor of π0 or π0.5 by `discrete_state_input` and `prompt_tokens`.
 
     Without the state, a prompt is the instruction and an end of line, as π0's.
     """

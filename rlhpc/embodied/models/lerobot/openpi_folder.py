@@ -125,7 +125,7 @@ def _feature(kind: str, *shape: int) -> dict[str, Any]:
 
 
 def lerobot_statistics(source: Any, path: Path, config: Mapping[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """Returns the statistics with which LeRobot's normalisers compute what openpi's do.
+    """Converts openpi's statistics to those with which LeRobot's normalisers compute the same results.
 
     openpi divides by std + 1e-6 and by q99 - q01 + 1e-6, LeRobot by std + 1e-8 and by q99 - q01.
 

@@ -234,8 +234,8 @@ class LeRobotFlowPolicy(DenoisingPolicy):
             velocity, value_input = self.encode(obs)
             return self.denoise_for_evaluation(velocity if guide is None else guide(velocity), value_input, obs, noise)
 
-    def played(self, plan: Tensor, part: slice) -> Tensor:
-        """Returns the environment's actions for a slice of a plan (`Policy.played`)."""
+    def decode_plan(self, plan: Tensor, part: slice) -> Tensor:
+        """Returns the environment's actions for a slice of a plan (`Policy.decode_plan`)."""
         return self.processors.postprocess(plan[:, part, : self.dim])
 
     def denoise(self, encoding: Velocity, x: Tensor) -> Tensor:

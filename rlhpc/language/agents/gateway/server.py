@@ -41,7 +41,7 @@ from rlhpc.language.agents.gateway.threads import Threads, call_on_loop, set_out
 from rlhpc.language.agents.turn_tree import OVER, Renderer, RequestError
 from rlhpc.language.data.images import PromptImageProcessor, PromptImages
 from rlhpc.language.engines.base import Completion, SamplingParams
-from rlhpc.runtime.scratch import folder_for_sockets
+from rlhpc.runtime.scratch import make_socket_folder
 from rlhpc.runtime.tcp_listener import Acceptor, TcpListener
 
 #: Maximum sizes of a call's body, of all concurrent bodies of an episode, and of a reward's body, in bytes.
@@ -145,7 +145,7 @@ class Gateway:
         self._tokenizer, self._parsers, self._context = tokenizer, parsers, context
         self._renderer = Renderer(tokenizer, image_processor, context)
         self._threads = Threads(_THREADS, "rlhpc-encoding")
-        self._folder = folder_for_sockets("agents")
+        self._folder = make_socket_folder("agents")
         self.socket = str(self._folder / "model")
         self.keys = SessionKeys()
         self._accepts_feedback = accepts_feedback

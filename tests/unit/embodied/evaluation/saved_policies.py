@@ -37,7 +37,7 @@ def save_policy(folder: Path, *overrides: str, step: int = 3, **files: bytes) ->
     """
     cfg = load(*overrides)
     policy = build_model(cfg.actor.model, *check_env(cfg.env.train), seed=1)
-    paths = RunPaths.of(folder.parent, folder.name)
+    paths = RunPaths.from_run_dir(folder.parent, folder.name)
     contents = {
         "model.safetensors": safetensors.torch.save(dict(policy.state_dict())),
         "model.json": json.dumps(policy.spec()).encode(),

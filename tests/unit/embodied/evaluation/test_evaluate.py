@@ -155,23 +155,25 @@ class Screen:
 def test_a_slot_keeps_its_last_picture_after_its_episode() -> None:
     video = VideoRecorder(Screen(), 2)  # type: ignore[arg-type]
     nothing, zeros = np.zeros(3, bool), np.zeros(3)
-    video.before(None, zeros)
-    video.after(np.arange(3), zeros, np.array([True, False, False]), nothing, {"episode": {"success": np.ones(3)}})
-    video.before(None, zeros)
+    video.on_step_start(None, zeros)
+    video.on_step_end(
+        np.arange(3), zeros, np.array([True, False, False]), nothing, {"episode": {"success": np.ones(3)}}
+    )
+    video.on_step_start(None, zeros)
     tiles = video.frames[1]
     assert (tiles[:, 40:] == 2).all()
     assert (tiles[20, 20] == 1).all() and (tiles[0, 0] != 1).any(), (
         "the first slot has a border around its last picture"
     )
-    video.after(np.arange(3), zeros, nothing, np.array([False, True, True]), {})
-    video.before(None, zeros)
+    video.on_step_end(np.arange(3), zeros, nothing, np.array([False, True, True]), {})
+    video.on_step_start(None, zeros)
     assert len(video.frames) == 2, "both episodes are over"
 
 
 def test_a_video_has_a_longest_length() -> None:
     video = VideoRecorder(Screen(), 2)  # type: ignore[arg-type]
     video.frames = [np.zeros((40, 80, 3), np.uint8)] * MAX_FRAMES
-    video.before(None, np.zeros(3))
+    video.on_step_start(None, np.zeros(3))
     assert len(video.frames) == MAX_FRAMES
 
 

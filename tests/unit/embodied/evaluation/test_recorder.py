@@ -102,17 +102,17 @@ def test_chunks_of_actions_cannot_be_recorded(tmp_path: Path) -> None:
     with recording(tmp_path) as writer:
         recorder = EpisodeRecorder(writer, Failing(set()), only_success=False, num_episodes=1)
         with pytest.raises(ConfigError, match="acts in chunks of 3"):
-            recorder.before(np.zeros((2, 1)), np.zeros((2, 3, 1)))
+            recorder.on_step_start(np.zeros((2, 1)), np.zeros((2, 3, 1)))
 
 
 def steps_of(recorder: InterventionRecorder, taken: list[bool], ends: dict[int, str]) -> None:
     """Plays a slot whose observation is the number of the step; in steps of `taken` a person acts."""
     for number, is_taken in enumerate(taken):
-        recorder.before(np.full((1, 1), float(number)), np.zeros((1, 1, 1)))
+        recorder.on_step_start(np.full((1, 1), float(number)), np.zeros((1, 1, 1)))
         end = ends.get(number, "")
         infos = {"executed_actions": np.full((1, 1), 10.0 + number), "intervened": np.array([[is_taken]]),
                  "final_obs": np.full((1, 1), 99.0), "lost": np.array([end == "lost"])}  # fmt: skip
-        recorder.after(
+        recorder.on_step_end(
             np.array([True]), np.array([1.0]), np.array([end == "terminated"]), np.array([end == "lost"]), infos
         )
 

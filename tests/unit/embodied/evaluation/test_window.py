@@ -107,7 +107,7 @@ def test_a_small_picture_is_enlarged(titles: list[str], monkeypatch: pytest.Monk
     monkeypatch.setattr(pygame.display, "set_mode", lambda size: (sizes.append(size), set_mode(size))[1])
     assert has_display()
     window = EnvWindow(Small(), "small", 1000)  # type: ignore[arg-type]
-    window.before(None, np.zeros(1))
+    window.on_step_start(None, np.zeros(1))
     window.close()
     assert sizes == [(1000, 500)], "by the same whole factor, and at least 480 pixels"
 

@@ -77,7 +77,7 @@ def test_a_folder_has_weights_tokens_and_the_statistics_of_its_pictures(folder: 
     require_weights(str(folder))
     model, tokenizer, settings = load_vlm(configured(str(folder)), "vla", 1, 2, 0)
     assert model.config.model_type == "llava" and tokenizer.encode("ab", add_special_tokens=False) == [97, 98]
-    preprocessing = ImagePreprocessing.of(model.config, settings)
+    preprocessing = ImagePreprocessing.from_settings(model.config, settings)
     assert preprocessing.size == 32 and list(preprocessing.means[0]) == [0.1, 0.2, 0.3]
     white = preprocessing(torch.full((1, 32, 32, 3), 255, dtype=torch.uint8))
     torch.testing.assert_close(white[0, 0, :, 0, 0], torch.tensor([0.9, 0.8, 0.35]))

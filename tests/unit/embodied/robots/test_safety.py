@@ -21,7 +21,7 @@ from rlhpc.embodied.robots.driver import Observation, Robot
 from rlhpc.embodied.robots.limits import CommandLimits, RobotStopped, StaleObservation, observation_fault
 from rlhpc.embodied.robots.notices import Notice, notices_folder, resume, stopped_robots
 from rlhpc.embodied.robots.robot_env import RobotVectorEnv
-from rlhpc.embodied.robots.safety import SafetyCore, safe_robot
+from rlhpc.embodied.robots.safety import SafetyCore, build_safe_robot
 from rlhpc.embodied.robots.states import State
 from rlhpc.runtime.errors import ConfigError, RlhpcError
 from tests.eventually import wait_until
@@ -329,16 +329,16 @@ def test_a_stop_waits_for_a_person_without_a_deadline_and_can_be_cancelled(caplo
 def test_a_stop_outlives_its_process_and_so_does_an_end_without_a_close() -> None:
     kwargs = {"ready": False}
     path = "tests.logging_arm:LoggingArm"
-    core = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
+    core = build_safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     core.begin(0)
     core.close()
     assert not list(notices_folder().glob("*"))  # it ended as it should
-    core = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
+    core = build_safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     core.begin(0)
     core.stop("smoke")
     core.close()
     assert [(record["robot"], record["reason"]) for record in stopped_robots()] == [(core.name, "smoke")]
-    again = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
+    again = build_safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     with pytest.raises(RobotStopped, match="smoke"):
         again.begin(0)
     with pytest.raises(ConfigError, match=f"no robot 'other' is stopped on this machine; stopped are: {core.name}"):
@@ -351,13 +351,13 @@ def test_a_stop_outlives_its_process_and_so_does_an_end_without_a_close() -> Non
     resume(core.name)
     again.wait_for_person()
     again.begin(0)
-    another = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
+    another = build_safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     another.close()
     assert list(notices_folder().glob("*.json"))  # one that did not move it leaves the other's notice
     again.stop("flood")
     again.close()
     resume(core.name)  # before the next process
-    last = safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
+    last = build_safe_robot(path, "env.env_id", kwargs, CommandLimits(stale_s=60.0))
     last.begin(0)
     last.close()
     assert not list(notices_folder().glob("*"))
@@ -373,7 +373,7 @@ def test_a_person_speaks_by_a_command(capsys: pytest.CaptureFixture[str]) -> Non
         return code, said.out + said.err
 
     assert rlhpc_robot("resume") == (0, "no robot is stopped\n")
-    core = safe_robot("tests.logging_arm:LoggingArm", "env.env_id", {"ready": False}, CommandLimits(stale_s=60.0))
+    core = build_safe_robot("tests.logging_arm:LoggingArm", "env.env_id", {"ready": False}, CommandLimits(stale_s=60.0))
     core.stop("smoke")
     code, text = rlhpc_robot("resume")
     assert code == 0 and f"{core.name}  stopped 0 s ago: smoke" in text and "rlhpc robot resume NAME" in text

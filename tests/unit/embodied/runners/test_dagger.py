@@ -37,7 +37,9 @@ class Rounds:
     def train(self, cfg: Any) -> dict[str, Any]:
         self.trained.append(cfg)
         if not self.exit_code:
-            with CheckpointWriter(RunPaths.of(cfg.runner.run_dir, cfg.runner.name), cfg.runner.max_steps) as writer:
+            with CheckpointWriter(
+                RunPaths.from_run_dir(cfg.runner.run_dir, cfg.runner.name), cfg.runner.max_steps
+            ) as writer:
                 writer.add_bytes("model.safetensors", cfg.runner.name.encode())
                 writer.commit()
         return {"exit_code": self.exit_code}
@@ -120,7 +122,7 @@ def test_a_round_that_was_stopped_goes_on(rounds: Rounds) -> None:
     rounds.exit_code = 3
     with pytest.raises(RlhpcError, match=r"clone-round0 was stopped; the same command goes on from there"):
         rounds.run("demos.path=first.h5")
-    with CheckpointWriter(RunPaths.of(rounds.folder, "clone-round0"), 1) as writer:
+    with CheckpointWriter(RunPaths.from_run_dir(rounds.folder, "clone-round0"), 1) as writer:
         writer.add_bytes("model.safetensors", b"")
         writer.commit()
     rounds.exit_code = 0

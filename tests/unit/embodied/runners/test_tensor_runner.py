@@ -58,7 +58,7 @@ def test_a_step_plays_and_trains_on_the_actors_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("restored", [True, False])
 def test_a_resume_says_that_episodes_start_anew(tmp_path: Path, restored: bool, capsys: Any) -> None:
-    make(tmp_path, has_restored_episodes=restored).restored({"actor": [None, None]})
+    make(tmp_path, has_restored_episodes=restored).check_restored({"actor": [None, None]})
     assert ("their episodes start anew" in capsys.readouterr().err) != restored
 
 

@@ -21,9 +21,9 @@ def test_a_site_is_read() -> None:
         "partition": "batch", "account": "a", "sbatch": ["--exclusive"],
         "node_groups": [{"label": "gpu", "gres": "nvme:1,gpu:a100:4"}, {"label": "cpu", "partition": "cpu", "time": "60"}],
     }  # fmt: skip
-    found = Site.of(section)
+    found = Site.from_config(section)
     assert found.groups == (
         SiteNodeGroup("gpu", "batch", "a", gres="gpu:a100"),
         SiteNodeGroup("cpu", "cpu", "a", time="60"),
     )
-    assert found.sbatch == ("--exclusive",) and Site.of(None).groups == (SiteNodeGroup(),)
+    assert found.sbatch == ("--exclusive",) and Site.from_config(None).groups == (SiteNodeGroup(),)

@@ -241,12 +241,12 @@ def test_ranks_come_where_they_play_ahead() -> None:
         load_config(quickstart, [ahead, "cluster.elastic=[{group: actor, max: 2}]"])
     cfg = load_config(quickstart, [ahead, "cluster.elastic=[{group: env, max: 2}, {max: 2}]"])
     slots = cfg.env.train.num_envs // cfg.rollout.pipeline_stage_num  # type: ignore[attr-defined]
-    assert find_task_type("embodied").groups.most_useful(cfg, {"env": 3, "rollout": 1}) == {
+    assert find_task_type("embodied").groups.max_useful_ranks(cfg, {"env": 3, "rollout": 1}) == {
         "env": 3 * (32 // 4),
         "rollout": slots,
     }
     whole = load_config(quickstart, [ahead, "env.train.auto_reset=false"])
-    assert find_task_type("embodied").groups.most_useful(whole, {"env": 3, "rollout": 1})["env"] == 6, (
+    assert find_task_type("embodied").groups.max_useful_ranks(whole, {"env": 3, "rollout": 1})["env"] == 6, (
         "episodes are not cut"
     )
     sac, elastic = ROOT / "configs/embodied/pendulum_sac.yaml", "cluster.elastic=[{group: env, max: 2}]"

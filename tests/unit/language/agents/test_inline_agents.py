@@ -12,7 +12,7 @@ from tests.extras import need_extra
 need_extra("llm")
 
 from rlhpc.language.agents.episodes import Episode
-from rlhpc.language.agents.external import AgentOptions, OutsideEpisodes
+from rlhpc.language.agents.external import AgentOptions, ExternalEpisodes
 from rlhpc.language.agents.gateway.output_parsers import Parsers
 from rlhpc.language.agents.gateway.sessions import EpisodeLimits
 from rlhpc.language.agents.inline_agents import InlineEnvironment, ToolAgent
@@ -47,7 +47,7 @@ def test_an_environment_s_episodes(say: Callable[[str], str], turns: int, reward
     engine, tokenizer = Scripted(say), chat_tokenizer()
     options = AgentOptions(EpisodeLimits(turns, 4000), 60.0, {})
     parsers = Parsers(tokenizer, "hermes", "think")
-    generation = OutsideEpisodes(engine, tokenizer, parsers, engine.context, InlineEnvironment(Count, 2), options)
+    generation = ExternalEpisodes(engine, tokenizer, parsers, engine.context, InlineEnvironment(Count, 2), options)
     try:
         episodes = run_all(generation, 5)
     finally:

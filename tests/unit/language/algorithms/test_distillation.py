@@ -32,7 +32,7 @@ def config(distillation: dict[str, Any], **algorithm: Any) -> GrpoConfig:
 
 def drawn(tokens: int = V) -> TokenBatch:
     """Each token of a vocabulary, drawn once after a prompt of one token."""
-    return TokenBatch.of([[0, token] for token in range(tokens)], [[False, True]] * tokens)
+    return TokenBatch.from_sequences([[0, token] for token in range(tokens)], [[False, True]] * tokens)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
@@ -80,7 +80,7 @@ def test_each_teacher_has_its_divergence(mode: str, batch: TokenBatch) -> None:
     batch.columns["values"], batch.columns["logprobs"] = values, logprobs
     expected = values if mode == "topk" else logprobs - batch.columns["teacher_logprobs"].clamp_min(-100.0)
     is_sums = batch.columns["teacher_index"] == 1
-    counts, sums = MinibatchCounts.of(batch, 1.0), dict[str, float]()
+    counts, sums = MinibatchCounts.from_batch(batch, 1.0), dict[str, float]()
     for part in batch.split([1, 2, 3]):
         scores = TokenScores(part.columns["logprobs"], read=None if mode == "sampled" else part.columns["values"])
         for name, share in algorithm.loss(scores, part, counts)[1].items():
@@ -101,7 +101,7 @@ def batch() -> TokenBatch:
     lengths = [4, 6, 5, 3, 7, 4]
     masks = [torch.arange(n) >= 2 for n in lengths]
     masks[3][:] = False
-    made = TokenBatch.of([torch.randint(0, V, (n,), generator=generator) for n in lengths], masks)
+    made = TokenBatch.from_sequences([torch.randint(0, V, (n,), generator=generator) for n in lengths], masks)
     made.group = torch.tensor([0, 0, 0, 1, 1, 1])
     made.reward = torch.rand(6, generator=generator)
     for name in ("rollout_logprobs", "teacher_logprobs", "ref_logprobs"):

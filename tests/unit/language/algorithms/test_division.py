@@ -193,7 +193,7 @@ def trained(cfg: GrpoConfig, given: Play, batches: Sequence[TokenBatch], cut: Cu
 
     def prepare(rank: int, reduce: Callable[[Tensor], Tensor]) -> MinibatchCounts:
         batches[rank].columns[ADVANTAGES] = algorithm.advantages(batches[rank], reduce)
-        return MinibatchCounts.of(batches[rank], length_limit(cfg), reduce)
+        return MinibatchCounts.from_batch(batches[rank], length_limit(cfg), reduce)
 
     wholes = Ranks(len(batches)).all(prepare)
     assert all(whole == wholes[0] for whole in wholes)

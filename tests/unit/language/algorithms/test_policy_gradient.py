@@ -40,7 +40,7 @@ def batch() -> TokenBatch:
     masks = [torch.arange(n) >= 2 for n in lengths]
     masks[5][:] = False
     names = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
-    made = TokenBatch.of([torch.randint(3, 64, (n,), generator=generator) for n in lengths], masks)
+    made = TokenBatch.from_sequences([torch.randint(3, 64, (n,), generator=generator) for n in lengths], masks)
     made.group = torch.arange(GROUPS).repeat_interleave(SIZE)
     made.reward = torch.rand(GROUPS * SIZE, generator=generator)
     made.columns = {name: -torch.rand(tokens, generator=generator) for name in names}
@@ -177,7 +177,7 @@ def gradients_of(given: TokenBatch, said: torch.Tensor, entropy: torch.Tensor, *
     """Of log-probs and entropies, with samples of an episode in several micro-batches."""
     algorithm = make_algorithm(config(kl_coef=0.1, entropy_coef=0.01, tis_cap=2.0, **options))
     given.columns["advantages"] = algorithm.advantages(given, None)
-    whole = MinibatchCounts.of(given, length=11.0)
+    whole = MinibatchCounts.from_batch(given, length=11.0)
     logprobs, uncertain = said.clone().requires_grad_(), entropy.clone().requires_grad_()
     for samples in torch.arange(len(given)).split(5):
         where = given.tokens_of(samples)
@@ -212,7 +212,7 @@ def test_the_ratio_of_gspo_is_a_samples(batch: TokenBatch) -> None:
     algorithm = make_algorithm(config(loss_type="gspo", clip_ratio_low=0.9, clip_ratio_high=9.0))
     two.columns["advantages"] = algorithm.advantages(two, None)
     logprobs = (-torch.rand(batch.tokens)).requires_grad_()
-    whole = MinibatchCounts.of(two)
+    whole = MinibatchCounts.from_batch(two)
     algorithm.loss(TokenScores(logprobs, None), two, whole)[0].backward()
     expected = torch.zeros(batch.tokens)
     for begin, end in zip(two.cu_seqlens[:-1].tolist(), two.cu_seqlens[1:].tolist(), strict=True):
@@ -245,7 +245,7 @@ def test_the_gap_of_each_class_of_tokens_is_a_mean_over_its_tokens(batch: TokenB
     batch.columns["advantages"] = torch.ones(batch.tokens)
     batch.columns["special"] = torch.arange(batch.tokens) % 3 == 0
     logprobs = engine + 0.1 * torch.randn(batch.tokens, generator=torch.Generator().manual_seed(1))
-    counts, sums = MinibatchCounts.of(batch), dict[str, float]()
+    counts, sums = MinibatchCounts.from_batch(batch), dict[str, float]()
     for samples in torch.arange(len(batch)).chunk(pieces):
         part = batch.select(samples)
         scores = TokenScores(logprobs[batch.tokens_of(samples)], None)

@@ -48,7 +48,7 @@ def test_attention_of_a_packed_row_has_the_usual_values_and_gradients(window: in
     """Beyond the last sequence it is 0."""
     tokens = sum(LENGTHS)
     parts = [part.requires_grad_() for part in states(tokens + 5)]
-    segments = Segments.of([*LENGTHS], CPU)
+    segments = Segments.from_lengths([*LENGTHS], CPU)
     outputs, _ = exact.attend(nn.Module(), *parts, sliding_window=window, segments=segments)
     others = [part.detach().clone().requires_grad_() for part in parts]
     expected = plain(*others, window=window)
@@ -67,7 +67,7 @@ def test_each_token_has_the_bits_of_decoding(window: int | None, heads: int, siz
     """In a cache of two other rows, which decoding computes at the same time."""
     length = 70
     query, key, value = states(length, heads, 1, size)
-    segments = Segments.of([length], CPU)
+    segments = Segments.from_lengths([length], CPU)
     outputs, _ = exact.attend(nn.Module(), query, key, value, sliding_window=window, segments=segments)
     for token in (0, 1, 31, 32, 69):
         cache, columns = KVCache(3), -(-(token + 1) // 32) * 32

@@ -92,7 +92,7 @@ def trained_logprobs(trainer: TokenTrainer, requests: Sequence[Request], complet
         for request, completion in zip(requests, completions, strict=True)
     ]
     masks = [torch.arange(len(text)) >= len(request.prompt_ids) for text, request in zip(texts, requests, strict=True)]
-    batch = TokenBatch.of(texts, masks)
+    batch = TokenBatch.from_sequences(texts, masks)
     return trainer.forward(batch).logprobs[batch.mask]
 
 
@@ -156,7 +156,7 @@ def probe(engine: HFRollout, trainer: TokenTrainer) -> float:
     scores = list[Any]()
     for sample in samples:
         text = torch.tensor(sample.token_ids)
-        batch = TokenBatch.of([text], [torch.arange(len(text)) >= 1])
+        batch = TokenBatch.from_sequences([text], [torch.arange(len(text)) >= 1])
         scores.append((trainer.forward(batch).logprobs[batch.mask].tolist(), 0.0))
     return compare_probe_samples(samples, scores, None, {"float32"}, "cpu", "the engine hf")
 

@@ -155,7 +155,7 @@ def test_what_is_left_is_known_where_it_is_little(top: int, width: int, monkeypa
     """What vLLM's softmax makes of the outcomes is what a teacher in transformers says, of a padded vocabulary, in chunks."""
     monkeypatch.setattr(logprobs, "chunk_rows", lambda width, **_: 2)
     logits = torch.randn(1, 12, 9, generator=torch.Generator().manual_seed(0)) * 15
-    batch = TokenBatch.of([[0] * 12], [[False] + [True] * 11])
+    batch = TokenBatch.from_sequences([[0] * 12], [[False] + [True] * 11])
     told = top_told(logits, batch, top, 0.8, width)[1:]
     found = merge_unlikely_tokens(logits[0, :-1], top, width, 0.8).log_softmax(-1)
     assert told[:, -1, 0].min() < -20 or top == width

@@ -37,7 +37,7 @@ def on_ranks() -> Iterator[OnRanks]:
                     get_local_rank=lambda: rank, size=lambda: SIZE, get_group=lambda: dist.group.WORLD
                 )
                 mesh: Any = SimpleNamespace(context=context)
-                share = RowShare.of(mesh)
+                share = RowShare.from_mesh(mesh)
                 assert share is not None
                 results[rank] = function(share)
             except BaseException as error:
@@ -68,7 +68,7 @@ def batch_of(lengths: list[int]) -> TokenBatch:
         samples.append(torch.arange(first, first + length))
         first += length
     masks = [torch.ones(length, dtype=torch.bool) for length in lengths]
-    return TokenBatch.of(samples, masks, pad_id=99).read_by(packed=True)
+    return TokenBatch.from_sequences(samples, masks, pad_id=99).read_by(packed=True)
 
 
 # -- parts of a row
@@ -104,7 +104,7 @@ def test_bounds_are_those_of_the_inputs() -> None:
 
 def test_without_context_parallelism_no_row_is_shared() -> None:
     mesh: Any = SimpleNamespace(context=None)
-    assert RowShare.of(None) is None and RowShare.of(mesh) is None
+    assert RowShare.from_mesh(None) is None and RowShare.from_mesh(mesh) is None
 
 
 # -- attention

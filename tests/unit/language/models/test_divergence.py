@@ -24,7 +24,7 @@ JSD = [case for case in CASES if case["kind"] == "generalized_jsd"]
 def row(logits: list[list[list[float]]], labels: list[int]) -> tuple[Tensor, TokenBatch]:
     """One sample whose token t + 1 the logits at t predict; those with a label are trained on."""
     width = len(labels)
-    batch = TokenBatch.of([[0] * (width + 1)], [[False, *(label != -100 for label in labels)]])
+    batch = TokenBatch.from_sequences([[0] * (width + 1)], [[False, *(label != -100 for label in labels)]])
     return torch.cat([torch.tensor(logits), torch.zeros(1, 1, 3)], 1), batch
 
 
@@ -62,7 +62,7 @@ def batch() -> TokenBatch:
     lengths, prompt = (5, 3, 6), 2
     masks = [[t >= prompt for t in range(n)] for n in lengths]
     masks[1] = [False] * 3
-    return TokenBatch.of([torch.randint(0, 11, (n,)) for n in lengths], masks)
+    return TokenBatch.from_sequences([torch.randint(0, 11, (n,)) for n in lengths], masks)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
@@ -169,7 +169,7 @@ def test_estimators_over_all_tokens_that_may_be_drawn() -> None:
     ):
         (gradient,) = torch.autograd.grad(loss, student, retain_graph=True)
         torch.testing.assert_close(gradient, torch.tensor(EXPECTED[name]), rtol=0, atol=1e-6)
-    one = TokenBatch.of([[0, 0]], [[False, True]])
+    one = TokenBatch.from_sequences([[0, 0]], [[False, True]])
     logits = torch.stack([student.detach(), torch.zeros(3)])[None].requires_grad_()
     teacher = torch.stack([torch.tensor(EXPECTED["teacher_logits"]), torch.zeros(3)])[None]
     for beta, name in ((1.0, "grad_reverse_kl"), (0.0, "grad_forward_kl")):

@@ -60,7 +60,7 @@ def test_the_trainers_chunks_follow_its_device(monkeypatch: pytest.MonkeyPatch) 
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     )
-    batch = TokenBatch.of([torch.randint(0, 61, (9,))], [torch.arange(9) >= 3])
+    batch = TokenBatch.from_sequences([torch.randint(0, 61, (9,))], [torch.arange(9) >= 3])
     token_scores(model, batch).logprobs.sum().backward()
     with monkeypatch.context() as patch:
         patch.setattr(logprobs, "linear_head", lambda model: None)
@@ -86,7 +86,9 @@ def test_the_loss_does_not_depend_on_the_size_of_chunks(monkeypatch: pytest.Monk
         )
     )  # fmt: skip
     lengths = (23, 9, 25)
-    batch = TokenBatch.of([torch.randint(0, 61, (n,)) for n in lengths], [torch.arange(n) >= 1 for n in lengths])
+    batch = TokenBatch.from_sequences(
+        [torch.randint(0, 61, (n,)) for n in lengths], [torch.arange(n) >= 1 for n in lengths]
+    )
     weights, sizes = torch.randn(2, batch.tokens), list[int]()
     results = list[dict[str, torch.Tensor]]()
     for size in (1 << 24, rows):

@@ -59,7 +59,7 @@ def batch():
     torch.manual_seed(5)
     lengths = (9, 5, 1, 7)
     masks = [torch.arange(n) >= n // 3 for n in lengths]
-    return TokenBatch.of([torch.randint(0, 61, (n,)) for n in lengths], masks)
+    return TokenBatch.from_sequences([torch.randint(0, 61, (n,)) for n in lengths], masks)
 
 
 def loss_of(logprobs, entropy, values, weights):
@@ -206,7 +206,7 @@ class Distils:
     def rows(self, batch):
         return FullDivergence(logit_rows(model, batch))
 def step(samples):
-    batch = TokenBatch.of([torch.arange(512)] * samples, [torch.ones(512, dtype=torch.bool)] * samples)
+    batch = TokenBatch.from_sequences([torch.arange(512)] * samples, [torch.ones(512, dtype=torch.bool)] * samples)
     scores = token_scores(model, batch, computes_entropy=True, reading=Distils() if DISTILS else None)
     (scores.logprobs.sum() + scores.entropy.sum() + (scores.read.sum() if DISTILS else 0.0)).backward()
 step(1)

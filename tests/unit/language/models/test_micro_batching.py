@@ -74,13 +74,13 @@ def test_long_samples_cost_more_than_their_tokens() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_as_many_micro_batches_as_other_ranks_have(packed) -> None:
-    batch = TokenBatch.of([[1, 2, 3], [4, 5]], [[True] * 3, [True] * 2])
+    batch = TokenBatch.from_sequences([[1, 2, 3], [4, 5]], [[True] * 3, [True] * 2])
     parts = split_micro_batches(batch, 16, is_packed=packed, agree_count=lambda count: max(count, 3))
     assert len(parts) == 3 and sum(part.tokens for _, part in parts) == 5
     assert all(part.packed == packed and len(part) for _, part in parts)
     if packed:
         assert sorted(part.tokens for _, part in parts) == [0, 2, 3], "shared out, rather than one with all"
-    nothing = TokenBatch.of([], [])
+    nothing = TokenBatch.from_sequences([], [])
     assert [part.tokens for _, part in split_micro_batches(nothing, 16, is_packed=packed)] == [0]
 
 

@@ -76,7 +76,7 @@ def test_a_router_that_chooses_otherwise_is_refused() -> None:
 
 
 def batch_of(lengths: list[int], **columns: list[Any]) -> TokenBatch:
-    return TokenBatch.of([[1] * n for n in lengths], [[True] * n for n in lengths], columns)
+    return TokenBatch.from_sequences([[1] * n for n in lengths], [[True] * n for n in lengths], columns)
 
 
 def test_the_balance_loss_is_k_where_routing_is_even_and_larger_where_one_expert_is_favoured() -> None:

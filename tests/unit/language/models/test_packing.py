@@ -99,7 +99,7 @@ def built(kind, changes, **how):
 def batch():
     torch.manual_seed(5)
     masks = [torch.arange(n) >= n // 3 for n in LENGTHS]
-    return TokenBatch.of([torch.randint(1, 61, (n,)) for n in LENGTHS], masks)
+    return TokenBatch.from_sequences([torch.randint(1, 61, (n,)) for n in LENGTHS], masks)
 
 
 def told(model, batch):
@@ -159,7 +159,9 @@ def test_a_window_that_is_kept_in_a_mask_is_not_lost(family) -> None:
     """Some families hand their window on to their attention, others have it in a mask alone, which rows do without."""
     torch.manual_seed(5)
     lengths = (40, 33)
-    samples = TokenBatch.of([torch.randint(1, 61, (n,)) for n in lengths], [torch.arange(n) >= 4 for n in lengths])
+    samples = TokenBatch.from_sequences(
+        [torch.randint(1, 61, (n,)) for n in lengths], [torch.arange(n) >= 4 for n in lengths]
+    )
     changes = {**EXPERTS, "shared_expert_intermediate_size": 8, **WINDOW, "sliding_window": 12}
     if family in (Qwen2Config, Qwen2MoeConfig):
         changes["layer_types"] = ["sliding_attention", "full_attention"]
@@ -211,7 +213,9 @@ def test_adapters_heads_and_recomputed_activations(changed, checkpointing, batch
 def test_next_to_nothing(lengths) -> None:
     """Samples without tokens, and rows too short for a model."""
     model = built(Qwen3Config, {})
-    batch = TokenBatch.of([torch.ones(n, dtype=torch.int64) for n in lengths], [torch.ones(n) for n in lengths])
+    batch = TokenBatch.from_sequences(
+        [torch.ones(n, dtype=torch.int64) for n in lengths], [torch.ones(n) for n in lengths]
+    )
     expected = token_scores(model, batch).logprobs
     pack(model)
     found = token_scores(model, batch)
@@ -224,7 +228,7 @@ def test_nothing_of_the_size_of_a_mask_is_made(monkeypatch) -> None:
     """300 samples of 8 tokens: a mask of the row would have 5.8 million cells."""
     model = built(Qwen2Config, WINDOW)
     assert pack(model)
-    batch = TokenBatch.of([torch.ones(8, dtype=torch.int64)] * 300, [[True] * 8] * 300)
+    batch = TokenBatch.from_sequences([torch.ones(8, dtype=torch.int64)] * 300, [[True] * 8] * 300)
     seen = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -276,7 +280,7 @@ def test_the_kernel_for_rows_gets_what_it_wants(monkeypatch) -> None:
     monkeypatch.setattr(packing, "has_segment_attention", lambda query, value: True)
     monkeypatch.setattr(packing, "_KERNEL", packing._with_current_signature(varlen_attn))
     torch.manual_seed(5)
-    batch = TokenBatch.of([torch.randint(1, 61, (n,)) for n in LENGTHS], [torch.ones(n) for n in LENGTHS])
+    batch = TokenBatch.from_sequences([torch.randint(1, 61, (n,)) for n in LENGTHS], [torch.ones(n) for n in LENGTHS])
     for changes, window in (({}, (-1, 0)), (WINDOW, (3, 0))):
         model = built(MistralConfig, {"sliding_window": None, **changes})
         expected = told(model, batch)

@@ -93,7 +93,7 @@ def config_of(folder: Path) -> Any:
 def batch_of() -> TokenBatch:
     torch.manual_seed(5)
     masks = [torch.arange(n) >= n // 3 for n in LENGTHS]
-    return TokenBatch.of([torch.randint(3, 64, (n,)) for n in LENGTHS], masks)
+    return TokenBatch.from_sequences([torch.randint(3, 64, (n,)) for n in LENGTHS], masks)
 
 
 def test_trainer_and_reference_read_rectangles(folder: Path) -> None:

@@ -58,7 +58,7 @@ def test_gradients_go_through_rectangles():
 
 def test_a_column_of_another_length_is_refused():
     with pytest.raises(ValueError, match=r"column rewards has shape \(2,\); its sample has 3 tokens"):
-        TokenBatch.of([[1, 2, 3]], [[False, True, True]], {"rewards": [[0.0, 1.0]]})
+        TokenBatch.from_sequences([[1, 2, 3]], [[False, True, True]], {"rewards": [[0.0, 1.0]]})
 
 
 def test_nothing_trains_nothing():
@@ -68,7 +68,7 @@ def test_nothing_trains_nothing():
     assert (len(none), none.tokens, none.width) == (1, 0, 2)
     assert none.padded(none.ids, 7).tolist() == [[7, 7]] and not none.attended().any()
     assert {name: values.dtype for name, values in none.columns.items()} == {"advantage": torch.float32}
-    assert len(TokenBatch.of([], [])) == 0
+    assert len(TokenBatch.from_sequences([], [])) == 0
     for packed in (False, True):  # values of a rank that has nothing to do
         assert none.read_by(packed).before(torch.zeros(0)).shape == (0,)
 

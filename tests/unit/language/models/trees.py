@@ -38,7 +38,7 @@ def paths(nodes: Sequence[tuple[int, int]], vocabulary: int = 61, seed: int = 3)
 
 def one_group(samples: Sequence[torch.Tensor]) -> TokenBatch:
     """Samples of one prompt, in which each token but a sample's first is trained."""
-    batch = TokenBatch.of(samples, [torch.arange(len(sample)) > 0 for sample in samples])
+    batch = TokenBatch.from_sequences(samples, [torch.arange(len(sample)) > 0 for sample in samples])
     return dataclasses.replace(batch, group=torch.zeros_like(batch.group))
 
 

@@ -19,7 +19,7 @@ from rlhpc.language.planning.memory_accounts import FREED_BY_A_STEP, largest_tok
 from rlhpc.language.planning.model_size import size_of
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB, GroupRanks
-from rlhpc.runs.memory.plan import memory_plan
+from rlhpc.runs.memory.plan import compute_memory_plan
 from rlhpc.runtime.devices import message_budget
 from rlhpc.weights.device_sharing import buffer_bytes, device_chunk_bytes
 from tests.extras import need_extra
@@ -65,7 +65,7 @@ def test_an_engine_that_its_share_does_not_hold_is_refused_and_the_term_named(
 def test_nothing_is_refused_where_nobody_says_what_there_is_or_the_key_says_so() -> None:
     def refusals(*words: str) -> list[str]:
         cfg = load_config(MATH, ["cluster.accelerators_per_node=8", *words])
-        return memory_plan(cfg, build_plan(cfg, launcher="slurm")).refusals()
+        return compute_memory_plan(cfg, build_plan(cfg, launcher="slurm")).refusals()
 
     assert refusals() == []
     assert refusals("cluster.accelerator_memory=80G") == []
@@ -83,7 +83,7 @@ def test_weights_are_sent_without_what_an_optimizer_step_has_freed() -> None:
     ):
         cfg: Any = load_config(MATH, [*EIGHT, *words], training=False)
         account = next(
-            one for one in memory_plan(cfg, build_plan(cfg, launcher="slurm")).accounts if one.group == "actor"
+            one for one in compute_memory_plan(cfg, build_plan(cfg, launcher="slurm")).accounts if one.group == "actor"
         )
         moments = {moment.name: {term.name for term in moment.terms} for moment in account.moments}
         names |= set().union(*moments.values())
@@ -96,7 +96,7 @@ def test_weights_are_sent_without_what_an_optimizer_step_has_freed() -> None:
 def update_of(*overrides: str) -> tuple[dict[str, float], tuple[str, ...]]:
     """The terms of an actor's rank of math.yaml while it sends weights, and the remarks."""
     cfg = load_config(MATH, [*EIGHT, *overrides])
-    (account,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == "actor"]
+    (account,) = [a for a in compute_memory_plan(cfg, build_plan(cfg)).accounts if a.group == "actor"]
     (moment,) = [moment for moment in account.moments if moment.name == "weights are sent"]
     return {term.name: term.nbytes for term in moment.terms}, account.remarks
 
@@ -105,7 +105,7 @@ def update_of(*overrides: str) -> tuple[dict[str, float], tuple[str, ...]]:
 def test_a_chunk_of_logits_is_as_large_as_the_trainers_on_this_memory(gigabytes: int) -> None:
     """Logits, log-probs and probabilities in float32, and logits in bfloat16: 14 bytes each."""
     cfg: Any = load_config(MATH, [*EIGHT, f"cluster.accelerator_memory={gigabytes}G"])
-    (account,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == "actor"]
+    (account,) = [a for a in compute_memory_plan(cfg, build_plan(cfg)).accounts if a.group == "actor"]
     (chunk,) = {term.nbytes for moment in account.moments for term in moment.terms if term.name == "loss chunk"}
     vocabulary = size_of(cfg.actor.model.model_path, {}).vocabulary
     assert chunk == 14 * chunk_rows(vocabulary, is_on_host=False, memory=gigabytes * GIB) * vocabulary
@@ -120,7 +120,7 @@ def test_an_update_within_an_accelerator_counts_what_both_hold() -> None:
     memory = 80 * 1024**3
     assert terms["buffers of the update"] == buffer_bytes(memory) and remarks == ()
     cfg = load_config(MATH, EIGHT)
-    (rollout,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == "rollout"]
+    (rollout,) = [a for a in compute_memory_plan(cfg, build_plan(cfg)).accounts if a.group == "rollout"]
     (update,) = [moment for moment in rollout.moments if moment.name == "weight update"]
     held = sum(term.nbytes for term in update.terms if term.name != "KV cache")
     assert terms[BESIDE] == held + device_chunk_bytes(message_budget(memory))
@@ -144,7 +144,7 @@ def test_an_update_without_the_engine_beside_does_not_count_it(overrides: tuple[
 def test_groups_that_take_turns_need_not_fit_together() -> None:
     def most(*words: str) -> float:
         cfg = load_config(MATH, [*EIGHT, *words])
-        return memory_plan(cfg, build_plan(cfg, launcher="slurm")).pools[0].nbytes
+        return compute_memory_plan(cfg, build_plan(cfg, launcher="slurm")).pools[0].nbytes
 
     assert most("actor.offload_in_rollout=false") > most() + 20 * GIB
 
@@ -212,7 +212,7 @@ def test_each_teacher_is_counted() -> None:
             typed_cfg = typed(GrpoConfig, cfg)
             ranks = GroupRanks(8, accelerated=True, capacity=80 * GIB)
             return training_of(typed_cfg, "actor", typed_cfg.actor, ranks).other_models_bytes, 0.0
-        (account,) = [a for a in memory_plan(cfg, build_plan(cfg)).accounts if a.group == group]
+        (account,) = [a for a in compute_memory_plan(cfg, build_plan(cfg)).accounts if a.group == group]
         terms = {term.name: term.nbytes for term in account.moments[0].terms}
         return terms["weights"], terms["activations"]
 

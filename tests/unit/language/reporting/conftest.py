@@ -13,7 +13,7 @@ from tests.unit.language.reporting.language_runs import CONFIG, evaluate, rows
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    paths = RunPaths.of(tmp_path, "sums")
+    paths = RunPaths.from_run_dir(tmp_path, "sums")
     paths.root.mkdir()
     paths.config.write_text(CONFIG % "reasoning")
     with MetricLogger(paths, ["jsonl"]) as logger:

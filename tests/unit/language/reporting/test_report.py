@@ -60,7 +60,7 @@ def test_classes_of_one_metric_share_a_chart() -> None:
 
 
 def test_empty_language_run(tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "empty")
+    paths = RunPaths.from_run_dir(tmp_path, "empty")
     paths.root.mkdir()
     paths.config.write_text(CONFIG % "reasoning")
     assert write_samples_page(paths) is None

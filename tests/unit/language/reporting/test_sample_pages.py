@@ -74,7 +74,7 @@ def test_foreign_text_stays_text(run: RunPaths) -> None:
 
 
 def test_large_suites_and_long_answers_stay_readable(tmp_path: Path) -> None:
-    paths = RunPaths.of(tmp_path, "large")
+    paths = RunPaths.from_run_dir(tmp_path, "large")
     for step in range(0, 100, 10):
         evaluate(paths, step, "default", rows(1000, 10 * step, response="{} " + "x" * 20_000 if step == 90 else "{}"))
     path = write_samples_page(paths)

@@ -153,7 +153,9 @@ def test_a_step_is_whole_when_each_prompt_was_delivered_once(queues: dict[str, Q
     ledger, _given, told = opened(queues, 3, 1)
     for position, reward in ((2, 0.3), (0, 0.1), (2, 0.3)):
         told.put(Delivery(1, position, {"reward": reward, "max_length": float(position)}))
-    assert not ledger.wait_complete(1, 0.0) and ledger.missing(1) == [1] and ledger.has_returned_prompts(1)
+    assert (
+        not ledger.wait_complete(1, 0.0) and ledger.list_missing_positions(1) == [1] and ledger.has_returned_prompts(1)
+    )
     told.put(Delivery(1, 1, {"reward": 0.2, "max_length": 7.0}))
     assert ledger.wait_complete(1, 0.0)
     assert ledger.close(1) == {"reward": 0.1 + 0.2 + 0.3, "max_length": 7.0}, "in the order of the prompts, none twice"
@@ -166,5 +168,5 @@ def test_beginning_anew_forgets_what_was_given_out(queues: dict[str, Queue]) -> 
     queues.clear()
     ledger.open(1)
     ledger.enqueue(2)
-    assert ledger.missing(1) == [0, 1]
+    assert ledger.list_missing_positions(1) == [0, 1]
     assert not queues[work.WORK].items["1"] and list(queues[work.WORK].items["2"]) == [0, 1]

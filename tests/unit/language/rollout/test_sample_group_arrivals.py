@@ -20,10 +20,10 @@ def test_columns_stay_with_the_answers_that_they_are_of() -> None:
     lost, again = group(1, 0, 5, 6), group(1, 0, 7, 8, 9)
     for message in (lost.pack(), column(lost, "critic", 1.0), again.pack(), column(again, "reference", 2.0)):
         arrivals.add(message)
-        assert arrivals.missing(1, [0]) != {}
-    assert arrivals.missing(1, [0]) == {"reference": [0]}
+        assert arrivals.find_missing_positions(1, [0]) != {}
+    assert arrivals.find_missing_positions(1, [0]) == {"reference": [0]}
     arrivals.add(column(again, "critic", 3.0))
-    assert arrivals.missing(1, [0]) == {}
+    assert arrivals.find_missing_positions(1, [0]) == {}
     found, columns = arrivals.pop_complete(1, 0)
     assert found.answers_digest == again.answers_digest and {
         name: values.tolist() for name, values in columns.items()
@@ -41,7 +41,7 @@ def test_what_was_given_away_does_not_come_again() -> None:
         arrivals.add(one.pack())
     assert arrivals.pop_complete(1, 0)[0].answers_digest == first.answers_digest
     arrivals.add(second.pack())
-    assert arrivals.missing(1, [0]) == {"": [0]}
+    assert arrivals.find_missing_positions(1, [0]) == {"": [0]}
     arrivals.begin(2)
     arrivals.add(second.pack())
-    assert arrivals.missing(2, [0]) == {} and arrivals.missing(1, [0]) == {"": [0]}
+    assert arrivals.find_missing_positions(2, [0]) == {} and arrivals.find_missing_positions(1, [0]) == {"": [0]}

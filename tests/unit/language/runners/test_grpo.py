@@ -179,7 +179,7 @@ def test_a_rank_that_joins_must_read_the_files_of_the_first_ranks(monkeypatch: p
     assert digests == ["", "", "d1"], "the first ranks, a restarted one, and one that has joined"
     run.events.clear()
     replicas.joins(1)
-    assert run.events == ["rollout[1].connect", "rollout[1].begin", "actor.welcome", "rollout[1].take_weights"]
+    assert run.events == ["rollout[1].connect", "rollout[1].begin", "actor.send_all_weights", "rollout[1].take_weights"]
 
 
 def test_engines_are_compared_with_the_trainer_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def routed_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TokenBatch:
     ids = [torch.randint(3, 40, (length,), generator=generator) for length in lengths]
     for first, second in zip(ids[::2], ids[1::2], strict=True):
         second[:num_prompt_tokens] = first[:num_prompt_tokens]
-    batch = TokenBatch.of(ids, masks, {TEACHER_INDEX: columns})
+    batch = TokenBatch.from_sequences(ids, masks, {TEACHER_INDEX: columns})
     return replace(batch, group=batch.group // 2)
 
 

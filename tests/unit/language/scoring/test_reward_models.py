@@ -57,7 +57,7 @@ def batch_of(model: Path, cases: dict[str, tuple[list[str], list[int]]]) -> tupl
         rows = [(tokenizer(piece.strip("()"), add_special_tokens=False)["input_ids"], own) for piece, own in text]
         ids.append([*prompt, *(one for row, _ in rows for one in row)])
         masks.append([False] * len(prompt) + [own for row, own in rows for _ in row])
-    return TokenBatch.of(ids, masks, pad_id=0), [len(prompt)] * len(ids)
+    return TokenBatch.from_sequences(ids, masks, pad_id=0), [len(prompt)] * len(ids)
 
 
 def test_a_step_is_worth_what_the_model_says_of_the_text_up_to_it(model: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_step_is_worth_what_the_model_says_of_the_text_up_to_it(model: Path) -
 
     def value(sample: int, stop: int) -> float:
         part = batch.select(torch.tensor([sample]))
-        cut = TokenBatch.of([part.ids[:stop]], [part.mask[:stop]], pad_id=0)
+        cut = TokenBatch.from_sequences([part.ids[:stop]], [part.mask[:stop]], pad_id=0)
         with torch.no_grad():
             return last_values(token_values(module, cut), cut).item()
 

@@ -63,7 +63,7 @@ def batch_of(seed: int, count: int, device: str = "cpu") -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 24, (count,), generator=generator).tolist()
     ids = [torch.randint(1, 61, (length,), generator=generator) for length in lengths]
-    return TokenBatch.of(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
+    return TokenBatch.from_sequences(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
 
 
 def loss(scores: TokenScores, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -142,7 +142,7 @@ def test_lengths_below_and_above_a_window_need_no_graphs_of_their_own(tmp_path: 
         longest = (4, 8, 9, 10, 23, 7)[number % 6]
         lengths = [longest, *range(1, longest, 3)][: 1 + number % 4]
         ids = [(torch.arange(length) * (number + 2) + number) % 60 + 1 for length in lengths]
-        batch = TokenBatch.of(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
+        batch = TokenBatch.from_sequences(ids, [torch.ones(length, dtype=torch.bool) for length in lengths])
         assert_equal(step(compiled, [batch]), step(plain, [batch]))
         if number % 5 == 0:
             scored = [trainer.forward(batch).logprobs for trainer in (compiled, plain)]
@@ -215,7 +215,7 @@ def test_layers_without_a_window_get_no_mask(tmp_path: Path) -> None:
         )
     for number, longest in enumerate((4, 23, 8, 10)):
         ids = [torch.arange(1, longest + 1 - sample) for sample in range(1 + number % 3)]
-        batch = TokenBatch.of(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids])
+        batch = TokenBatch.from_sequences(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids])
         assert_equal(step(compiled, [batch]), step(plain, [batch]))
     assert masks and masks == [True, False, True] * (len(masks) // 3)
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
@@ -248,7 +248,7 @@ def test_a_rectangle_of_one_row_needs_no_graph_of_its_own(tmp_path: Path, family
     graphs = set[int]()
     for count in (1, 3, 1):
         ids = [torch.arange(1, 11 + sample) for sample in range(count)]
-        batch = TokenBatch.of(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids])
+        batch = TokenBatch.from_sequences(ids, [torch.ones(len(sample), dtype=torch.bool) for sample in ids])
         metrics = [trainer.forward_backward([batch], loss)[0]["loss"] for trainer in (compiled, plain)]
         torch.testing.assert_close(*metrics, rtol=1e-5, atol=1e-6)
         graphs.add(counters["stats"]["unique_graphs"])

@@ -274,7 +274,7 @@ def test_a_rank_that_does_not_send_gathers_weights_only_if_the_ranks_hold_parts_
     sender = ActorWeights(worker, default_section(GrpoConfig), PromptMap(1, 1, 1, 2), weights)  # type: ignore[arg-type]
     sender.send(0, [0], None)
     sender.send(1, [0], None)
-    sender.welcome(1, [1])
+    sender.send_all_weights(1, [1])
     sender.refresh_reference(1)
     every = ["embed.weight", "layer.weight"]
     assert weights.gathered == ([*every, "layer.weight", *every, *every] if lockstep else [])

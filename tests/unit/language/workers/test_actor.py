@@ -59,7 +59,7 @@ def test_groups_without_samples_have_all_columns_and_train_nothing(model: str) -
         "rollout_logprobs": [torch.tensor([0.0, 0.0, -1.0, -2.0])],
         "versions": [torch.tensor([-1.0, -1.0, 0.0, 0.0])],
     }
-    some = TokenBatch.of([[5, 6, 7, 8]], [[False, False, True, True]], known)
+    some = TokenBatch.from_sequences([[5, 6, 7, 8]], [[False, False, True, True]], known)
     some.episode, some.group = torch.tensor([3]), torch.tensor([1])
     none = some.select(torch.zeros(0, dtype=torch.long))
     assert not len(none) and not none.tokens
@@ -81,7 +81,7 @@ def test_a_minibatch_without_a_trained_token_takes_no_step(model: str, on_nonfin
     trainer = actor(model, update_epochs=2, adv_type="raw")
     trainer.skips = SkippedSteps(on_nonfinite == "skip")
     columns = {"rollout_logprobs": [torch.tensor([0.0, -1.0, -2.0])], "versions": [torch.tensor([-1.0, 0.0, 0.0])]}
-    some = TokenBatch.of([[5, 6, 7]], [[False, True, True]], columns)
+    some = TokenBatch.from_sequences([[5, 6, 7]], [[False, True, True]], columns)
     some.reward = torch.ones(1)
 
     def update(step: int, *parts: TokenBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -103,7 +103,7 @@ def test_an_overflow_of_float16_is_no_fault_but_a_loss_that_is_not_finite_is(mod
     section = {"model": {"model_path": model, "dtype": "float16"}, "grad_scaler": {"init_scale": 2.0**60}}
     trainer = actor(model, update_epochs=1, adv_type="raw", actor=section)
     columns = {"rollout_logprobs": [torch.tensor([0.0, -1.0, -2.0])], "versions": [torch.tensor([-1.0, 0.0, 0.0])]}
-    some = TokenBatch.of([[5, 6, 7]], [[False, True, True]], columns)
+    some = TokenBatch.from_sequences([[5, 6, 7]], [[False, True, True]], columns)
 
     def update(step: int, reward: float) -> dict[str, float]:
         some.reward = torch.tensor([reward])
@@ -170,7 +170,7 @@ def drawn(lengths: list[int]) -> TokenBatch:
         "rollout_logprobs": [-4 + torch.rand(length, generator=generator) for length in lengths],
         "versions": [torch.zeros(length) for length in lengths],
     }
-    batch = TokenBatch.of(ids, masks, columns)
+    batch = TokenBatch.from_sequences(ids, masks, columns)
     batch.group, batch.reward = batch.episode // 2, torch.rand(len(lengths), generator=generator)
     return batch
 

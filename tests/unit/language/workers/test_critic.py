@@ -37,7 +37,7 @@ CASES: list[dict[str, Any]] = [
 
 def batch() -> TokenBatch:
     lengths = [2 + n for n in LENGTHS]
-    made = TokenBatch.of([[5] * n for n in lengths], [[False, False] + [True] * n for n in LENGTHS])
+    made = TokenBatch.from_sequences([[5] * n for n in lengths], [[False, False] + [True] * n for n in LENGTHS])
     made.reward = torch.tensor(SCORES)
 
     def column(rows: tuple[tuple[float, ...], ...]) -> torch.Tensor:

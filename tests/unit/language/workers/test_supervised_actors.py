@@ -107,7 +107,7 @@ def test_pair_metrics_against_hand_calculation() -> None:
     """Two completions of two tokens and one, after prompts whose values must not count."""
     mask = [[False, True, True], [False, True]]
     reference = [torch.tensor([7.0, -1.0, -1.0]), torch.tensor([7.0, -1.0])]
-    batch = TokenBatch.of([[1, 2, 3], [1, 2]], mask, {REF_LOGPROBS: reference})
+    batch = TokenBatch.from_sequences([[1, 2, 3], [1, 2]], mask, {REF_LOGPROBS: reference})
     logprobs = torch.tensor([9.0, -0.5, -0.5, 9.0, -2.0])
 
     def measure(**options: Any) -> dict[str, float]:
@@ -124,7 +124,7 @@ def test_pair_metrics_against_hand_calculation() -> None:
 
 
 def test_a_micro_batch_without_tokens_has_no_pairs() -> None:
-    batch = TokenBatch.of([[1, 2]], [[False, True]], {REF_LOGPROBS: [torch.zeros(2)]}).empty_sample()
+    batch = TokenBatch.from_sequences([[1, 2]], [[False, True]], {REF_LOGPROBS: [torch.zeros(2)]}).empty_sample()
     metrics = pair_metrics(DpoAlgorithmConfig(), torch.zeros(0, requires_grad=True), batch)
     assert {values.numel() for values in metrics.values()} == {0} and metrics["loss"].sum() == 0
 

@@ -10,7 +10,7 @@ from rlhpc.cli import main
 from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
 from rlhpc.runs.memory.account import GIB
-from rlhpc.runs.memory.plan import host_capacity, memory_plan, parse_bytes
+from rlhpc.runs.memory.plan import compute_memory_plan, host_capacity, parse_bytes
 from rlhpc.runtime import os_resources
 from rlhpc.runtime.cluster import Cluster
 
@@ -22,7 +22,7 @@ def test_a_node_group_says_what_its_accelerators_have() -> None:
     groups = "[{label: small, node_ranks: '0', accelerator_memory: 24G}]"
     placement = "{actor: {node_group: small, placement: 0-7}, rollout: {node_group: small, placement: 0-7}}"
     cfg = load_config(MATH, [*EIGHT, f"cluster.node_groups={groups}", f"cluster.component_placement={placement}"])
-    place = memory_plan(cfg, build_plan(cfg, launcher="slurm")).pools[0]
+    place = compute_memory_plan(cfg, build_plan(cfg, launcher="slurm")).pools[0]
     assert place.capacity == 24 * GIB and place.source == "cluster.node_groups[small].accelerator_memory"
 
 

@@ -75,7 +75,7 @@ def everything(workload: Workload, shape: ClusterShape) -> list[Candidate]:
         most = shape.cores[0] if pool.by_node else shape.cores[0] // (total // len(shape.cores))
         many = range(1, most + 1) if pool.by_node or group in workload.several else (1,)
         places[group] = [
-            GroupPlacement.of("cluster", first, count, per)
+            GroupPlacement.from_range("cluster", first, count, per)
             for first in range(total)
             for count in range(1, total - first + 1)
             for per in many

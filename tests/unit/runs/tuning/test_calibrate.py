@@ -78,7 +78,7 @@ class Machine:
 def calibration(machine: Machine, cores: int = 12) -> tuple[Calibration, list[str]]:
     """Returns a calibration on this machine, and the list of its messages."""
     shape = ClusterShape({"cluster": Pool("cluster", ((0, -1),))}, cores=(cores,))
-    placements = {group: GroupPlacement.of("cluster", 0, 1) for group in WORKLOAD.groups}
+    placements = {group: GroupPlacement.from_range("cluster", 0, 1) for group in WORKLOAD.groups}
     configured = Candidate(placements, {"stages": 2, "staleness": 0, "micro": None})
     said: list[str] = []
     runs: Any = machine
@@ -95,8 +95,8 @@ def test_the_costs_of_a_steady_machine_are_found() -> None:
     measured, said = calibration(machine)
     costs = measured.costs()
     for phase in WORK:
-        assert costs.curves[phase].at(1.0) == pytest.approx(FIXED[phase] + WORK[phase])
-        assert costs.curves[phase].at(0.25) == pytest.approx(FIXED[phase] + WORK[phase] / 4)
+        assert costs.curves[phase].seconds_at(1.0) == pytest.approx(FIXED[phase] + WORK[phase])
+        assert costs.curves[phase].seconds_at(0.25) == pytest.approx(FIXED[phase] + WORK[phase] / 4)
     assert costs.hop_s == pytest.approx(HOP_S) and costs.overhead_s == pytest.approx(OVERHEAD_S)
     assert costs.factors["micro=8"] == pytest.approx({"act": 1.0, "simulate": 1.0, "train": 0.5})
     assert costs.extra_s["micro=8"] == pytest.approx(0.0, abs=1e-9)
@@ -136,8 +136,8 @@ def test_a_disturbed_machine_is_measured_again_and_its_drift_taken_out() -> None
     costs = calibration(machine, cores=1)[0].costs()
     assert [name for name, _, _ in machine.runs][:4] == ["plain", "again", "part_2", "plain"]
     assert costs.spread == pytest.approx(0.8, abs=0.3)
-    ratio = costs.curves["train"].at(1.0) / (FIXED["train"] + WORK["train"])
-    assert costs.curves["train"].at(0.5) == pytest.approx(ratio * WORK["train"] / 2)
+    ratio = costs.curves["train"].seconds_at(1.0) / (FIXED["train"] + WORK["train"])
+    assert costs.curves["train"].seconds_at(0.5) == pytest.approx(ratio * WORK["train"] / 2)
     assert costs.hop_s == pytest.approx(ratio * HOP_S)
 
 
@@ -200,7 +200,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ShortRuns:
         (tmp_path / name).chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    paths = RunPaths.of(tmp_path / "runs", "one")
+    paths = RunPaths.from_run_dir(tmp_path / "runs", "one")
     members = paths.registry / "local-0" / "members"
     members.mkdir(parents=True)
     record = {"node": node_name(), "pid": os.getpid(), "group": "actor"}

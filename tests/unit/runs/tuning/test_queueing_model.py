@@ -35,12 +35,12 @@ def test_steps_of_known_phases() -> None:
         values = {"stages": 1, "staleness": 0, "micro": None, **settings}
         return model.predict(Candidate({"rollout": rollout, "env": env, "actor": actor}, values)).step_s
 
-    one, next_ = GroupPlacement.of("cluster", 0, 1), GroupPlacement.of("cluster", 1, 1)
+    one, next_ = GroupPlacement.from_range("cluster", 0, 1), GroupPlacement.from_range("cluster", 1, 1)
     assert step(one, one, one) == pytest.approx(4 + 2 + 3 + 1)  # one after the other
     assert step(one, one, one, stages=2) == pytest.approx(4 + 3 + 1)  # the policy hides behind the simulators
     assert step(one, one, next_, staleness=1) == pytest.approx(6)  # training hides behind the rollout
-    assert step(one, one, GroupPlacement.of("cluster", 0, 2)) == pytest.approx(4 + 2 + 1.5 + 1)
-    assert step(GroupPlacement.of("cluster", 0, 1, 2), one, one) == pytest.approx(2 + 2 + 3 + 1)
+    assert step(one, one, GroupPlacement.from_range("cluster", 0, 2)) == pytest.approx(4 + 2 + 1.5 + 1)
+    assert step(GroupPlacement.from_range("cluster", 0, 1, 2), one, one) == pytest.approx(2 + 2 + 3 + 1)
     workload, costs = writing(line(0.0, 4.0), line(0.0, 2.0), line(0.0, 5.0))
     model = QueueingModel(workload, costs, GPUS)
     apart = {"rollout": one, "actor": next_}

@@ -22,7 +22,7 @@ def test_the_search_finds_the_optimum(case: tuple[Workload, Costs], shape: Clust
     workload, costs = case
     model = QueueingModel(workload, costs, dataclasses.replace(shape, device_memory=65))
     configured = Candidate(
-        {group: GroupPlacement.of("cluster", 0, 1) for group in workload.groups},
+        {group: GroupPlacement.from_range("cluster", 0, 1) for group in workload.groups},
         {k.key: k.values[0] for k in workload.knobs},
     )
     found = search(Space(model, configured), 5)
@@ -48,7 +48,7 @@ def test_sizes_of_a_mesh_are_keys_like_others() -> None:
         ranks = len(candidate.placements["rollout"].processes)
         return bool(ranks % candidate.settings["tensor"] == 0)
 
-    one = {group: GroupPlacement.of("cluster", 0, 1) for group in workload.groups}
+    one = {group: GroupPlacement.from_range("cluster", 0, 1) for group in workload.groups}
     configured = Candidate(one, {knob.key: knob.values[0] for knob in workload.knobs})
     found = search(Space(model, configured), 5, allowed)
     steps = sorted(model.predict(candidate).step_s for candidate in everything(workload, GPUS) if allowed(candidate))

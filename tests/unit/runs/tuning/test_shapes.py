@@ -26,19 +26,19 @@ TWO_KINDS = CONFIGS / "embodied" / "cartpole_het.yaml"
 def test_a_placement_is_written_as_configurations_have_it(
     arguments: tuple[int, ...], text: str, processes: tuple[tuple[int, ...], ...]
 ) -> None:
-    placement = GroupPlacement.of("cluster", *arguments)
+    placement = GroupPlacement.from_range("cluster", *arguments)
     assert (placement.text, placement.processes) == (text, processes)
     assert placement.resources == {index for indices in processes for index in indices}
 
 
 def test_the_pool_of_a_group_has_its_accelerators_or_else_its_nodes() -> None:
-    shape = ClusterShape.of(load_config(TWO_KINDS), ["gpu", "cpu", "node"], memory=7, device_memory=5)
+    shape = ClusterShape.from_config(load_config(TWO_KINDS), ["gpu", "cpu", "node"], memory=7, device_memory=5)
     assert shape.pools["gpu"].resources == ((0, 0), (0, 1)) and not shape.pools["gpu"].by_node
     assert shape.pools["cpu"].resources == ((1, -1),) and shape.pools["cpu"].by_node
     assert shape.pools["node"].resources == ((0, -1), (1, -1))
     assert (shape.cores, shape.accelerators, shape.memory, shape.device_memory) == ((4, 4), 2, 7, 5)
-    assert shape.nodes_of(GroupPlacement.of("node", 0, 2)) == [0, 1]
-    assert shape.resources_of(GroupPlacement.of("gpu", 1, 1, 2)) == [[(0, 1)], [(0, 1)]]
+    assert shape.nodes_of(GroupPlacement.from_range("node", 0, 2)) == [0, 1]
+    assert shape.resources_of(GroupPlacement.from_range("gpu", 1, 1, 2)) == [[(0, 1)], [(0, 1)]]
 
 
 def test_the_placement_of_a_configuration_is_read_and_written_back() -> None:
@@ -68,10 +68,10 @@ def test_groups_that_one_key_places_have_one_placement_each() -> None:
 @pytest.mark.parametrize(
     ("actor", "rollout", "mode"),
     [
-        (GroupPlacement.of("cluster", 0, 2), GroupPlacement.of("cluster", 0, 2, 2), "collocated"),
-        (GroupPlacement.of("cluster", 0, 1), GroupPlacement.of("cluster", 1, 3), "disaggregated"),
-        (GroupPlacement.of("cluster", 0, 2), GroupPlacement.of("cluster", 1, 2), "hybrid"),
-        (GroupPlacement.of("gpu", 0, 1), GroupPlacement.of("cpu", 0, 1), "disaggregated"),
+        (GroupPlacement.from_range("cluster", 0, 2), GroupPlacement.from_range("cluster", 0, 2, 2), "collocated"),
+        (GroupPlacement.from_range("cluster", 0, 1), GroupPlacement.from_range("cluster", 1, 3), "disaggregated"),
+        (GroupPlacement.from_range("cluster", 0, 2), GroupPlacement.from_range("cluster", 1, 2), "hybrid"),
+        (GroupPlacement.from_range("gpu", 0, 1), GroupPlacement.from_range("cpu", 0, 1), "disaggregated"),
     ],
 )
 def test_the_mode_says_what_groups_share(actor: GroupPlacement, rollout: GroupPlacement, mode: str) -> None:
@@ -80,6 +80,6 @@ def test_the_mode_says_what_groups_share(actor: GroupPlacement, rollout: GroupPl
 
 def test_a_machine_without_accelerators_is_a_pool_of_one_node() -> None:
     cfg = load_config(QUICKSTART, ["cluster.accelerators_per_node=0"])
-    shape = ClusterShape.of(cfg, {placement.label for placement in configured_placements(cfg).values()})
+    shape = ClusterShape.from_config(cfg, {placement.label for placement in configured_placements(cfg).values()})
     assert [pool.resources for pool in shape.pools.values()] == [((0, -1),)]
     assert shape.accelerators == 0 and len(shape.cores) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.jobs.plan import build_plan
 from rlhpc.runs.configuration import load_config
-from rlhpc.runs.memory.plan import memory_plan
+from rlhpc.runs.memory.plan import compute_memory_plan
 from rlhpc.runs.tuning.shapes import Candidate, GroupPlacement
 from rlhpc.runs.tuning.tune import TuneRequest, is_allowed
 
@@ -31,10 +31,12 @@ def test_what_the_account_of_memory_refuses_is_not_proposed(memory: str | None, 
     words += [] if memory is None else [f"cluster.accelerator_memory={memory}"]
     verdicts = []
     for ranks in (8, 1):
-        place = GroupPlacement.of("cluster", 0, ranks)
+        place = GroupPlacement.from_range("cluster", 0, ranks)
         candidate = Candidate({"actor": place, "rollout": place}, {})
         cfg = load_config(MATH, [*words, *candidate.overrides()])
-        fits = not memory_plan(cfg, build_plan(cfg, launcher="local" if here else "slurm"), build=False).refusals()
+        fits = not compute_memory_plan(
+            cfg, build_plan(cfg, launcher="local" if here else "slurm"), build=False
+        ).refusals()
         verdicts.append(is_allowed(TuneRequest(MATH, tuple(words)), candidate, is_local=here))
         assert verdicts[-1] == (fits or check == "off")
     if not here:

@@ -76,7 +76,7 @@ def test_posts_are_polled_by_key(pair: tuple[Context, Context]) -> None:
 
 def test_a_post_to_a_rank_that_has_left_is_no_error(pair: tuple[Context, Context]) -> None:
     left, right = pair
-    assert left.member("right", 0)["incarnation"] == "1"
+    assert left.rank_record("right", 0)["incarnation"] == "1"
     right.service.stop()
     left.registry.put(DEPARTED, "right-0", {"incarnation": "1", "why": "its job has ended"})
     assert not p2p.post("note", "about", "right", 0)

@@ -59,7 +59,7 @@ def test_many_keys_take_one_request_each_way(store: ServiceStore) -> None:
     assert prefixed.has_extended_api()
     prefixed.multi_set(["a", "b"], ["1", "2"])
     assert prefixed.multi_get(["b", "a"]) == [b"2", b"1"] == store.multi_get(["part/b", "part/a"])
-    assert store.missing(["part/a", "c", "part/b", "d"]) == ["c", "d"]
+    assert store.find_missing_keys(["part/a", "c", "part/b", "d"]) == ["c", "d"]
 
 
 def test_a_rank_waits_for_a_key_of_another(pair: tuple[Context, Context]) -> None:
@@ -102,7 +102,7 @@ class _Members:
             endpoint={"ipc": name}, peers=SimpleNamespace(request=functools.partial(self._request, name))
         )
         record = {"data": {"host": host_id(), "ipc": "the holder"}}
-        return SimpleNamespace(name=name, service=service, member=lambda *_: record)
+        return SimpleNamespace(name=name, service=service, rank_record=lambda *_: record)
 
     def _request(
         self, name: str, endpoint: str, op: bytes, frames: list[bytes], limit: float, purpose: str

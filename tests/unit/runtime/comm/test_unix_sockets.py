@@ -115,7 +115,7 @@ def test_who_does_not_know_the_secret_is_not_heard(path: str) -> None:
     stranger = Client(path, CurveKeys.fresh())
     stranger.send([b"order"], lambda: None)
     server = accepted(listener, token_of(CurveKeys.fresh()))
-    assert received(server, 1) == [] and server.closed and not server.welcome
+    assert received(server, 1) == [] and server.closed and not server.accepts_messages
     stranger.close()
     listener.sock.close()
 

@@ -96,7 +96,7 @@ def test_a_process_that_is_out_of_reach() -> None:
 
 
 def test_the_end_of_a_process_of_this_host_is_known(pair: tuple[Context, Context]) -> None:
-    record = pair[0].member("right", 0)
+    record = pair[0].rank_record("right", 0)
     assert not pair[0].service.peers.has_ended(record)
     pair[1].service.stop()
     assert pair[0].service.peers.has_ended(record)

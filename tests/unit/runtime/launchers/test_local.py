@@ -19,7 +19,7 @@ import pytest
 from rlhpc import Cluster, WorkerFailed
 from rlhpc.runtime import pickle_stream
 from rlhpc.runtime.errors import RlhpcError, SubmitError
-from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers import RankProcess
 from rlhpc.runtime.launchers.local import ForkLauncher
 from rlhpc.runtime.worker_spec import WorkerSpec
 from tests.eventually import wait_until
@@ -31,14 +31,14 @@ class RecordingReports:
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
 
-    def record_start(self, member: Member, pid: int) -> None:
+    def record_start(self, member: RankProcess, pid: int) -> None:
         self.calls.put(("started", member.spec.name, pid))
 
-    def record_exit(self, member: Member, status: int) -> None:
+    def record_exit(self, member: RankProcess, status: int) -> None:
         member.has_exited = True
         self.calls.put(("exited", member.spec.name, status))
 
-    def record_ends(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, members: Sequence[RankProcess]) -> list[RankProcess]:
         unexpected = [member for member in members if not member.has_exited]
         for member in unexpected:
             member.has_exited = True
@@ -62,11 +62,11 @@ class Launching:
         self.launcher = ForkLauncher(server, folder, self.reports)
         self.cluster = Cluster.local(num_nodes=1, accelerators_per_node=4)
 
-    def member(self, rank: int, *accelerators: int) -> Member:
+    def member(self, rank: int, *accelerators: int) -> RankProcess:
         spec = WorkerSpec(
             "group", rank, 2, "here", 0, rank, 2, accelerators, "registry", "token", b"", "out", "err", incarnation="i1"
         )
-        return Member(spec, self.launcher)
+        return RankProcess(spec, self.launcher)
 
     def request(self) -> dict[str, Any]:
         """Returns the launcher's next request to the server."""

@@ -30,7 +30,7 @@ from rlhpc.runtime.errors import (
     StepFailed,
     WorkerFailed,
 )
-from rlhpc.runtime.launchers import Member
+from rlhpc.runtime.launchers import RankProcess
 from rlhpc.runtime.launchers.node_fork import pid_file
 from rlhpc.runtime.launchers.srun import SrunLauncher, task_status
 from rlhpc.runtime.launchers.srun_commands import killing_step, step_environment
@@ -191,10 +191,10 @@ class RecordedReports:
         self.errors: list[RlhpcError] = []
         self.has_ended = threading.Event()
 
-    def record_exit(self, member: Member, status: int) -> None:
+    def record_exit(self, member: RankProcess, status: int) -> None:
         pass
 
-    def record_ends(self, members: Sequence[Member]) -> list[Member]:
+    def record_ends(self, members: Sequence[RankProcess]) -> list[RankProcess]:
         return list(members)
 
     def fail(self, error: RlhpcError) -> None:
@@ -213,7 +213,7 @@ def test_srun_ends_before_its_ranks(code: int, says: str, tmp_path: Path, monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     reports = RecordedReports()
     launcher = SrunLauncher(tmp_path, SimpleNamespace(), reports)  # type: ignore[arg-type]
-    launcher.start([Member(spec(), launcher)], Cluster.local(1))
+    launcher.start([RankProcess(spec(), launcher)], Cluster.local(1))
     assert reports.has_ended.wait(30), "waited for the end of srun"
     [error] = reports.errors
     assert says in str(error) and "Unable to confirm allocation" in str(error), error

@@ -129,7 +129,7 @@ def test_one_step_of_a_chunk_may_be_stochastic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("family", "imitated"), [("act", range(CHUNK)), ("diffusion", range(-1, HORIZON - 1))])
 def test_cloning_takes_the_actions_that_the_network_predicts(family: str, imitated: range, tmp_path: Path) -> None:
     policy, obs = build(tmp_path, family), observe(family)
-    assert policy.imitated == imitated, "from the oldest observation on"
+    assert policy.imitated_offsets == imitated, "from the oldest observation on"
     actions = torch.rand(ROWS, len(imitated), DIM)
     is_pad = torch.zeros(ROWS, len(imitated), dtype=torch.bool)
     is_pad[0, -1] = True
@@ -178,6 +178,6 @@ def test_a_plan_is_longer_than_what_is_executed_and_follows_its_guide(tmp_path: 
     with torch.no_grad():
         plan = policy.plan(obs, noise=start)
         actions = policy.predict_action_batch(obs, "eval", start)[0]
-        torch.testing.assert_close(policy.played(plan, slice(0, EXECUTED)), actions)
+        torch.testing.assert_close(policy.decode_plan(plan, slice(0, EXECUTED)), actions)
         still = policy.plan(obs, lambda velocity: lambda x, t: torch.zeros_like(x), start)
     assert torch.equal(still, start), "a velocity of zero leaves the noise"
