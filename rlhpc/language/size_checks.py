@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from rlhpc.config.constraints import Fail
 from rlhpc.config.typed import select
 from rlhpc.language.config.models import LanguageModelConfig
-from rlhpc.language.config.run import GrpoConfig, TrainedLanguageConfig
+from rlhpc.language.config.run import GrpoConfig, LanguageConfig, TrainedLanguageConfig
 from rlhpc.language.engines.base import context_error
 from rlhpc.language.engines.common import check_quantized_dtype
 from rlhpc.language.hugging_face import EXPERT_COUNTS, splits_attention_heads
@@ -89,7 +89,7 @@ def check_models(cfg: TrainedLanguageConfig, accelerators: Mapping[str, int]) ->
         _require_experts(_read_config(cfg.actor.model), "rollout.routing_replay", "false")
     if rollout is None or rollout.rollout_backend != "vllm" or accelerators.get("rollout", 1):
         return
-    check_quantized_dtype(cfg, "cpu")
+    check_quantized_dtype(cast(LanguageConfig, cfg), "cpu")
     config_numbers = _read_text_config(cfg.actor.model)
     width = config_numbers.get("head_dim") or config_numbers.get("hidden_size", 0) // max(
         config_numbers.get("num_attention_heads") or 1, 1
