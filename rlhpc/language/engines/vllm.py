@@ -17,7 +17,13 @@ from rlhpc.checkpoint.tensor_slice import TensorSlice
 from rlhpc.language.data.tokenizer import StopTexts, end_tokens, find_tokenizer
 from rlhpc.language.engines.base import Completion, Request
 from rlhpc.language.engines.common import EngineBase, EngineOptions, WeightUpdateError, checked_update, observed_outputs
-from rlhpc.language.engines.vllm_adapter import cache_block_usage, decoder_layers, set_adapter, sum_with_residual
+from rlhpc.language.engines.vllm_adapter import (
+    cache_block_usage,
+    decoder_layers,
+    renamed_tensors,
+    set_adapter,
+    sum_with_residual,
+)
 from rlhpc.language.engines.vllm_images import image_prompt
 from rlhpc.language.engines.vllm_launch import PRELOAD, VLLMProcess
 from rlhpc.language.engines.vllm_logprobs import log_before_filters
@@ -216,7 +222,6 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._required_shapes, self._optional, self._aliases = tensors_of(model)
         aliases = {alias for alias_names in self._aliases.values() for alias in alias_names}
         buffer_names = self._optional.keys() - aliases
-        self._untrained_parts = frozenset(name.rpartition(".")[2] for name in buffer_names)
         if buffer_names:
             # An update may omit the model's buffers, so the engine reads them from the files, even if all weights come later.
             engine_kwargs = {**options.engine_kwargs}
@@ -231,6 +236,10 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._broken_update = ""
         self._slept = False
         VLLMProcess.__init__(self, options, config, seed, link)
+        self._renamed_buffers: dict[str, str] = self._engine.collective_rpc(
+            renamed_tensors, args=(sorted(buffer_names),)
+        )[0]
+        self._untrained_parts = frozenset(name.rpartition(".")[2] for name in (*buffer_names, *self._renamed_buffers))
         self.context = int(self._engine.model_config.max_model_len)
         self.capacity = int(self._engine.vllm_config.scheduler_config.max_num_seqs)
         self.chunk = int(self._engine.vllm_config.scheduler_config.max_num_batched_tokens)
@@ -467,9 +476,11 @@ class VLLMRollout(VLLMProcess, EngineBase):
         self._end_update(version)
 
     def parameter_digests(self) -> dict[str, int]:
-        """Returns a digest of each parameter of vLLM's model; see `RolloutBackend.parameter_digests`."""
+        """Returns a digest of each parameter of vLLM's model; see `RolloutBackend.parameter_digests`. Buffers have the names
+        that they have in the trainer.
+        """
         digests_by_name: dict[str, int] = self._engine.collective_rpc(_compute_parameter_digests)[0]
-        return digests_by_name
+        return {self._renamed_buffers.get(name, name): digest for name, digest in digests_by_name.items()}
 
     def observed_layers(self, on_output: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
         """Observes the decoder layers; see `RolloutBackend.observed_layers`.

@@ -321,6 +321,17 @@ def set_adapter(worker: Any, adapter_number: int, tensors: Mapping[str, Tensor],
     return num_layers
 
 
+def renamed_tensors(worker: Any, names: Iterable[str]) -> dict[str, str]:
+    """Returns the tensors that vLLM's model keeps under another name than the files: its name → the files' name."""
+    mappers = [
+        module.hf_to_vllm_mapper
+        for module in worker.model_runner.get_model().modules()
+        if getattr(module, "hf_to_vllm_mapper", None) is not None
+    ]
+    mapped_names = ((mapper.map_name(name), name) for name in names for mapper in mappers)
+    return {mapped_name: name for mapped_name, name in mapped_names if mapped_name not in (None, name)}
+
+
 def _return_logits(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Returns logits unchanged, in place of vLLM's addition of an adapter to the output layer.
 

@@ -196,3 +196,16 @@ def test_the_batch_invariant_mode_is_read_from_the_variable(variable: None, monk
     # A hybrid model's layers refuse the mode themselves, which `_explain_errors` turns into a message.
     refusal = source("vllm.v1.attention.selector:_cached_get_mamba_attn_backend")
     assert "raise RuntimeError" in refusal and "mode is not supported for" in refusal
+
+
+def test_a_buffer_that_vllm_renames_keeps_the_name_of_the_files() -> None:
+    """By vLLM's own mapper of a family: the bias of its router is a buffer of another name there."""
+    from vllm.model_executor.models.lfm2_moe import Lfm2MoeModel
+
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.hf_to_vllm_mapper = Lfm2MoeModel.hf_to_vllm_mapper
+    worker = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    name = "model.layers.1.feed_forward.expert_bias"
+    renamed = vllm_adapter.renamed_tensors(worker, [name, "model.rotary_emb.inv_freq"])
+    assert renamed == {"model.layers.1.feed_forward.gate.e_score_correction_bias": name}
