@@ -136,7 +136,8 @@ class AdapterConfig:
     """Scale of the adapters: their output is multiplied by `alpha / rank`."""
     target_modules: Any = "all-linear"
     """Modules that get an adapter: a list of names or of their last parts; a regular expression that matches complete names;
-    or `all-linear`: all linear layers except the head and the experts of mixtures."""
+    or `all-linear`: all linear layers except the head, the experts of mixtures, and layers whose weights a recurrent layer
+    reads itself."""
 
 
 @dataclass

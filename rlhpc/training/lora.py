@@ -326,7 +326,8 @@ def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
 
     These are all linear layers except the LM head and `head`. Experts stored as one tensor are not layers. In such
     mixture-of-experts models peft maps the names of the experts' former matrices, such as `gate_proj`, to these tensors, even
-    if a dense layer has the same name. Such layers are therefore omitted, too.
+    if a dense layer has the same name. Such layers are therefore omitted, too, as are layers that peft refuses because a
+    recurrent layer reads their weights itself.
     """
     get_output: Any = getattr(model, "get_output_embeddings", None)  # only models of transformers have this method
     lm_head = None if get_output is None else get_output()
@@ -335,18 +336,16 @@ def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
         for name, module in model.named_modules()
         if _is_linear(module) and module is not lm_head and not (head and is_target(name, [head]))
     ]
-    is_readable = {
-        last_name: _reads_as_module(model, last_name) for last_name in {name.rpartition(".")[2] for name in names}
-    }
-    return [name for name in names if is_readable[name.rpartition(".")[2]]]
+    is_allowed = {last_name: _adapts(model, last_name) for last_name in {name.rpartition(".")[2] for name in names}}
+    return [name for name in names if is_allowed[name.rpartition(".")[2]]]
 
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def _reads_as_module(model: nn.Module, name: str) -> bool:
-    """Returns whether peft interprets a name in `target_modules` as the name of a module."""
+def _adapts(model: nn.Module, name: str) -> bool:
+    """Returns whether peft interprets a name in `target_modules` as the name of modules that may have adapters."""
     if not hasattr(getattr(model, "config", None), "model_type"):
         return True
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -354,7 +353,8 @@ def _reads_as_module(model: nn.Module, name: str) -> bool:
     config = peft().LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model=model, conversions=None)
-    except ValueError:  # a matrix that is now part of a fused tensor
+        peft().LoraModel._check_target_module_compatiblity(None, config, model, name)
+    except ValueError:  # a matrix that is now part of a fused tensor, or is read by a kernel
         return False
     return name in config.target_modules
 

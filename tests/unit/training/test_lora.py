@@ -73,7 +73,11 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 1, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
-#: Configurations by name: dense ones, with the head tied to the embeddings and not; and mixtures.
+MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16,
+    "mamba_num_heads": 2, "mamba_head_dim": 32, "n_groups": 1, "ssm_state_size": 16, "head_dim": 32,
+}  # fmt: skip
+#: Configurations by name: dense ones, with the head tied to the embeddings and not; mixtures; and recurrent ones.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
     "Llama, tied": ("Llama", {"tie_word_embeddings": True}),
@@ -85,6 +89,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"num_local_experts": 4}),
     "Olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "Glm4Moe": ("Glm4Moe", {**EXPERTS, "n_routed_experts": 4, "head_dim": 32, "first_k_dense_replace": 1}),
+    "FalconH1": ("FalconH1", MAMBA),
+    "NemotronH": ("NemotronH", {**MAMBA, "layers_block_type": ["mamba", "attention"]}),
 }
 TARGETS: list[Any] = [
     "all-linear",
