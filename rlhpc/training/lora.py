@@ -142,6 +142,8 @@ def _is_sum(
     return bool(((lower_bound <= actual) & (actual <= upper_bound) | ~expected_values.isfinite()).all())
 
 
+#: Number of rows with which a layer is tried; a prime, so that no layer can divide the rows into groups.
+_NUM_ROWS = 11
 #: Name of a single adapter. peft's tensor names contain this name; peft's files omit it.
 ADAPTER = "default"
 _ADAPTER_INFIX = re.compile(rf"(?<=\.lora_[AB])\.{ADAPTER}(?=\.weight$)")
@@ -341,7 +343,19 @@ def linear_layers(model: nn.Module, head: str | None = None) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    """Returns whether a layer multiplies rows by its weight. Routers of mixtures and products by groups are subclasses of
+    `nn.Linear`, too, and an adapter beside them would compute something else.
+    """
+    if not isinstance(module, nn.Linear):
+        return type(module).__name__ == "Conv1D"
+    if type(module).forward is nn.Linear.forward:
+        return True
+    with torch.no_grad():
+        try:
+            rows = module(module.weight.new_zeros(_NUM_ROWS, module.in_features))
+        except (RuntimeError, TypeError, ValueError):
+            return False
+    return isinstance(rows, torch.Tensor) and rows.shape == (_NUM_ROWS, module.out_features)
 
 
 def _adapts(model: nn.Module, name: str) -> bool:

@@ -89,6 +89,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"num_local_experts": 4}),
     "Olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "Glm4Moe": ("Glm4Moe", {**EXPERTS, "n_routed_experts": 4, "head_dim": 32, "first_k_dense_replace": 1}),
+    "Phimoe": ("Phimoe", {"num_local_experts": 4}),
+    "Falcon": ("Falcon", {"num_kv_heads": 1}),
+    "DeepseekV4": (
+        "DeepseekV4",
+        {**EXPERTS, "n_routed_experts": 4, "o_groups": 2, "o_lora_rank": 16, "head_dim": 32, "q_lora_rank": 32},
+    ),
     "FalconH1": ("FalconH1", MAMBA),
     "NemotronH": ("NemotronH", {**MAMBA, "layers_block_type": ["mamba", "attention"]}),
 }
