@@ -14,7 +14,7 @@ from .processes import tail
 #: (_purge_complete_het_job in its job_mgr.c), and nothing while that one waits to start again. An answer is lost where it
 #: takes longer than MessageTimeout, as slurmd's may on a starved machine: then the job stays COMPLETING for five to six
 #: minutes, or, if it is to start again, for good.
-ASKED_AGAIN_S = 5 + 2 * 10
+ASKED_AGAIN_S = 15 + 2 * 10
 
 
 @dataclass(frozen=True)

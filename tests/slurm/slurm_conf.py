@@ -87,7 +87,8 @@ def slurm_conf(layout: Layout) -> str:
         # A preempted job gets the signal of its --signal first, and then has the partition's GraceTime.
         "SlurmctldParameters=preempt_send_user_signal",
         "JobRequeue=1",
-        "KillWait=5",
+        # Half of the default: on a busy machine, ranks may need some seconds to leave nothing behind.
+        "KillWait=15",
         "MinJobAge=300",
         "InactiveLimit=0",
         "SlurmdTimeout=20",
