@@ -59,6 +59,8 @@ TITLES = {
     "robot": "From demonstrations to RL",
     "robot_link": "A robot outside the cluster",
     "intervention": "Somebody who takes over",
+    "demo_hil": "The demonstration with a person who helps",
+    "pixels": "SAC from images beside a plain loop",
     "gpu": "On an accelerator",
 }
 _COLORS = {"limit": 7, "rlhpc": 0, "Ray": 1}  # of the palette

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.jobs.alerts import Alert, AlertTargets, claim_alert
+from rlhpc.jobs.alerts import Alert, AlertTargets
 from rlhpc.jobs.paths import RunPaths
 from rlhpc.jobs.shared_files import write_json
 from rlhpc.runtime.os_resources import adopt_orphans, readable_descriptors, start_bound_to_parent
@@ -45,7 +45,7 @@ def main() -> int:
     if request["record"]:
         if not Path(alert.folder).is_dir():
             return 1  # the run folder was removed, and must not come back
-        if not claim_alert(alert, ["not delivered yet"]):
+        if not alert.create_record(["not delivered yet"]):
             return 0
     errors = [targets.public(error) for error in deliver(alert, targets)]
     if request["record"]:

@@ -97,6 +97,22 @@ class Alert:
         """Returns the alert with its text and the next command."""
         return {**asdict(self), "text": self.text, "next_command": self.next_command}
 
+    def create_record(self, errors: Collection[str] = ()) -> bool:
+        """Creates the alert's record in the run folder; returns whether this process delivers the alert.
+
+        If the record cannot be written, as on a full disk, an alert that may come twice is better than none.
+
+        Args:
+            errors: Failures of its delivery, until they are known.
+        """
+        path = RunPaths(Path(self.folder)).alert(self.name)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            content = json.dumps({**self.to_json(), "errors": [*errors]}).encode()
+            return create_exclusively(path, content, mode=0o600)
+        except OSError:
+            return not path.exists()
+
 
 @dataclass(frozen=True)
 class AlertTargets:
@@ -208,7 +224,7 @@ class AlertSender:
             reporter=self._reporter, **fields,
         )  # fmt: skip
         if not self.targets:
-            claim_alert(alert, errors=[])
+            alert.create_record()
             return
         self.poll()
         try:
@@ -248,23 +264,6 @@ class AlertSender:
                     file=sys.stderr,
                     flush=True,
                 )
-
-
-def claim_alert(alert: Alert, errors: Collection[str]) -> bool:
-    """Creates the record of an alert; returns whether this process delivers the alert.
-
-    If the record cannot be written, as on a full disk, an alert that may come twice is better than none.
-
-    Args:
-        alert: The alert.
-        errors: Failures of its delivery, until they are known.
-    """
-    path = RunPaths(Path(alert.folder)).alert(alert.name)
-    try:
-        path.parent.mkdir(exist_ok=True)
-        return create_exclusively(path, json.dumps({**alert.to_json(), "errors": [*errors]}).encode(), mode=0o600)
-    except OSError:
-        return not path.exists()
 
 
 def safe_name(raw_name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,24 +61,19 @@ def count_embeddings(model_path: str) -> int | None:
     return num_embeddings
 
 
-def check_embeddings(token_ids: Sequence[int], tokenizer: Any, num_embeddings: int | None) -> None:
-    """Refuses a text with tokens that the model has no embeddings for.
+def missing_embedding_error(token_id: int, tokenizer: Any, num_embeddings: int) -> ConfigError:
+    """Builds the error of a text with a token that the model has no embedding for.
 
     Args:
-        token_ids: The text's tokens.
-        tokenizer: The tokenizer that made them.
+        token_id: The token.
+        tokenizer: The tokenizer that made it.
         num_embeddings: See `count_embeddings`.
-
-    Raises:
-        ConfigError: A token has no embedding.
     """
-    last_id = max(token_ids, default=0)
-    if num_embeddings is not None and last_id >= num_embeddings:
-        raise ConfigError(
-            f"a text has the token {last_id} ({tokenizer.decode([last_id])!r}), and the model in {tokenizer.name_or_path} has "
-            f"embeddings for {num_embeddings} (vocab_size in config.json): put the model's own tokenizer there, or give it "
-            "more embeddings (resize_token_embeddings)"
-        )
+    return ConfigError(
+        f"a text has the token {token_id} ({tokenizer.decode([token_id])!r}), and the model in {tokenizer.name_or_path} has "
+        f"embeddings for {num_embeddings} (vocab_size in config.json): put the model's own tokenizer there, or give it "
+        "more embeddings (resize_token_embeddings)"
+    )
 
 
 def splits_attention_heads(model_type: str) -> bool:

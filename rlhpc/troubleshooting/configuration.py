@@ -142,6 +142,7 @@ KEY_CAUSES = (
         "A configuration of another project cannot be translated",
         (
             r"RLinf",
+            r"which has no value",
             r"rlhpc has no",
             r"rlhpc eval does that",
             r"counterpart in rlhpc",

@@ -238,7 +238,12 @@ MACHINE_CAUSES = (
     Cause(
         "second-driver",
         "Another process trains this run already",
-        (r"one run, one driver", r"is being trained by", r"another process has been submitting", r"is running already"),
+        (
+            r"one run, one driver",
+            r"is being (trained|recorded) by",
+            r"another process has been submitting",
+            r"is running already",
+        ),
         "A run folder has one driver at a time. The name is taken by a run that is alive, or a submission has not "
         "finished.",
         "The message names process, host and job; `rlhpc status RUN` shows the state.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ def _believe_rename() -> None:
 
 def _believe_link() -> None:
     def create(path: Path, data: bytes, *, mode: int = 0o666) -> bool:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         temporary.write_bytes(data)
         try:
             os.link(temporary, path)

@@ -16,7 +16,7 @@ from rlhpc.config.typed import select
 from rlhpc.language.data.chat_messages import Message, find_omitted_parts, require_plain
 from rlhpc.language.data.images import PromptImageProcessor, PromptImages, digest_of, load_image_processor
 from rlhpc.language.data.prompts import Prompt, PromptDataset
-from rlhpc.language.hugging_face import check_embeddings, count_embeddings, load_model_config, transformers
+from rlhpc.language.hugging_face import count_embeddings, load_model_config, missing_embedding_error, transformers
 from rlhpc.runs.preflight import has_tokenizer, is_hub_name
 from rlhpc.runtime.errors import ConfigError, StorageError
 from rlhpc.runtime.files import expand_home, read_json, replace_durably
@@ -467,7 +467,8 @@ class PromptTokenizer:
             ) from None
         # A chat template renders the start token. For bare text, the tokenizer adds start and end token; the end is removed.
         ids: list[int] = list(self.tokenizer(text, add_special_tokens=is_bare, verbose=False)["input_ids"])
-        check_embeddings(ids, self.tokenizer, self._num_embeddings)
+        if self._num_embeddings is not None and max(ids, default=0) >= self._num_embeddings:
+            raise missing_embedding_error(max(ids), self.tokenizer, self._num_embeddings)
         return ids[:-1] if is_bare and ids and ids[-1] == self.tokenizer.eos_token_id and len(ids) > 1 else ids
 
     @cached_property

@@ -519,7 +519,10 @@ BAD = (
         ("groups=[{name: a, scorer: 'own_groups:Even'}]",),
         "is no subclass of rlhpc.Scorer (values of tokens) or of rlhpc",
     ),
-    (("groups=[{name: a, scorer: 'own_groups:Ones', kwargs: {b: 1}}]",), "groups[a].kwargs: got an unexpected keyword"),
+    (
+        ("groups=[{name: a, scorer: 'own_groups:Ones', kwargs: {b: 1}}]",),
+        "groups[a].kwargs.b is 1; scorer own_groups:Ones has no such option; allowed: pause_s, refuses",
+    ),
     (("algorithm.name=own_groups:Even",), "algorithm.name=own_groups:Even asks a group 'evenness': give it a place"),
     ((*PPO, places(critic=0), "critic.global_batch_size=7"), "critic.global_batch_size is 7; a step has 64 responses"),
     ((*PPO, places(critic=0), "critic.model.model_path=builtin:tinny"), "builtin:tinny"),

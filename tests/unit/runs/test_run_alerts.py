@@ -101,7 +101,10 @@ def test_losses_of_one_moment_are_one_alert(made: Made, monkeypatch: pytest.Monk
             alerts.record_lost("rollout", [rank], f"rank {rank} was killed")
         alerts.record_lost("env", [0], "gone")
     messages = sorted(alert["message"] for alert in made.came("lost", "lost"))
-    assert messages == ["lost env rank 0: gone", "lost rollout ranks 0, 1, 2, 3, 4, 5, 6, 7…: rank 0 was killed"]
+    assert messages == [
+        "lost env rank 0: gone",
+        "lost rollout ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more: rank 0 was killed",
+    ]
 
 
 def test_a_step_beyond_its_limit_stalls_once(made: Made) -> None:

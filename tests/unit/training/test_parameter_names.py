@@ -58,7 +58,7 @@ def test_another_modules_names_are_kept_and_adapters_leave_none() -> None:
 def test_tensors_of_other_names_or_shapes_replace_nothing() -> None:
     shapes = {"a": (2, 3), "b": (4,)}
     require_same_shapes(shapes, {"a": torch.zeros(2, 3), "b": torch.zeros(4)})
-    with pytest.raises(RuntimeError, match=r"the names differ: \['b'\]"):
+    with pytest.raises(RuntimeError, match=r"the names differ: b"):
         require_same_shapes(shapes, {"a": torch.zeros(2, 3)})
     with pytest.raises(RuntimeError, match=r"b is \[5\] there and \[4\] here"):
         require_same_shapes(shapes, {"a": torch.zeros(2, 3), "b": torch.zeros(5)})

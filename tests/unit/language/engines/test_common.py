@@ -60,7 +60,7 @@ def request_of(number: int, prompt: tuple[int, ...] = (3, 4), **sampling: object
         (request_of(1, ()), "request 1 has an empty prompt"),
         (request_of(1, (1,) * 16), "a prompt of 16 tokens leaves no room in the context of 16"),
         (request_of(1, (1, 50)), "token ids from 1 to 50; the model's vocabulary is 50"),
-        (request_of(1, stop_token_ids=(60,)), "stop_token_ids .60.; the model's vocabulary is 50"),
+        (request_of(1, stop_token_ids=(60,)), "stop_token_ids 60; the model's vocabulary is 50"),
         (request_of(1, max_new_tokens=0), "rollout.max_new_tokens is 0; allowed: at least 1"),
         (request_of(1, temperature=-1.0), "rollout.temperature is -1.0; allowed: at least 0"),
         (request_of(1, top_p=0.0), "rollout.top_p is 0.0; allowed"),
@@ -160,4 +160,4 @@ def test_options_are_those_of_the_configuration() -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=message):
-            options(override)
+            options(override, "actor.model.dtype=float32")

@@ -45,7 +45,7 @@ class Inboxes:
         self.departed = set[int]()
         self.aborts = 0
         context = SimpleNamespace(
-            host="host", wait_deadline=5.0, member=lambda group, rank: {"incarnation": f"of {rank}"},
+            host="host", wait_deadline=5.0, rank_record=lambda group, rank: {"incarnation": f"of {rank}"},
             has_left=lambda group, rank: rank in self.departed,
         )  # fmt: skip
         monkeypatch.setattr(engine_group, "current", lambda: context)

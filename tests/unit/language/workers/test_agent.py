@@ -126,7 +126,7 @@ class Run:
         context = SimpleNamespace(
             host="here",
             registry=None,
-            member=lambda group, rank: {"incarnation": self.incarnations[rank]},
+            rank_record=lambda group, rank: {"incarnation": self.incarnations[rank]},
             has_left=lambda group, rank: rank in self.departed,
         )
         monkeypatch.setattr(agent, "current", lambda: context)
@@ -266,7 +266,7 @@ def test_the_first_rank_of_a_node_starts_the_services_for_all_its_ranks(
     monkeypatch.setattr(agent, "Services", FakeServices)
     run = Run(monkeypatch)
     context = SimpleNamespace(
-        registry=registry, check=lambda: None, member=lambda group, rank: {"log_err": str(tmp_path / "err.log")}
+        registry=registry, check=lambda: None, rank_record=lambda group, rank: {"log_err": str(tmp_path / "err.log")}
     )
     monkeypatch.setattr(agent, "current", lambda: context)
     run.worker.cfg.agent.services = [ServiceConfig("search", ["search"])]
