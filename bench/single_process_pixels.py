@@ -46,7 +46,7 @@ class PixelReach(gym.Env[np.ndarray, np.ndarray]):
         return picture
 
 
-gym.register("PixelReach-v0", entry_point=PixelReach, max_episode_steps=20)
+gym.register("PixelReach-v0", entry_point="bench.single_process_pixels:PixelReach", max_episode_steps=20)
 
 
 class Encoder(nn.Module):
