@@ -218,6 +218,7 @@ def install(patch: pytest.MonkeyPatch, device_type: str = "cpu") -> type[LLMEngi
         "reload_counted": load_all,
         "set_adapter": lambda number, tensors, config: len(tensors),
         "packing_kernels": list,
+        "renamed_tensors": lambda names: {},
     }
     engine = type("LLMEngine", (LLMEngine,), {"default_replies": replies})
     contents: dict[str, dict[str, Any]] = {

@@ -348,3 +348,13 @@ def test_an_engine_with_adapters_samples_with_the_last_ones(build: Build) -> Non
     engine._engine.replies["set_adapter"] = lambda number, tensors, config: 0
     with pytest.raises(WeightUpdateError, match="no adapter of version 2"):
         engine.update_weights(2, update.items())
+
+
+def test_buffers_are_digested_under_the_names_of_the_trainer(build: Build) -> None:
+    engine = build(
+        replies={
+            "renamed_tensors": lambda names: {"layers.0.gate.e_score_correction_bias": "layers.0.expert_bias"},
+            "_compute_parameter_digests": lambda: {"layers.0.gate.e_score_correction_bias": 1, "layers.0.weight": 2},
+        }
+    )
+    assert engine.parameter_digests() == {"layers.0.expert_bias": 1, "layers.0.weight": 2}
